@@ -1,0 +1,89 @@
+#pragma once
+
+#include "csrc/common/macros.h"
+
+namespace jaxmagi {
+
+// Lengths are at most kUnbounded, and -kUnbounded / +kUnbounded stand for "no limit" in lo / hi. Every function
+// below is written so that no intermediate value leaves int32 under these bounds.
+inline constexpr int kUnbounded = 1 << 30;
+
+// Query q sees key k when q0 <= q < q1, k0 <= k < k1 and lo <= k - q <= hi.
+struct Band {
+    int q0, q1, k0, k1, lo, hi;
+};
+
+struct Range {
+    int begin, end;
+};
+
+namespace detail {
+JAXMAGI_HOST_DEVICE constexpr int smaller(int a, int b) {
+    return a < b ? a : b;
+}
+JAXMAGI_HOST_DEVICE constexpr int larger(int a, int b) {
+    return a > b ? a : b;
+}
+}  // namespace detail
+
+JAXMAGI_HOST_DEVICE constexpr bool is_empty(Range range) {
+    return range.begin >= range.end;
+}
+
+JAXMAGI_HOST_DEVICE constexpr Range intersect(Range a, Range b) {
+    return {detail::larger(a.begin, b.begin), detail::smaller(a.end, b.end)};
+}
+
+JAXMAGI_HOST_DEVICE constexpr Band crop(Band band, Range rows, Range keys) {
+    const Range q = intersect({band.q0, band.q1}, rows);
+    const Range k = intersect({band.k0, band.k1}, keys);
+    return {q.begin, q.end, k.begin, k.end, band.lo, band.hi};
+}
+
+// The rows of [rows) that see at least one key; they are contiguous.
+JAXMAGI_HOST_DEVICE constexpr Range seeing_rows(Band band, Range rows) {
+    rows = intersect(rows, {band.q0, band.q1});
+    if (is_empty(rows) or band.k0 >= band.k1 or band.lo > band.hi)
+        return {0, 0};
+    // q >= k0 - hi and q < k1 - lo
+    if (band.k0 - rows.begin > band.hi)
+        rows.begin = band.k0 - band.hi;
+    if (band.k1 - rows.end < band.lo)
+        rows.end = band.k1 - band.lo;
+    return is_empty(rows) ? Range{0, 0} : rows;
+}
+
+// The keys of [keys) that at least one row sees; they are contiguous.
+JAXMAGI_HOST_DEVICE constexpr Range seen_keys(Band band, Range keys) {
+    return seeing_rows({band.k0, band.k1, band.q0, band.q1, -band.hi, -band.lo}, keys);
+}
+
+// The exact hull of the keys that the rows [rows) see.
+JAXMAGI_HOST_DEVICE constexpr Range keys_of_rows(Band band, Range rows) {
+    rows = intersect(rows, {band.q0, band.q1});
+    return is_empty(rows) ? Range{0, 0}
+                          : seen_keys({rows.begin, rows.end, band.k0, band.k1, band.lo, band.hi}, {0, kUnbounded});
+}
+
+// The exact hull of the rows that see a key of [keys).
+JAXMAGI_HOST_DEVICE constexpr Range rows_of_keys(Band band, Range keys) {
+    return seeing_rows(crop(band, {0, kUnbounded}, keys), {0, kUnbounded});
+}
+
+// The part of [rows) that sees one key, assuming that the band holds the key; may be empty.
+JAXMAGI_HOST_DEVICE constexpr Range rows_of_key(Band band, int key, Range rows) {
+    rows = intersect(rows, {band.q0, band.q1});
+    if (key - rows.begin > band.hi)
+        rows.begin = key - band.hi;
+    if (key - rows.end < band.lo - 1)
+        rows.end = key - band.lo + 1;
+    return rows;
+}
+
+// Whether every row of [rows) sees every key of [keys).
+JAXMAGI_HOST_DEVICE constexpr bool covers(Band band, Range rows, Range keys) {
+    return band.q0 <= rows.begin and rows.end <= band.q1 and band.k0 <= keys.begin and keys.end <= band.k1 and
+           band.lo <= keys.begin - (rows.end - 1) and keys.end - 1 - rows.begin <= band.hi;
+}
+
+}  // namespace jaxmagi

@@ -1,0 +1,355 @@
+"""The CPU FFI handlers called directly, against the dense float64 reference."""
+
+import dataclasses
+import importlib
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.typing import DTypeLike
+
+from jaxmagi.attention._reference import attention_reference, attention_reference_vjp
+from tests.cases import FP32_TOLERANCE, random_bands
+
+FORWARD, BACKWARD = "jaxmagi_attention_forward_test", "jaxmagi_attention_backward_test"
+UNBOUNDED = 2**30
+
+
+def _cpu() -> types.ModuleType:
+    return importlib.import_module("jaxmagi._cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    """Registers the handlers under names of their own: the package registers them under the real ones."""
+    for name, handler in _cpu().registrations().items():
+        jax.ffi.register_ffi_target(f"{name}_test", handler, platform="cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Operands of one attention call; ``scale`` and ``soft_cap`` are attributes."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray
+    bands: np.ndarray
+    sinks: np.ndarray
+    scale: float
+    soft_cap: float = 0.0
+
+
+def make_inputs(
+    rng: np.random.Generator,
+    bands: np.ndarray,
+    q_shape: tuple[int, int, int, int],
+    kv_shape: tuple[int, int, int],
+    value_dim: int | None = None,
+    soft_cap: float = 0.0,
+    sinks: bool = False,
+) -> Inputs:
+    batch, q_len, heads, dim = q_shape
+    _, kv_len, kv_heads = kv_shape
+    value_dim = dim if value_dim is None else value_dim
+    return Inputs(
+        q=rng.standard_normal(q_shape),
+        k=rng.standard_normal((batch, kv_len, kv_heads, dim)),
+        v=rng.standard_normal((batch, kv_len, kv_heads, value_dim)),
+        dout=rng.standard_normal((batch, q_len, heads, value_dim)),
+        bands=np.asarray(bands, np.int32).reshape(-1, *np.shape(bands)[-2:]),
+        sinks=rng.standard_normal(heads) if sinks else np.full(heads, -np.inf),
+        scale=dim**-0.5,
+        soft_cap=soft_cap,
+    )
+
+
+def cast(inputs: Inputs, dtype: DTypeLike) -> Inputs:
+    """Rounds to ``dtype`` and back, so that the reference sees what the handler sees."""
+    rounded = {
+        name: np.asarray(getattr(inputs, name), dtype).astype(np.float64) for name in ("q", "k", "v", "dout")
+    }
+    return dataclasses.replace(inputs, **rounded)
+
+
+def reference(inputs: Inputs) -> dict[str, np.ndarray]:
+    """Outputs and gradients by dense float64 attention."""
+    options = {
+        "scale": inputs.scale,
+        "logits_soft_cap": inputs.soft_cap or None,
+        "sinks": inputs.sinks,
+    }
+    operands = (inputs.q, inputs.k, inputs.v, inputs.bands)
+    out, lse = attention_reference(*operands, **options)
+    grads = attention_reference_vjp(*operands, inputs.dout, **options)
+    delta = (out * inputs.dout).sum(-1)
+    return {"out": out, "lse": lse, "delta": delta, "dq": grads.query, "dk": grads.key, "dv": grads.value}
+
+
+def accumulator(dtype: DTypeLike) -> DTypeLike:
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def call_forward(inputs: Inputs, dtype: DTypeLike, out_dtype: DTypeLike | None = None) -> list[np.ndarray]:
+    shape = inputs.q.shape
+    call = jax.ffi.ffi_call(
+        FORWARD,
+        [
+            jax.ShapeDtypeStruct((*shape[:3], inputs.v.shape[3]), out_dtype or dtype),
+            jax.ShapeDtypeStruct(shape[:3], accumulator(dtype)),
+        ],
+    )
+    operands = [jnp.asarray(x, dtype) for x in (inputs.q, inputs.k, inputs.v)]
+    sinks = jnp.asarray(inputs.sinks, accumulator(dtype))
+    attributes = {"scale": np.float64(inputs.scale), "soft_cap": np.float64(inputs.soft_cap)}
+    return [np.asarray(x) for x in call(*operands, jnp.asarray(inputs.bands), sinks, **attributes)]
+
+
+def call_backward(
+    inputs: Inputs, lse: np.ndarray, delta: np.ndarray, dtype: DTypeLike, grad_dtype: DTypeLike | None = None
+) -> list[np.ndarray]:
+    shapes = [jax.ShapeDtypeStruct(x.shape, grad_dtype or dtype) for x in (inputs.q, inputs.k, inputs.v)]
+    operands = [jnp.asarray(x, dtype) for x in (inputs.q, inputs.k, inputs.v)]
+    rows = [jnp.asarray(x, accumulator(dtype)) for x in (lse, delta)]
+    attributes = {"scale": np.float64(inputs.scale), "soft_cap": np.float64(inputs.soft_cap)}
+    call = jax.ffi.ffi_call(BACKWARD, shapes)
+    results = call(*operands, jnp.asarray(inputs.bands), jnp.asarray(inputs.dout, dtype), *rows, **attributes)
+    return [np.asarray(x) for x in results]
+
+
+def assert_close(name: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
+    """Infinities must match exactly; the tolerance of finite values is absolute."""
+    finite = np.isfinite(want)
+    assert np.array_equal(got[~finite].astype(np.float64), want[~finite]), name
+    assert np.all(np.isfinite(got[finite].astype(np.float64))), name
+    if finite.any():
+        error = np.abs(got[finite].astype(np.float64) - want[finite]).max()
+        assert error <= tolerance, f"{name}: {error} > {tolerance}"
+
+
+def check(inputs: Inputs, dtype: DTypeLike = jnp.float32, tolerance: float = FP32_TOLERANCE) -> None:
+    """Compares both handlers, with results in the accumulation type, to the reference."""
+    inputs = cast(inputs, dtype)
+    want = reference(inputs)
+    out, lse = call_forward(inputs, dtype, accumulator(dtype))
+    assert_close("out", out, want["out"], tolerance)
+    assert_close("lse", lse, want["lse"], tolerance)
+    empty = np.isneginf(want["lse"])
+    assert not np.any(out[empty])
+    grads = call_backward(inputs, want["lse"], want["delta"], dtype, accumulator(dtype))
+    for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+        assert_close(name, grad, want[name], tolerance)
+    assert not np.any(grads[0][empty])
+
+
+@pytest.mark.parametrize("q_len", [1, 3, 17, 64, 130, 300])
+@pytest.mark.parametrize("kv_len", [1, 5, 64, 131, 520])
+def test_random_bands(rng: np.random.Generator, q_len: int, kv_len: int) -> None:
+    for count in (1, 4, 9):
+        bands = random_bands(rng, q_len, kv_len, count)
+        check(make_inputs(rng, bands[None], (1, q_len, 2, 16), (1, kv_len, 1)))
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(1, 1), (3, 7), (40, 24), (64, 80), (128, 128), (192, 128)])
+def test_head_dims(rng: np.random.Generator, dim: int, value_dim: int) -> None:
+    bands = random_bands(rng, 100, 150, 4)
+    check(make_inputs(rng, bands[None], (1, 100, 2, dim), (1, 150, 2), value_dim))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 1), (6, 2), (6, 3), (6, 6)])
+def test_grouped_heads_and_batch(rng: np.random.Generator, heads: int, kv_heads: int) -> None:
+    bands = np.stack([random_bands(rng, 90, 70, 5) for _ in range(3)])
+    check(make_inputs(rng, bands, (3, 90, heads, 8), (3, 70, kv_heads)))
+    check(make_inputs(rng, bands[:1], (3, 90, heads, 8), (3, 70, kv_heads)))
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 0.7, 50.0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_soft_cap_and_sinks(rng: np.random.Generator, soft_cap: float, sinks: bool) -> None:
+    bands = random_bands(rng, 120, 140, 5)
+    check(make_inputs(rng, bands[None], (1, 120, 4, 16), (1, 140, 2), soft_cap=soft_cap, sinks=sinks))
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 3.0])
+def test_float64(x64: None, rng: np.random.Generator, soft_cap: float) -> None:
+    bands = random_bands(rng, 200, 330, 6)
+    inputs = make_inputs(rng, bands[None], (1, 200, 4, 24), (1, 330, 2), 20, soft_cap=soft_cap, sinks=True)
+    check(inputs, jnp.float64, 1e-13)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_types(rng: np.random.Generator, dtype: DTypeLike) -> None:
+    bands = random_bands(rng, 100, 110, 4)
+    inputs = make_inputs(rng, bands[None], (1, 100, 2, 32), (1, 110, 2), 24)
+    check(inputs, dtype)
+    inputs = cast(inputs, dtype)
+    want = reference(inputs)
+    single, _ = call_forward(inputs, dtype, jnp.float32)
+    half, _ = call_forward(inputs, dtype)
+    assert half.dtype == dtype
+    assert np.array_equal(half, single.astype(dtype))
+    rows = (want["lse"], want["delta"])
+    halves, singles = call_backward(inputs, *rows, dtype), call_backward(inputs, *rows, dtype, jnp.float32)
+    for half, single in zip(halves, singles, strict=True):
+        assert half.dtype == dtype
+        assert np.array_equal(half, single.astype(dtype))
+
+
+def test_overlapping_bands_count_once_each(rng: np.random.Generator) -> None:
+    whole = [0, 70, 0, 90, -UNBOUNDED, UNBOUNDED]
+    bands = np.array([whole, [10, 60, 5, 80, -20, 30], whole], np.int32)
+    check(make_inputs(rng, bands[None], (1, 70, 2, 16), (1, 90, 1)))
+
+
+def test_many_small_bands(rng: np.random.Generator) -> None:
+    edges = np.unique(rng.integers(0, 700, 300))
+    bands = [[a, b, a, b, -UNBOUNDED, 0] for a, b in itertools.pairwise(edges)]
+    check(make_inputs(rng, np.array(bands)[None], (1, 700, 2, 16), (1, 700, 1)))
+
+
+def test_bands_beyond_the_operands_are_cut(rng: np.random.Generator) -> None:
+    inside = make_inputs(rng, np.array([[[0, 40, 0, 50, -60, 60]]]), (1, 40, 1, 8), (1, 50, 1))
+    huge = 2**31 - 1
+    bands = np.array([[[-5, huge, -7, huge, -huge - 1, huge], [3, 1, 0, 9, 0, 0], [0] * 6]], np.int32)
+    beyond = dataclasses.replace(inside, bands=bands)
+    want = reference(inside)
+    runs = [
+        call_forward(inputs, jnp.float32) + call_backward(inputs, want["lse"], want["delta"], jnp.float32)
+        for inputs in (inside, beyond)
+    ]
+    assert all(np.array_equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_nothing_leaks_from_invisible_rows(rng: np.random.Generator) -> None:
+    bands = np.array([[10, 75, 20, 90, -8, 25], [80, 150, 200, 330, -UNBOUNDED, 120]], np.int32)
+    inputs = make_inputs(rng, bands[None], (1, 170, 2, 16), (1, 400, 1))
+    want = reference(inputs)
+    unseen, unseeing = ~want["dv"].any((0, 2, 3)), np.isneginf(want["lse"]).all((0, 2))
+    assert unseen.any()
+    assert unseeing.any()
+    for poison in (np.nan, np.inf):
+        for array in (inputs.k, inputs.v):
+            array[:, unseen] = poison
+        for array in (inputs.q, inputs.dout, want["delta"]):
+            array[:, unseeing] = poison
+        out, lse = call_forward(inputs, jnp.float32)
+        assert_close("out", out, want["out"], FP32_TOLERANCE)
+        assert_close("lse", lse, want["lse"], FP32_TOLERANCE)
+        grads = call_backward(inputs, want["lse"], want["delta"], jnp.float32)
+        for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+            assert_close(name, grad, want[name], FP32_TOLERANCE)
+
+
+def test_nan_reaches_exactly_the_rows_that_see_it(rng: np.random.Generator) -> None:
+    bands = np.array([[0, 100, 0, 100, -UNBOUNDED, 0]], np.int32)
+    inputs = make_inputs(rng, bands[None], (1, 100, 1, 8), (1, 100, 1))
+    inputs.k[0, 30] = np.nan
+    out, lse = call_forward(inputs, jnp.float32)
+    assert np.array_equal(np.isnan(lse[0, :, 0]), np.arange(100) >= 30)
+    assert np.array_equal(np.isnan(out[0, :, 0, 0]), np.arange(100) >= 30)
+
+
+def test_no_bands_and_empty_axes() -> None:
+    rng = np.random.default_rng(0)
+    for q_shape, kv_shape in [
+        ((1, 5, 2, 4), (1, 6, 1)),
+        ((1, 5, 2, 4), (1, 0, 1)),
+        ((2, 0, 2, 4), (2, 3, 1)),
+    ]:
+        inputs = make_inputs(rng, np.zeros((1, 8, 6)), q_shape, kv_shape)
+        out, lse = call_forward(inputs, jnp.float32)
+        assert not np.any(out)
+        assert np.all(np.isneginf(lse))
+        for grad in call_backward(inputs, lse, np.zeros(lse.shape), jnp.float32):
+            assert not np.any(grad)
+
+
+@pytest.mark.parametrize("name", _cpu().instruction_sets())
+def test_every_instruction_set(x64: None, rng: np.random.Generator, name: str) -> None:
+    bands = random_bands(rng, 150, 290, 5)
+    _cpu().use_instruction_set(name)
+    try:
+        for dtype, tolerance in ((jnp.float32, FP32_TOLERANCE), (jnp.float64, 1e-13)):
+            for dim, value_dim in ((24, 33), (64, 64)):
+                inputs = make_inputs(rng, bands[None], (1, 150, 2, dim), (1, 290, 1), value_dim, 4.0, True)
+                check(inputs, dtype, tolerance)
+        inputs = make_inputs(rng, bands[None], (1, 150, 2, 32), (1, 290, 1))
+        for dtype in (jnp.bfloat16, jnp.float16):
+            check(inputs, dtype)
+    finally:
+        _cpu().use_instruction_set(_cpu().instruction_sets()[0])
+
+
+def test_unknown_instruction_set_is_named() -> None:
+    with pytest.raises(ValueError, match="instruction set mmx"):
+        _cpu().use_instruction_set("mmx")
+
+
+def test_scores_of_minus_infinity_leave_the_sink(rng: np.random.Generator) -> None:
+    inputs = make_inputs(rng, np.array([[[0, 4, 0, 5, -UNBOUNDED, 0]]]), (1, 6, 1, 1), (1, 5, 1), sinks=True)
+    inputs.q[:], inputs.k[:] = 1.0, -np.inf
+    out, lse = call_forward(inputs, jnp.float32)
+    assert not np.any(out)
+    assert np.allclose(lse[0, :4, 0], inputs.sinks[0])
+    assert np.all(np.isneginf(lse[0, 4:, 0]))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_reruns_are_bitwise_equal(rng: np.random.Generator, kv_heads: int) -> None:
+    """One key head makes the threads take turns on dQ of the same rows; with four they seldom meet."""
+    bands = np.array([[0, 900, 0, 1100, -UNBOUNDED, 300], [100, 800, 500, 1100, 301, UNBOUNDED]], np.int32)
+    inputs = make_inputs(rng, bands[None], (1, 900, 4, 32), (1, 1100, kv_heads))
+    want = reference(inputs)
+    dtype = jnp.float32
+    runs = [
+        call_forward(inputs, dtype) + call_backward(inputs, want["lse"], want["delta"], dtype)
+        for _ in range(4)
+    ]
+    for run in runs[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(runs[0], run, strict=True))
+
+
+def test_devices_run_side_by_side(rng: np.random.Generator) -> None:
+    """All host devices in their handlers at once, between collectives: nothing waits for a busy pool."""
+    mesh = jax.make_mesh((8,), ("device",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P("device")
+    bands = jnp.asarray([[[0, 300, 0, 300, -UNBOUNDED, 0]]], jnp.int32)
+    rows = jax.ShapeDtypeStruct((1, 300, 4), jnp.float32)
+    operand = jax.ShapeDtypeStruct((1, 300, 4, 16), jnp.float32)
+    forward = jax.ffi.ffi_call(FORWARD, [operand, rows])
+    backward = jax.ffi.ffi_call(BACKWARD, [operand] * 3)
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    def step(x: jax.Array) -> jax.Array:
+        for _ in range(3):
+            attributes = {"scale": np.float64(0.25), "soft_cap": np.float64(0.0)}
+            out, lse = forward(x, x, x, bands, jnp.full((4,), -jnp.inf), **attributes)
+            grads = backward(x, x, x, bands, out, lse, lse, **attributes)
+            x = x + jax.lax.pmean(out + sum(grads), "device")
+        return x
+
+    x = jnp.asarray(rng.standard_normal((8, 300, 4, 16)), jnp.float32)
+    runs = [np.asarray(step(x)) for _ in range(5)]
+    assert np.all(np.isfinite(runs[0]))
+    assert all(np.array_equal(runs[0], run) for run in runs[1:])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": np.zeros((1, 6, 2, 5))}, r"q and k must agree.*q \[1, 5, 2, 4\], k \[1, 6, 2, 5\]"),
+        ({"v": np.zeros((1, 7, 2, 4))}, r"k and v must agree.*v \[1, 7, 2, 4\]"),
+        ({"k": np.zeros((1, 6, 3, 4)), "v": np.zeros((1, 6, 3, 4))}, "must be a multiple"),
+        ({"bands": np.zeros((2, 1, 6), np.int32)}, r"bands must have shape \[1 or 1, count, 6\], got \[2, "),
+        ({"bands": np.zeros((1, 1, 6), np.float32)}, "bands must be s32, got f32"),
+        ({"sinks": np.zeros(3)}, r"sinks must have shape \[2\], got \[3\]"),
+    ],
+)
+def test_wrong_buffers_are_named(change: dict[str, np.ndarray], message: str) -> None:
+    inputs = make_inputs(np.random.default_rng(0), np.zeros((1, 1, 6)), (1, 5, 2, 4), (1, 6, 2))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call_forward(dataclasses.replace(inputs, **change), jnp.float32)

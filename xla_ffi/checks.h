@@ -1,0 +1,72 @@
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+// Checks of buffers and attributes. A failed check throws std::invalid_argument, which `guarded` turns into the
+// handler's error.
+
+namespace jaxmagi {
+
+using Shape = std::vector<int64_t>;
+
+inline Shape shape_of(const xla::ffi::AnyBuffer& buffer) {
+    return {buffer.dimensions().begin(), buffer.dimensions().end()};
+}
+
+inline std::string to_string(const Shape& shape) {
+    std::string text = "[";
+    for (size_t i = 0; i < shape.size(); ++i)
+        text += (i ? ", " : "") + std::to_string(shape[i]);
+    return text + "]";
+}
+
+inline void check(bool holds, const std::string& message) {
+    if (not holds)
+        throw std::invalid_argument(message);
+}
+
+inline void check_rank(const char* name, const xla::ffi::AnyBuffer& buffer, size_t rank) {
+    const Shape shape = shape_of(buffer);
+    check(shape.size() == rank,
+          std::string(name) + " must have rank " + std::to_string(rank) + ", got shape " + to_string(shape));
+}
+
+inline void check_shape(const char* name, const xla::ffi::AnyBuffer& buffer, const Shape& expected) {
+    const Shape shape = shape_of(buffer);
+    check(shape == expected,
+          std::string(name) + " must have shape " + to_string(expected) + ", got " + to_string(shape));
+}
+
+inline std::string type_name(xla::ffi::DataType type) {
+    switch (type) {
+        case xla::ffi::F64: return "f64";
+        case xla::ffi::F32: return "f32";
+        case xla::ffi::BF16: return "bf16";
+        case xla::ffi::F16: return "f16";
+        case xla::ffi::S32: return "s32";
+        default: return "XLA type " + std::to_string(static_cast<int>(type));
+    }
+}
+
+inline void check_type(const char* name, const xla::ffi::AnyBuffer& buffer, xla::ffi::DataType expected) {
+    check(buffer.element_type() == expected, std::string(name) + " must be " + type_name(expected) + ", got " +
+                                                 type_name(buffer.element_type()));
+}
+
+template <typename Body> xla::ffi::Error guarded(const char* handler, Body body) {
+    try {
+        body();
+        return xla::ffi::Error::Success();
+    } catch (const std::invalid_argument& error) {
+        return xla::ffi::Error::InvalidArgument(std::string(handler) + ": " + error.what());
+    } catch (const std::exception& error) {
+        return xla::ffi::Error::Internal(std::string(handler) + ": " + error.what());
+    }
+}
+
+}  // namespace jaxmagi
