@@ -1,0 +1,257 @@
+"""Masks by name: each builder says precisely which query ``q`` sees which key ``k``.
+
+Lengths are in tokens. Every builder makes bands that share no cell, so none of them runs the overlap check.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ._geometry import UNBOUNDED
+from ._mask import AttnMask
+from ._validation import integer, integer_array, lengths as checked_lengths
+
+_MAX_PAIRS = 2**22
+
+type Window = tuple[int, int]
+"""Keys to the left and to the right of the query's own."""
+
+
+def full(q_len: int, kv_len: int | None = None) -> AttnMask:
+    """Every query sees every key.
+
+    Args:
+        q_len: the number of queries.
+        kv_len: the number of keys; by default ``q_len``.
+    """
+    q_len, kv_len = _two_lengths(q_len, kv_len, "q_len")
+    return _mask([_band(0, q_len, 0, kv_len)], q_len, kv_len)
+
+
+def causal(q_len: int, kv_len: int | None = None) -> AttnMask:
+    """``q`` sees ``k`` when ``k <= q + kv_len - q_len`` (bottom-right aligned).
+
+    So the last query sees every key. With ``kv_len < q_len`` the first ``q_len - kv_len`` queries see none.
+
+    Args:
+        q_len: the number of queries.
+        kv_len: the number of keys; by default ``q_len``.
+
+    >>> causal(2, 4).to_dense().astype(int)
+    array([[1, 1, 1, 0],
+           [1, 1, 1, 1]])
+    """
+    return sliding_window(q_len, -1, 0, kv_len=kv_len)
+
+
+def sliding_window(length: int, left: int, right: int = 0, *, kv_len: int | None = None) -> AttnMask:
+    """``q`` sees itself, the ``left`` keys before it and the ``right`` keys after it.
+
+    Exactly: with ``p = q + kv_len - length`` (bottom-right aligned), ``p - left <= k <= p + right``. A
+    model whose "window of W tokens" counts the query itself (Gemma, gpt-oss, Hugging Face) needs
+    ``left = W - 1``.
+
+    Args:
+        length: the number of queries.
+        left: keys before the query's own; -1 = all of them.
+        right: keys after the query's own; -1 = all of them.
+        kv_len: the number of keys; by default ``length``.
+
+    >>> sliding_window(4, 1).to_dense().astype(int)
+    array([[1, 0, 0, 0],
+           [1, 1, 0, 0],
+           [0, 1, 1, 0],
+           [0, 0, 1, 1]])
+    """
+    length, kv_len = _two_lengths(length, kv_len, "length")
+    lo, hi = _limits((left, right), kv_len - length)
+    return _mask([_band(0, length, 0, kv_len, lo, hi)], length, kv_len)
+
+
+def documents(lengths: Sequence[int] | np.ndarray, inner: str | Window = "causal") -> AttnMask:
+    """Packed documents: each query sees only keys of its own document.
+
+    Args:
+        lengths: tokens of each document, in order; zeros are allowed.
+        inner: who sees whom inside a document: ``"causal"`` (``k <= q``), ``"full"``, or ``(left, right)``
+            as in `sliding_window`.
+
+    >>> documents([1, 2]).to_dense().astype(int)
+    array([[1, 0, 0],
+           [0, 1, 0],
+           [0, 1, 1]])
+    """
+    ends = np.cumsum(checked_lengths(lengths, "lengths"))
+    begins = np.concatenate([[0], ends[:-1]])
+    total = int(ends[-1]) if ends.size else 0
+    return _mask([_band(begins, ends, begins, ends, *_inner_limits(inner))], total, total)
+
+
+def from_segment_ids(segment_ids: Any, *, causal: bool = True, padding_id: int = 0) -> AttnMask:
+    """``q`` sees ``k`` when both have the same segment id, not ``padding_id``, and, if causal, ``k <= q``.
+
+    Padding sees nothing and is seen by nothing. A segment need not be contiguous: runs of one id that are
+    apart see one another, one band per pair of runs.
+
+    Args:
+        segment_ids: integers ``[T]`` on the host. For a batch ``[B, T]``, `AttnMask.stack` the masks of its
+            rows.
+        causal: whether keys after the query are hidden.
+        padding_id: the id of padding (0 in MaxText and T5X, -1 in kvax).
+
+    Raises:
+        NotImplementedError: when runs of one id form more than 2**22 pairs.
+
+    >>> from_segment_ids([1, 2, 1, 0]).to_dense().astype(int)
+    array([[1, 0, 0, 0],
+           [0, 1, 0, 0],
+           [1, 0, 1, 0],
+           [0, 0, 0, 0]])
+    """
+    ids = integer_array(segment_ids, "segment_ids")
+    integer(len(ids), "the length of segment_ids")
+    padding_id = integer(padding_id, "padding_id", minimum=-(2**63), maximum=2**63 - 1)
+    starts = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1))
+    ends = np.append(starts[1:], len(ids))
+    kept = ids[starts] != padding_id
+    starts, ends = starts[kept], ends[kept]
+    q, k = _pairs_of_equal(ids[starts])
+    q, k = (q[k <= q], k[k <= q]) if causal else (q, k)
+    hi = 0 if causal else UNBOUNDED
+    return _mask([_band(starts[q], ends[q], starts[k], ends[k], hi=hi)], len(ids), len(ids))
+
+
+def block_causal(length: int, block: int) -> AttnMask:
+    """``q`` sees every key of its own block and of the blocks before it: ``k // block <= q // block``.
+
+    Args:
+        length: the number of tokens.
+        block: tokens of a block; the last block may be shorter.
+
+    >>> block_causal(3, 2).to_dense().astype(int)
+    array([[1, 1, 0],
+           [1, 1, 0],
+           [1, 1, 1]])
+    """
+    starts, ends = _blocks(length, block, "block")
+    return _mask([_band(starts, ends, 0, ends)], length, length)
+
+
+def prefix_lm(length: int, prefix: int) -> AttnMask:
+    """``q`` sees ``k`` when ``k <= q`` or ``k < prefix``: the prefix in both directions, then causal.
+
+    Args:
+        length: the number of tokens, prefix included.
+        prefix: the tokens of the prefix, at most ``length``.
+    """
+    length = integer(length, "length")
+    prefix = integer(prefix, "prefix", maximum=length)
+    return _mask([_band(0, prefix, 0, prefix), _band(prefix, length, 0, length, hi=0)], length, length)
+
+
+def shared_prefix(prefix: int, branches: Sequence[int] | np.ndarray) -> AttnMask:
+    """A prompt and branches that continue it independently, packed one after another (RL groups).
+
+    A prompt token sees the prompt up to itself. A branch token sees the whole prompt and its own branch up to
+    itself, and nothing of the other branches.
+
+    Args:
+        prefix: tokens of the prompt.
+        branches: tokens of each branch, in order; zeros are allowed.
+
+    >>> shared_prefix(1, [1, 2]).to_dense().astype(int)
+    array([[1, 0, 0, 0],
+           [1, 1, 0, 0],
+           [1, 0, 1, 0],
+           [1, 0, 1, 1]])
+    """
+    prefix = integer(prefix, "prefix")
+    sizes = checked_lengths(branches, "branches")
+    total = integer(prefix + sizes.sum(), "the sum of prefix and branches")
+    ends = prefix + np.cumsum(sizes)
+    begins = ends - sizes
+    prompt = _band(0, total, 0, prefix, hi=0)
+    return _mask([prompt, _band(begins, ends, begins, ends, hi=0)], total, total)
+
+
+def chunked_causal(length: int, chunk: int) -> AttnMask:
+    """``q`` sees ``k`` when ``k <= q`` and both are in the same chunk (Llama 4's local layers).
+
+    Args:
+        length: the number of tokens.
+        chunk: tokens of a chunk; the last chunk may be shorter.
+    """
+    starts, ends = _blocks(length, chunk, "chunk")
+    return _mask([_band(starts, ends, starts, ends, hi=0)], length, length)
+
+
+def video(num_chunks: int, tokens_per_chunk: int, kv_range: int | None = None) -> AttnMask:
+    """Tokens of chunk ``j`` see all tokens of chunks ``max(0, j + 1 - kv_range)`` to ``j`` (MAGI-1's video
+    mask).
+
+    Args:
+        num_chunks: the number of chunks.
+        tokens_per_chunk: tokens of each chunk.
+        kv_range: how many chunks a chunk sees, its own included, at least 1; by default all up to its own.
+    """
+    size = integer(tokens_per_chunk, "tokens_per_chunk")
+    chunk = np.arange(integer(num_chunks, "num_chunks"))
+    length = integer(len(chunk) * size, "num_chunks * tokens_per_chunk")
+    seen = UNBOUNDED if kv_range is None else integer(kv_range, "kv_range", minimum=1)
+    first = np.maximum(0, chunk + 1 - seen)
+    return _mask([_band(chunk * size, (chunk + 1) * size, first * size, (chunk + 1) * size)], length, length)
+
+
+def _mask(parts: list[np.ndarray], q_len: int, kv_len: int) -> AttnMask:
+    return AttnMask.from_bands(np.concatenate(parts), q_len=q_len, kv_len=kv_len, check=False)
+
+
+def _band(q0: Any, q1: Any, k0: Any, k1: Any, lo: Any = -UNBOUNDED, hi: Any = UNBOUNDED) -> np.ndarray:
+    """Bands int64 ``[n, 6]`` from numbers and arrays ``[n]``."""
+    return np.stack(np.broadcast_arrays(*np.atleast_1d(q0, q1, k0, k1, lo, hi)), axis=-1).astype(np.int64)
+
+
+def _two_lengths(q_len: int, kv_len: int | None, q_name: str) -> tuple[int, int]:
+    q_len = integer(q_len, q_name)
+    return q_len, q_len if kv_len is None else integer(kv_len, "kv_len")
+
+
+def _limits(window: Window, offset: int = 0) -> tuple[int, int]:
+    """``(lo, hi)`` of a window of keys around key ``q + offset``."""
+    left, right = (
+        integer(size, name, minimum=-1) for size, name in zip(window, ("left", "right"), strict=True)
+    )
+    return (-UNBOUNDED if left == -1 else offset - left), (UNBOUNDED if right == -1 else offset + right)
+
+
+def _inner_limits(inner: str | Window) -> tuple[int, int]:
+    if isinstance(inner, tuple | list) and len(inner) == 2:
+        return _limits((inner[0], inner[1]))
+    limits = {"causal": (-UNBOUNDED, 0), "full": (-UNBOUNDED, UNBOUNDED)}
+    if not isinstance(inner, str) or inner not in limits:
+        raise ValueError(f"inner must be 'causal', 'full' or (left, right), but it is {inner!r}.")
+    return limits[inner]
+
+
+def _blocks(length: int, block: int, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Beginnings and ends of blocks; the last one may be shorter."""
+    length = integer(length, "length")
+    starts = np.arange(0, length, integer(block, name, minimum=1))
+    return starts, np.minimum(starts + block, length)
+
+
+def _pairs_of_equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """All ordered pairs of indices ``(i, j)`` with ``values[i] == values[j]``, ``i == j`` included."""
+    order = np.argsort(values, kind="stable")
+    _, group, counts = np.unique(values[order], return_inverse=True, return_counts=True)
+    begins = np.cumsum(counts) - counts
+    partners = counts[group]
+    if partners.sum() > _MAX_PAIRS:
+        raise NotImplementedError(
+            f"{len(values)} runs of {len(counts)} segments need {partners.sum()} bands, "
+            f"more than {_MAX_PAIRS}: sort the tokens by segment."
+        )
+    first = np.repeat(np.arange(len(values)), partners)
+    place = np.arange(len(first)) - np.repeat(np.cumsum(partners) - partners, partners)
+    return order[first], order[begins[group[first]] + place]

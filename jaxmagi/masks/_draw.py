@@ -1,0 +1,108 @@
+"""Draws a mask with matplotlib: one polygon per band, so that a million tokens cost no more than sixteen."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ._geometry import area, columns, tighten
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_CELLS_UP_TO = 64  # tokens up to which single cells are drawn, with a grid between them
+_COLORS = ("#3b6fb6", "#e2803a", "#3f9c78", "#b8496b", "#7a64b0", "#c9a227", "#4aa3b8", "#8a5a44")
+_BACKGROUND, _INK, _MUTED = "#f3f4f6", "#374151", "#6b7280"
+
+
+def draw_bands(bands: np.ndarray, q_len: int, kv_len: int, ax: "Axes | None" = None) -> "Axes":
+    """Draws bands ``[S, 6]``; see `AttnMask.draw`."""
+    ax = _new_axes(q_len, kv_len) if ax is None else ax
+    bands = tighten(bands)
+    bands = bands[bands.any(axis=-1)]
+    cells = max(q_len, kv_len) <= _CELLS_UP_TO
+    outlines = [_staircase(band) for band in bands.tolist()] if cells else _outlines(bands)
+    _fill(ax, outlines, outlined=not cells)
+    _decorate(ax, q_len, kv_len)
+    if cells:
+        _draw_grid(ax, q_len, kv_len)
+    ax.set_title(_summary(bands, q_len, kv_len), loc="left", fontsize=9, color=_MUTED, pad=8)
+    return ax
+
+
+def _new_axes(q_len: int, kv_len: int) -> "Axes":
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError("draw() needs matplotlib: pip install jaxmagi[plot]") from error
+    ratio = np.clip(q_len / max(kv_len, 1), 0.25, 4.0)
+    _, ax = plt.subplots(figsize=(6.0, 1.2 + 4.8 * ratio), layout="constrained")
+    return ax
+
+
+def _fill(ax: "Axes", outlines: list[np.ndarray], *, outlined: bool) -> None:
+    """Adds the shapes; their outlines keep shapes thinner than a pixel visible."""
+    from matplotlib.collections import PolyCollection
+
+    colors = [_COLORS[i % len(_COLORS)] for i in range(len(outlines))]
+    edges = colors if outlined else "none"
+    ax.add_collection(PolyCollection(outlines, facecolors=colors, edgecolors=edges, linewidths=0.6))
+
+
+def _staircase(band: list[int]) -> np.ndarray:
+    """The exact outline ``(key, query)`` of a band's cells."""
+    q0, q1, k0, k1, lo, hi = band
+    rows = np.arange(q0, q1)
+    edges = np.maximum(k0, rows + lo), np.minimum(k1, rows + hi + 1)
+    left, right = (np.repeat(edge, 2) for edge in edges)
+    heights = np.column_stack([rows, rows + 1]).ravel()
+    down, up = np.column_stack([right, heights]), np.column_stack([left, heights])[::-1]
+    return np.concatenate([down, up])
+
+
+def _outlines(bands: np.ndarray) -> list[np.ndarray]:
+    """Outlines ``(key, query)`` with straight edges through the middle of the steps."""
+    q0, q1, k0, k1, lo, hi = (column.astype(float) for column in columns(bands))
+    # Each edge is a slanted line clipped by the key range; it bends where the two meet.
+    right_bend, left_bend = np.clip(k1 - hi - 0.5, q0, q1), np.clip(k0 - lo + 0.5, q0, q1)
+    heights = np.stack([q0, right_bend, q1, q1, left_bend, q0], axis=-1)
+    right = np.clip(heights[:, :3] + hi[:, None] + 0.5, k0[:, None], k1[:, None])
+    left = np.clip(heights[:, 3:] + lo[:, None] - 0.5, k0[:, None], k1[:, None])
+    return list(np.stack([np.concatenate([right, left], axis=-1), heights], axis=-1))
+
+
+def _decorate(ax: "Axes", q_len: int, kv_len: int) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    ax.set(xlim=(0, max(kv_len, 1)), ylim=(max(q_len, 1), 0), facecolor=_BACKGROUND)
+    if 0.25 <= q_len / max(kv_len, 1) <= 4.0:
+        ax.set_aspect("equal")
+    ax.xaxis.tick_top()
+    ax.xaxis.set_label_position("top")
+    ax.set_xlabel("key (tokens)", color=_INK)
+    ax.set_ylabel("query (tokens)", color=_INK)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
+        axis.set_major_formatter(FuncFormatter(_tokens))
+    ax.tick_params(colors=_MUTED, labelsize=8, length=3)
+    ax.spines[:].set(color=_MUTED, linewidth=0.6)
+
+
+def _draw_grid(ax: "Axes", q_len: int, kv_len: int) -> None:
+    ax.hlines(np.arange(1, q_len), 0, kv_len, colors="white", linewidth=0.8)
+    ax.vlines(np.arange(1, kv_len), 0, q_len, colors="white", linewidth=0.8)
+
+
+def _tokens(value: float, position: int | None = None) -> str:
+    """A number of tokens in powers of 1000: 512, 4k, 1.5M."""
+    del position
+    for unit, suffix in ((10**6, "M"), (10**3, "k")):
+        if value >= unit:
+            return f"{value / unit:g}{suffix}"
+    return f"{value:g}"
+
+
+def _summary(bands: np.ndarray, q_len: int, kv_len: int) -> str:
+    cells = int(area(bands).sum())
+    share = cells / max(1, q_len * kv_len)
+    noun = "band" if len(bands) == 1 else "bands"
+    return f"{len(bands):,} {noun}, {cells:,} cells visible ({share:.2%})"

@@ -1,0 +1,252 @@
+"""The mask: a list of bands as an array inside a pytree."""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import jax
+import numpy as np
+
+from . import _geometry, _validation
+from ._geometry import UNBOUNDED
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MIN_CAPACITY = 8
+
+
+class MaskType(enum.IntEnum):
+    """Which cells of a slice ``q_range x k_range`` are visible (MagiAttention's mask types).
+
+    With ``i`` and ``j`` counted from the beginnings of the ranges and ``sq``, ``sk`` their lengths:
+    """
+
+    FULL = 0
+    """Every cell."""
+    CAUSAL = 1
+    """``j <= i + sk - sq``: the last query sees every key (aligned at the bottom right)."""
+    INV_CAUSAL = 2
+    """``j >= i``: the first query sees every key (aligned at the top left)."""
+    BI_CAUSAL = 3
+    """``i <= j <= i + sk - sq``: both; empty when ``sq > sk``, the diagonal when ``sq == sk``."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("bands",), meta_fields=("q_len", "kv_len"))
+@dataclasses.dataclass(frozen=True, eq=False)
+class AttnMask:
+    """Which query sees which key, as a union of bands.
+
+    A band ``(q0, q1, k0, k1, lo, hi)`` lets query ``q`` see key ``k`` when ``q0 <= q < q1``,
+    ``k0 <= k < k1`` and ``lo <= k - q <= hi``, all in tokens. Masks are built on the host, by the builders
+    of `jaxmagi.masks` or by the constructors here; then they go through ``jax.jit`` like any array, and
+    masks with the same lengths and the same capacity share one compilation. The initialiser itself checks
+    nothing: use the constructors.
+
+    Attributes:
+        bands: int32 ``[S, 6]``, or ``[B, S, 6]`` for per-example masks (see `stack`). Unused rows are all
+            zero; the capacity ``S`` is a power of two unless `pad_to` sets it.
+        q_len: the number of queries, at most 2**30. Static.
+        kv_len: the number of keys, at most 2**30. Static.
+    """
+
+    bands: jax.Array | np.ndarray
+    q_len: int
+    kv_len: int
+
+    @classmethod
+    def from_slices(
+        cls,
+        q_ranges: Any,
+        k_ranges: Any,
+        mask_types: Any,
+        *,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        check: bool = True,
+    ) -> Self:
+        """The union of slices ``q_ranges[i] x k_ranges[i]``, each masked by its type.
+
+        These are MagiAttention's AttnSlices; see `MaskType` for the types.
+
+        Args:
+            q_ranges: integers ``[S, 2]``, half-open ranges of queries.
+            k_ranges: integers ``[S, 2]``, half-open ranges of keys.
+            mask_types: `MaskType` or their integers, ``[S]``.
+            q_len: the number of queries; by default the largest end of ``q_ranges``.
+            kv_len: the number of keys; by default the largest end of ``k_ranges``.
+            check: see `from_bands`.
+
+        Raises:
+            ValueError: as `from_bands`, or for a type that is none of the four.
+
+        >>> AttnMask.from_slices([(0, 2), (2, 4)], [(0, 2), (0, 4)], [MaskType.CAUSAL, MaskType.FULL]).area()
+        11
+        """
+        q, k = (
+            _validation.integer_array(ranges, name, columns=2)
+            for ranges, name in ((q_ranges, "q_ranges"), (k_ranges, "k_ranges"))
+        )
+        types = _validation.integer_array(mask_types, "mask_types")
+        if not len(q) == len(k) == len(types):
+            raise ValueError(
+                "q_ranges, k_ranges and mask_types must have one length, "
+                f"but they have {len(q)}, {len(k)} and {len(types)}."
+            )
+        _validation.reject(
+            (types < 0) | (types > 3),
+            lambda i: f"band {i}: mask_types[{i}] = {types[i]} is no MaskType (0 to 3).",
+        )
+        hi = np.where(types & MaskType.CAUSAL, k[:, 1] - q[:, 1], UNBOUNDED)
+        lo = np.where(types & MaskType.INV_CAUSAL, k[:, 0] - q[:, 0], -UNBOUNDED)
+        return cls.from_bands(
+            np.column_stack([q, k, lo, hi]),
+            q_len=max(0, q[:, 1].max(initial=0)) if q_len is None else q_len,
+            kv_len=max(0, k[:, 1].max(initial=0)) if kv_len is None else kv_len,
+            check=check,
+        )
+
+    @classmethod
+    def from_bands(cls, bands: Any, *, q_len: int, kv_len: int, check: bool = True) -> Self:
+        """The union of bands.
+
+        Empty bands are dropped, and limits beyond ``±masks.UNBOUNDED`` are stored as ``±masks.UNBOUNDED``.
+
+        Args:
+            bands: integers ``[S, 6]``, rows ``(q0, q1, k0, k1, lo, hi)``.
+            q_len: the number of queries, at most 2**30.
+            kv_len: the number of keys, at most 2**30.
+            check: whether to raise when two bands share a cell (exact, O(S log² S)). Without the check such a
+                cell counts once per band: its softmax weight is multiplied.
+
+        Raises:
+            ValueError: for ranges that are reversed or out of bounds, for arrays that do not hold integers
+                or have another shape, for lengths out of bounds, and for shared cells; with the indices and
+                the values.
+        """
+        q_len, kv_len = _validation.integer(q_len, "q_len"), _validation.integer(kv_len, "kv_len")
+        array = _validation.integer_array(bands, "bands", columns=6)
+        _validation.check_ranges(array[:, 0:2], "query", q_len)
+        _validation.check_ranges(array[:, 2:4], "key", kv_len)
+        array[:, 4:] = np.clip(array[:, 4:], -UNBOUNDED, UNBOUNDED)
+        if check:
+            _validation.check_overlap(array)
+        array = array[~_geometry.is_empty(array)].astype(np.int32)
+        return cls(_pad(array, _bucket(len(array))), q_len, kv_len)
+
+    @classmethod
+    def concatenate(cls, masks: Sequence["AttnMask"]) -> Self:
+        """The block-diagonal mask: the sequences one after another, none of which sees another.
+
+        This folds a batch into one sequence, which is how context parallelism takes a batch.
+
+        Raises:
+            ValueError: when there is no mask, or one is traced or holds per-example bands.
+        """
+        arrays = _single_bands(masks, "concatenate")
+        q_ends, k_ends = (
+            np.cumsum(sizes) for sizes in zip(*((m.q_len, m.kv_len) for m in masks), strict=True)
+        )
+        q_len, kv_len = _validation.integer(q_ends[-1], "q_len"), _validation.integer(k_ends[-1], "kv_len")
+        parts = [
+            _geometry.shift(array, q_end - mask.q_len, k_end - mask.kv_len)
+            for array, mask, q_end, k_end in zip(arrays, masks, q_ends, k_ends, strict=True)
+        ]
+        bands = np.concatenate(parts)
+        bands = bands[bands.any(axis=-1)]
+        return cls(_pad(bands, _bucket(len(bands))), q_len, kv_len)
+
+    @classmethod
+    def stack(cls, masks: Sequence["AttnMask"]) -> Self:
+        """Per-example masks: bands ``[B, S, 6]`` with the largest capacity ``S`` of the masks.
+
+        Raises:
+            ValueError: when there is no mask, when their lengths differ, or when one is traced or already
+                stacked.
+        """
+        arrays = _single_bands(masks, "stack")
+        sizes = sorted({(mask.q_len, mask.kv_len) for mask in masks})
+        if len(sizes) > 1:
+            raise ValueError(f"stack needs masks of one (q_len, kv_len), but there are {sizes}.")
+        capacity = max(len(array) for array in arrays)
+        return cls(np.stack([_pad(array, capacity) for array in arrays]), *sizes[0])
+
+    @property
+    def num_bands(self) -> int:
+        """The number of bands that have a cell (summed over the examples of a stacked mask)."""
+        return int((~_geometry.is_empty(self._host_bands())).sum())
+
+    def area(self) -> int:
+        """The number of visible cells, in closed form (summed over the examples of a stacked mask)."""
+        return int(_geometry.area(self._host_bands()).sum())
+
+    def to_dense(self) -> np.ndarray:
+        """The visible cells as bool ``[q_len, kv_len]`` (``[B, q_len, kv_len]`` for a stacked mask)."""
+        bands = self._host_bands()
+        dense = [
+            _geometry.to_dense(one, self.q_len, self.kv_len) > 0
+            for one in bands.reshape(-1, *bands.shape[-2:])
+        ]
+        return np.reshape(dense, (*bands.shape[:-2], self.q_len, self.kv_len))
+
+    def pad_to(self, capacity: int) -> "AttnMask":
+        """The same mask with room for exactly ``capacity`` bands, so that masks share a compilation.
+
+        Raises:
+            ValueError: when ``capacity`` is smaller than the number of bands.
+        """
+        bands = self._host_bands()
+        used = 1 + np.flatnonzero(bands.any(axis=-1).reshape(-1, bands.shape[-2]).any(axis=0)).max(initial=-1)
+        capacity = _validation.integer(capacity, "capacity")
+        if capacity < used:
+            raise ValueError(f"capacity {capacity} is too small: the mask has {used} bands.")
+        return dataclasses.replace(self, bands=_pad(bands[..., :used, :], capacity))
+
+    def draw(self, ax: "Axes | None" = None) -> "Axes":
+        """Draws the mask: queries downwards, keys rightwards, one coloured shape per band.
+
+        Args:
+            ax: the matplotlib axes to draw into; by default those of a new figure.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ImportError: without matplotlib (``pip install jaxmagi[plot]``).
+            ValueError: for a traced or a stacked mask.
+        """
+        from ._draw import draw_bands
+
+        (bands,) = _single_bands([self], "draw")
+        return draw_bands(bands, self.q_len, self.kv_len, ax)
+
+    def _host_bands(self) -> np.ndarray:
+        return _validation.host_array(self.bands, "the mask")
+
+
+def _single_bands(masks: Sequence[AttnMask], purpose: str) -> list[np.ndarray]:
+    """The bands of masks that are not stacked."""
+    arrays = [mask._host_bands() for mask in masks]
+    if not arrays:
+        raise ValueError(f"{purpose} needs at least one mask.")
+    for i, array in enumerate(arrays):
+        if array.ndim != 2:
+            raise ValueError(
+                f"{purpose} takes masks with bands [S, 6], but those of mask {i} are {array.shape}."
+            )
+    return arrays
+
+
+def _bucket(count: int) -> int:
+    """The power of two that holds ``count`` bands, so that jit sees few shapes."""
+    return max(_MIN_CAPACITY, 1 << (count - 1).bit_length()) if count else _MIN_CAPACITY
+
+
+def _pad(bands: np.ndarray, capacity: int) -> np.ndarray:
+    """int32 ``[..., capacity, 6]`` with zero rows added, read-only because jax may alias it."""
+    padded = np.zeros((*bands.shape[:-2], capacity, 6), np.int32)
+    padded[..., : bands.shape[-2], :] = bands
+    padded.flags.writeable = False
+    return padded

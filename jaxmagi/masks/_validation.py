@@ -1,0 +1,99 @@
+"""Turns what users pass into int64 arrays and ints, or raises a ValueError with the offending values."""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jax.core import Tracer
+
+from ._geometry import UNBOUNDED
+from ._overlap import find_overlap
+
+
+def host_array(value: Any, name: str) -> np.ndarray:
+    """``value`` as a numpy array; ValueError when it is traced."""
+    if isinstance(value, Tracer):
+        raise ValueError(
+            f"{name} is traced: masks are built and inspected on the host, outside jit, grad and vmap."
+        )
+    return np.asarray(value)
+
+
+def integer_array(value: Any, name: str, *, columns: int | None = None) -> np.ndarray:
+    """``value`` as int64 ``[n]``, or ``[n, columns]``."""
+    array = host_array(value, name)
+    row = () if columns is None else (columns,)
+    if array.shape == (0,):  # an empty list, whose dtype and columns nobody could state
+        return np.zeros((0, *row), np.int64)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must hold integers, but its dtype is {array.dtype}.")
+    if array.ndim != 1 + len(row) or array.shape[1:] != row:
+        expected = "[n]" if columns is None else f"[n, {columns}]"
+        raise ValueError(f"{name} must have shape {expected}, but its shape is {array.shape}.")
+    return array.astype(np.int64)
+
+
+def integer(value: Any, name: str, *, minimum: int = 0, maximum: int = UNBOUNDED) -> int:
+    """``value`` as an int between ``minimum`` and ``maximum``."""
+    if isinstance(value, Tracer):
+        raise ValueError(f"{name} is traced: masks are built on the host, from Python integers.")
+    refusal = f"{name} must be an integer, but it is {value!r}."
+    if isinstance(value, bool):
+        raise ValueError(refusal)
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        raise ValueError(refusal) from error
+    if not minimum <= number <= maximum:
+        raise ValueError(f"{name} must be between {minimum} and {maximum}, but it is {number}.")
+    return number
+
+
+def lengths(value: Any, name: str) -> np.ndarray:
+    """``value`` as int64 ``[n]`` of lengths that are not negative and sum to at most `UNBOUNDED`."""
+    array = integer_array(value, name)
+    reject(array < 0, lambda i: f"{name}[{i}] = {array[i]} is negative.")
+    reject(array > UNBOUNDED, lambda i: f"{name}[{i}] = {array[i]} is more than {UNBOUNDED}.")
+    integer(array.sum(), f"the sum of {name}")
+    return array
+
+
+def check_ranges(ranges: np.ndarray, name: str, length: int) -> None:
+    """ValueError unless every ``ranges`` row ``[begin, end)`` is ordered and inside ``[0, length)``."""
+    begin, end = ranges.T
+    reject(begin > end, lambda i: f"band {i}: {name} range {_pair(ranges[i])} ends before it begins.")
+    reject(
+        (begin < 0) | (end > length),
+        lambda i: f"band {i}: {name} range {_pair(ranges[i])} is not inside the {length} {name} tokens.",
+    )
+
+
+def check_overlap(bands: np.ndarray) -> None:
+    """ValueError naming two bands and a cell when a cell is covered twice."""
+    overlap = find_overlap(bands)
+    if overlap is None:
+        return
+    a, b, q, k = overlap
+    raise ValueError(
+        f"bands {a} and {b} both cover query {q}, key {k}, which would count twice: "
+        f"(q0, q1, k0, k1, lo, hi) = {tuple(bands[a].tolist())} and {tuple(bands[b].tolist())}. "
+        "Pass check=False if that is intended."
+    )
+
+
+def reject(bad: np.ndarray, message: Callable[[int], str]) -> None:
+    """ValueError with the message of the first bad index, and the indices of a few more."""
+    indices = np.flatnonzero(bad)
+    if indices.size == 0:
+        return
+    more = f" The same holds for {indices.size - 1} more: {_few(indices[1:])}." if indices.size > 1 else ""
+    raise ValueError(message(int(indices[0])) + more)
+
+
+def _few(indices: np.ndarray) -> str:
+    return ", ".join(str(i) for i in indices[:5].tolist()) + (", …" if indices.size > 5 else "")
+
+
+def _pair(row: np.ndarray) -> tuple[int, ...]:
+    return tuple(row.tolist())

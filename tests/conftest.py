@@ -1,0 +1,36 @@
+"""Session set-up: eight CPU devices, strict dtype promotion, GPU tests skipped where there is no GPU."""
+
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def _has_gpu() -> bool:
+    return any(device.platform == "gpu" for device in jax.devices())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if _has_gpu():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """Runs the test with 64-bit types enabled (they are off by default, as they are for users)."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """A generator seeded by the test's own name: fresh inputs per test, the same on every run."""
+    return np.random.default_rng(list(request.node.nodeid.encode()))

@@ -1,0 +1,201 @@
+"""AttnMask: its constructors, what they reject, and its methods."""
+
+import doctest
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmagi import masks
+from jaxmagi.masks import UNBOUNDED, AttnMask, MaskType, _mask, geometry
+
+from ..cases import MaskCase, mask_cases
+from .dense import any_bands, coverage
+
+_CASES = mask_cases()
+
+
+def _build(case: MaskCase, check: bool) -> AttnMask:
+    return AttnMask.from_slices(
+        case.q_ranges, case.k_ranges, case.mask_types, q_len=case.q_len, kv_len=case.kv_len, check=check
+    )
+
+
+def _strips(mask: AttnMask, rows: int = 1024) -> Iterator[np.ndarray]:
+    """The count of bands per cell, a strip of rows at a time: all at once would take gigabytes."""
+    for q0 in range(0, mask.q_len, rows):
+        q1 = min(q0 + rows, mask.q_len)
+        bands = geometry.crop(np.asarray(mask.bands), q0, q1, 0, mask.kv_len)
+        yield geometry.to_dense(geometry.shift(bands, -q0, 0), q1 - q0, mask.kv_len)
+
+
+@pytest.mark.parametrize("case", _CASES, ids=lambda case: case.name)
+def test_public_masks(case: MaskCase) -> None:
+    mask = _build(case, check=False)
+    strips = list(_strips(mask))
+    assert max(strip.max() for strip in strips) == case.max_cell_coverage
+    assert sum(int(strip.sum()) for strip in strips) == mask.area() == case.area
+    assert sum(int((~strip.any(axis=1)).sum()) for strip in strips) == case.empty_q_rows
+
+
+@pytest.mark.parametrize("case", _CASES, ids=lambda case: case.name)
+def test_public_masks_that_overlap_are_rejected(case: MaskCase) -> None:
+    if not case.overlaps:
+        assert _build(case, check=True).area() == case.area
+        return
+    with pytest.raises(ValueError, match=r"bands \d+ and \d+ both cover query \d+, key \d+"):
+        _build(case, check=True)
+
+
+@pytest.mark.parametrize("mask_type", MaskType)
+@pytest.mark.parametrize("sq", [0, 1, 2, 5])
+@pytest.mark.parametrize("sk", [0, 1, 2, 3, 5, 9])
+def test_types(mask_type: MaskType, sq: int, sk: int) -> None:
+    i, j = np.arange(sq)[:, None], np.arange(sk)
+    causal, inverse = j <= i + sk - sq, j >= i
+    visible = {0: j >= 0 * i, 1: causal, 2: inverse, 3: causal & inverse}[int(mask_type)]
+    expected = np.zeros((12, 14), bool)
+    expected[3 : 3 + sq, 4 : 4 + sk] = visible
+    mask = AttnMask.from_slices([(3, 3 + sq)], [(4, 4 + sk)], [mask_type], q_len=12, kv_len=14)
+    np.testing.assert_array_equal(mask.to_dense(), expected)
+    assert mask.num_bands == int(expected.any())
+
+
+def test_lengths_default_to_the_largest_ends() -> None:
+    mask = AttnMask.from_slices([(5, 9), (0, 2)], [(1, 3), (0, 7)], [0, 1])
+    assert (mask.q_len, mask.kv_len) == (9, 7)
+    nothing = AttnMask.from_slices([], [], [])
+    assert (nothing.q_len, nothing.kv_len, nothing.num_bands, nothing.area()) == (0, 0, 0, 0)
+    assert nothing.to_dense().shape == (0, 0)
+
+
+_ROW = (0, 4, 0, 4, -UNBOUNDED, UNBOUNDED)
+
+
+@pytest.mark.parametrize(
+    ("bands", "message"),
+    [
+        ([_ROW, (3, 2, 0, 4, 0, 0)], r"band 1: query range \(3, 2\) ends before it begins"),
+        ([(0, 1, 4, 2, 0, 0)] * 9, r"band 0: key range \(4, 2\) ends .* 8 more: 1, 2, 3, 4, 5, …"),
+        ([(0, 5, 0, 4, 0, 0)], r"band 0: query range \(0, 5\) is not inside the 4 query tokens"),
+        ([(0, 4, 0, 9, 0, 0)], r"band 0: key range \(0, 9\) is not inside the 8 key tokens"),
+        ([(-1, 4, 0, 4, 0, 0)], r"band 0: query range \(-1, 4\) is not inside"),
+        ([_ROW, (0, 1, 4, 5, 0, 9), (2, 3, 1, 2, -5, 5)], r"bands 0 and 2 both cover query 2, key 1,"),
+        (np.zeros((2, 6)), r"bands must hold integers, but its dtype is float64"),
+        (np.zeros((2, 6), bool), r"dtype is bool"),
+        (np.zeros((2, 5), int), r"bands must have shape \[n, 6\], but its shape is \(2, 5\)"),
+        (np.zeros((5, 0), int), r"but its shape is \(5, 0\)"),
+        (np.zeros((1, 2, 6), int), r"but its shape is \(1, 2, 6\)"),
+        ([[2**70] * 6], r"dtype is object"),
+    ],
+)
+def test_bad_bands(bands: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AttnMask.from_bands(bands, q_len=4, kv_len=8)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "types", "lengths", "message"),
+    [
+        ([(0, 4)], [(0, 4)], [4], {}, r"band 0: mask_types\[0\] = 4 is no MaskType"),
+        ([(0, 4)], [(0, 4)], [-1], {}, r"mask_types\[0\] = -1"),
+        ([(0, 4)], [(0, 4)], ["causal"], {}, r"mask_types must hold integers"),
+        ([(0, 4)], [(0, 4)] * 2, [0], {}, r"must have one length, but they have 1, 2 and 1"),
+        ([(0, 4, 1)], [(0, 4)], [0], {}, r"q_ranges must have shape \[n, 2\]"),
+        ([(0, 4)], [(0, 4)], [0], {"q_len": 3}, r"band 0: query range \(0, 4\) is not inside the 3"),
+        ([(0, 4)], [(0, 4)], [0], {"kv_len": -4}, r"kv_len must be between 0 and 1073741824, but it is -4"),
+        ([(0, 2**31)], [(0, 4)], [0], {}, r"q_len must be between 0 and 1073741824, but it is 2147483648"),
+        ([(4, 0)], [(0, 4)], [1], {}, r"band 0: query range \(4, 0\)"),
+    ],
+)
+def test_bad_slices(q: Any, k: Any, types: Any, lengths: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AttnMask.from_slices(q, k, types, **lengths)
+
+
+def test_unchecked_overlaps_count_per_band() -> None:
+    mask = AttnMask.from_bands([_ROW, _ROW], q_len=4, kv_len=4, check=False)
+    assert mask.area() == 32
+    assert mask.to_dense().sum() == 16
+
+
+def test_bands_are_stored_compactly(rng: np.random.Generator) -> None:
+    limits = np.array(
+        [(0, 4, 0, 4, -(2**40), 2**40), (1, 1, 0, 4, 0, 0), (0, 4, 4, 8, 9, 9), (0, 1, 4, 5, 4, 4)]
+    )
+    mask = AttnMask.from_bands(limits, q_len=4, kv_len=8)
+    assert mask.bands.shape == (8, 6) and mask.bands.dtype == np.int32
+    np.testing.assert_array_equal(mask.bands[:2], [_ROW, (0, 1, 4, 5, 4, 4)])
+    assert not mask.bands[2:].any()
+    assert mask.num_bands == 2
+    assert masks.documents([1] * 9).bands.shape == (16, 6)
+    assert masks.documents([1] * 16).bands.shape == (16, 6)
+
+
+def test_bands_equal_their_definition(rng: np.random.Generator) -> None:
+    for _ in range(50):
+        bands = any_bands(rng, 12, 15, 6)
+        mask = AttnMask.from_bands(bands, q_len=12, kv_len=15, check=False)
+        np.testing.assert_array_equal(mask.to_dense(), coverage(bands, 12, 15).any(0))
+
+
+def test_concatenate_is_block_diagonal(rng: np.random.Generator) -> None:
+    parts = [
+        masks.causal(5, 9),
+        masks.full(3),
+        masks.full(0, 2),
+        masks.sliding_window(6, 2, 1, kv_len=4),
+        masks.documents([2, 4], "full").pad_to(40),
+    ]
+    whole = AttnMask.concatenate(parts)
+    q = k = 0
+    expected = np.zeros((whole.q_len, whole.kv_len), bool)
+    for part in parts:
+        expected[q : q + part.q_len, k : k + part.kv_len] = part.to_dense()
+        q, k = q + part.q_len, k + part.kv_len
+    assert (q, k) == expected.shape
+    np.testing.assert_array_equal(whole.to_dense(), expected)
+    assert whole.bands.shape == (8, 6)
+
+
+def test_concatenate_and_stack_reject() -> None:
+    with pytest.raises(ValueError, match=r"concatenate needs at least one mask"):
+        AttnMask.concatenate([])
+    with pytest.raises(ValueError, match=r"stack needs at least one mask"):
+        AttnMask.stack([])
+    with pytest.raises(ValueError, match=r"one \(q_len, kv_len\), but there are \[\(3, 3\), \(4, 4\)\]"):
+        AttnMask.stack([masks.full(4), masks.full(3)])
+    stacked = AttnMask.stack([masks.full(4)])
+    with pytest.raises(ValueError, match=r"those of mask 1 are \(1, 8, 6\)"):
+        AttnMask.concatenate([masks.full(4), stacked])
+    with pytest.raises(ValueError, match=r"q_len must be between 0 and 1073741824"):
+        AttnMask.concatenate([masks.full(2**29)] * 3)
+
+
+def test_stack() -> None:
+    parts = [masks.causal(20), masks.documents([1] * 20), masks.from_segment_ids([0] * 20)]
+    mask = AttnMask.stack(parts)
+    assert mask.bands.shape == (3, 32, 6)
+    np.testing.assert_array_equal(mask.to_dense(), [part.to_dense() for part in parts])
+    assert mask.area() == sum(part.area() for part in parts)
+    assert mask.num_bands == 1 + 20
+    np.testing.assert_array_equal(mask.pad_to(20).to_dense(), mask.to_dense())
+    with pytest.raises(ValueError, match=r"capacity 19 is too small: the mask has 20 bands"):
+        mask.pad_to(19)
+
+
+def test_pad_to() -> None:
+    mask = masks.documents([3, 4, 5])
+    for capacity in (3, 7, 100):
+        padded = mask.pad_to(capacity)
+        assert padded.bands.shape == (capacity, 6) and padded.bands.dtype == np.int32
+        np.testing.assert_array_equal(padded.to_dense(), mask.to_dense())
+    with pytest.raises(ValueError, match=r"capacity 2 is too small: the mask has 3 bands"):
+        mask.pad_to(2)
+    assert masks.full(0).pad_to(0).bands.shape == (0, 6)
+
+
+def test_examples() -> None:
+    result = doctest.testmod(_mask)
+    assert result.attempted > 0 and result.failed == 0
