@@ -1,0 +1,12 @@
+"""Context plans: chunks to ranks, bands to stages, transfer tables and reports.
+
+Host only: pure functions of masks and options, in numpy. Integers throughout, and floating point only where
+it is exact or elementwise, so that every host makes the same plan.
+"""
+
+from ._capacity import PlanCapacity as PlanCapacity
+from ._cost import CostModel as CostModel
+from ._plan import ContextPlan as ContextPlan
+from ._plan_context import plan_context as plan_context
+from ._report import PlanReport as PlanReport
+from ._spec import GroupCastSpec as GroupCastSpec

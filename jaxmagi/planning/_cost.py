@@ -1,0 +1,82 @@
+"""A model of the machine, to compare plans with."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+_ACCUMULATOR_BYTES = 4
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Speeds of a GPU and shapes of the attention, to predict the time of a plan's forward pass.
+
+    The defaults are those of an H200 with NVLink and of a layer with 64 query heads, 8 key heads and head
+    dimension 128 in bfloat16. Only ratios matter to the planner.
+
+    Attributes:
+        tflops: attention forward speed of one rank, in 1e12 FLOP/s.
+        link_gb_per_second: what a rank can receive (and at the same time send), in 1e9 bytes/s.
+        memory_gb_per_second: what a rank can read and write in its memory, in 1e9 bytes/s.
+        latency_us: fixed time of one transfer and of one attention call, in microseconds.
+        num_heads: query heads of a rank.
+        num_kv_heads: key heads of a rank.
+        head_dim: dimension of a query, key and value head.
+        bytes_per_element: of keys and values.
+    """
+
+    tflops: float = 600.0
+    link_gb_per_second: float = 350.0
+    memory_gb_per_second: float = 4000.0
+    latency_us: float = 15.0
+    num_heads: int = 64
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    bytes_per_element: int = 2
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 0 or (value == 0 and name != "latency_us"):
+                raise ValueError(f"CostModel.{name} must be positive, but it is {value}.")
+
+    def compute_seconds(self, area: np.ndarray) -> np.ndarray:
+        """Attention calls over ``area`` cells."""
+        flops = 4.0 * area * self.num_heads * self.head_dim
+        return flops / (self.tflops * 1e12) + (area > 0) * self.latency_us * 1e-6
+
+    def transfer_seconds(self, rows: np.ndarray) -> np.ndarray:
+        """Transfers of ``rows`` rows of keys and values."""
+        row_bytes = 2.0 * self.num_kv_heads * self.head_dim * self.bytes_per_element
+        return rows * row_bytes / (self.link_gb_per_second * 1e9) + (rows > 0) * self.latency_us * 1e-6
+
+    def merge_seconds(self, rows: int) -> float:
+        """Merging a partial output into another: two are read and one is written, in fp32."""
+        row_bytes = 3.0 * self.num_heads * self.head_dim * _ACCUMULATOR_BYTES
+        return rows * row_bytes / (self.memory_gb_per_second * 1e9)
+
+
+def predict_seconds(
+    area: np.ndarray, sent: np.ndarray, received: np.ndarray, shard_length: int, cost: CostModel
+) -> float:
+    """Forward time of the slowest rank, with transfers that run one after the other, behind the compute.
+
+    A transfer takes as long as its busiest rank. Each stage starts when its keys are there and the stage
+    before it is done; stage 0 of several needs no transfer. Every stage after the first merges its output.
+
+    Args:
+        area: cells ``[cp, num_stages]``.
+        sent: rows ``[cp, num_transfers]``.
+        received: rows ``[cp, num_transfers]``.
+        shard_length: rows of each rank's partial outputs.
+        cost: the machine.
+    """
+    arrival = np.cumsum(cost.transfer_seconds(np.maximum(sent, received).max(axis=0)))
+    num_stages = area.shape[1]
+    if num_stages > 1:
+        arrival = np.concatenate([[0.0], arrival])
+    compute = cost.compute_seconds(area)
+    compute[:, 1:] += cost.merge_seconds(shard_length)
+    done = np.zeros(len(area))
+    for stage in range(num_stages):
+        done = np.maximum(done, arrival[stage]) + compute[:, stage]
+    return float(done.max())

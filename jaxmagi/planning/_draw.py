@@ -1,0 +1,120 @@
+"""Draws a plan with matplotlib: the mask coloured by rank, and what each rank computes and receives."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..masks.geometry import columns
+from ._report import received_tokens
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from ._plan import ContextPlan
+
+_PIXELS = 512
+_COLORS = ("#3b6fb6", "#e2803a", "#3f9c78", "#b8496b", "#7a64b0", "#c9a227", "#4aa3b8", "#8a5a44")
+_BACKGROUND, _INK, _MUTED, _RECEIVED = "#f3f4f6", "#374151", "#6b7280", "#9ca3af"
+
+
+def draw_plan(plan: "ContextPlan", ax: "Axes | None" = None) -> "Axes":
+    """Draws a plan with host arrays; see `ContextPlan.draw`."""
+    ax = _new_axes() if ax is None else ax
+    _draw_mask(plan, ax)
+    _draw_bars(plan, ax)
+    return ax
+
+
+def _new_axes() -> "Axes":
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError("draw() needs matplotlib: pip install jaxmagi[plot]") from error
+    _, ax = plt.subplots(
+        figsize=(9.6, 5.4), gridspec_kw={"left": 0.07, "right": 0.98, "bottom": 0.06, "top": 0.88}
+    )
+    return ax
+
+
+def _draw_mask(plan: "ContextPlan", ax: "Axes") -> None:
+    from matplotlib.colors import to_rgb
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    owner, shade = _rasterise(plan)
+    rgb = np.array([to_rgb(_COLORS[rank % len(_COLORS)]) for rank in range(plan.cp_size)])
+    background = np.array(to_rgb(_BACKGROUND))
+    image = background + shade[..., None] * (rgb[owner][:, None] - background)
+    extent = (0, max(plan.length, 1), max(plan.length, 1), 0)
+    ax.imshow(image, extent=extent, interpolation="nearest", aspect="equal")
+    ax.xaxis.tick_top()
+    ax.xaxis.set_label_position("top")
+    ax.set_xlabel("key (tokens)", color=_INK)
+    ax.set_ylabel("query (tokens), coloured by rank", color=_INK)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        axis.set_major_formatter(EngFormatter(sep=""))
+    ax.tick_params(colors=_MUTED, labelsize=8, length=3)
+    ax.spines[:].set(color=_MUTED, linewidth=0.6)
+
+
+def _draw_bars(plan: "ContextPlan", ax: "Axes") -> None:
+    """Beside the mask: each rank's area, and its received rows as a share of its shard."""
+    from mpl_toolkits.axes_grid1 import make_axes_locatable
+
+    report = plan.report()
+    divider = make_axes_locatable(ax)
+    bars = [divider.append_axes("right", size="30%", pad=0.4) for _ in range(2)]
+    ranks = np.arange(plan.cp_size)
+    colors = [_COLORS[rank % len(_COLORS)] for rank in ranks]
+    mean = max(report.area.mean(), 1)
+    bars[0].barh(ranks, report.area / mean, color=colors)
+    bars[0].axvline(1, color=_INK, linewidth=0.8, linestyle=(0, (3, 2)))
+    bars[0].set_title(f"area / mean\nlargest {report.imbalance:.3f}", fontsize=9, color=_INK)
+    share = report.rows_received / plan.shard_length
+    bars[1].barh(ranks, share, color=_RECEIVED)
+    bars[1].set_title(f"received / own rows\nmean {share.mean():.2f}", fontsize=9, color=_INK)
+    for bar in bars:
+        bar.set(ylim=(plan.cp_size - 0.4, -0.6), facecolor="none")
+        bar.set_yticks(ranks[:: -(-plan.cp_size // 16)])
+        bar.tick_params(colors=_MUTED, labelsize=8, length=2)
+        bar.spines[["top", "right"]].set_visible(False)
+        bar.spines[["left", "bottom"]].set(color=_MUTED, linewidth=0.6)
+    bars[0].set_ylabel("rank", color=_MUTED, fontsize=8, labelpad=3)
+
+
+def _rasterise(plan: "ContextPlan") -> tuple[np.ndarray, np.ndarray]:
+    """The mask in pixels: the rank of each row of pixels and the visible share ``[rows, columns]``.
+
+    A row of pixels shows the token in its middle.
+    """
+    size = min(_PIXELS, max(plan.length, 1))
+    sampled = (np.arange(size) * 2 + 1) * plan.length // (2 * size)
+    position = np.full(max(plan.length, 1), 0)
+    position[plan.token_order[plan.token_order >= 0]] = np.flatnonzero(plan.token_order >= 0)
+    owner, row = np.divmod(position[sampled], plan.shard_length)
+    buffers = _key_buffers(plan)
+    edges = np.arange(size + 1) * plan.length // size
+    shade = np.zeros((size, size))
+    for pixel in range(size):
+        for bands, tokens in zip(plan.bands[owner[pixel]], buffers[owner[pixel]], strict=True):
+            seen = _visible_tokens(bands, int(row[pixel]), tokens)
+            shade[pixel] += np.histogram(seen, edges)[0]
+    return owner, np.minimum(shade / np.maximum(np.diff(edges), 1), 1)
+
+
+def _key_buffers(plan: "ContextPlan") -> list[list[np.ndarray]]:
+    """The tokens in each rank's and stage's key buffer."""
+    own = plan.token_order.reshape(plan.cp_size, -1).astype(np.int64)
+    received = [received_tokens(plan, i) for i in range(len(plan.transfers))]
+    if plan.num_stages == 1:
+        return [[np.concatenate(both)] for both in zip(own, received[0], strict=True)]
+    return [[own[rank], *(tokens[rank] for tokens in received)] for rank in range(plan.cp_size)]
+
+
+def _visible_tokens(bands: np.ndarray, row: int, tokens: np.ndarray) -> np.ndarray:
+    """The tokens that a row of the shard sees in a key buffer."""
+    q0, q1, k0, k1, lo, hi = columns(bands)
+    begin, end = np.maximum(k0, row + lo), np.minimum(k1, row + hi + 1)
+    begin, end = (edge[(q0 <= row) & (row < q1)] for edge in (begin, end))
+    ranges = [tokens[b:e] for b, e in zip(begin, end, strict=True) if b < e]
+    return np.concatenate(ranges) if ranges else tokens[:0]

@@ -1,0 +1,84 @@
+"""Tokens to ranks: named layouts, and orders that the user brings."""
+
+from typing import Any
+
+import numpy as np
+
+from ._balance import balanced_owners
+from ._tracing import is_traced
+
+_TILE = 128
+_FEWEST_CHUNKS_PER_RANK, _MOST_CHUNKS_PER_RANK = 10, 16
+
+
+def make_layout(
+    bands: np.ndarray, length: int, cp_size: int, layout: Any, chunk_size: int | None
+) -> np.ndarray:
+    """The token at each dispatched position, -1 for padding: int32 ``[T_padded]``; see `plan_context`."""
+    if chunk_size is not None and (not isinstance(layout, str) or layout != "balanced"):
+        raise ValueError('chunk_size is for layout="balanced" only; other layouts set their own.')
+    if not isinstance(layout, str):
+        return _own_order(layout, length, cp_size)
+    if layout == "contiguous":
+        return _deal_chunks(np.arange(cp_size), length, _ceil_div(length, cp_size))
+    if layout == "zigzag":
+        ranks = np.arange(cp_size)
+        return _deal_chunks(np.concatenate([ranks, ranks[::-1]]), length, _ceil_div(length, 2 * cp_size))
+    if layout == "balanced":
+        chunk = default_chunk_size(length, cp_size) if chunk_size is None else chunk_size
+        if isinstance(chunk, bool) or not isinstance(chunk, int | np.integer) or chunk < 1:
+            raise ValueError(f"chunk_size must be a positive integer, but it is {chunk!r}.")
+        return _deal_chunks(balanced_owners(bands, length, cp_size, int(chunk)), length, int(chunk))
+    raise ValueError(f'layout must be "balanced", "zigzag", "contiguous" or an array, but it is {layout!r}.')
+
+
+def default_chunk_size(length: int, cp_size: int) -> int:
+    """The multiple of 128 with 10 to 16 chunks per rank that pads least, the largest of equals.
+
+    128 is a tile of the GPU kernels. Where it gives fewer than 10 chunks per rank it is the size, and where
+    it would give fewer than 2 the size is half a shard.
+    """
+    shard = _ceil_div(length, cp_size)
+    if shard < 2 * _TILE:
+        return _ceil_div(shard, 2)
+    smallest = _ceil_div(_ceil_div(shard, _MOST_CHUNKS_PER_RANK), _TILE)
+    largest = max(smallest, shard // (_FEWEST_CHUNKS_PER_RANK * _TILE))
+    sizes = np.arange(largest, smallest - 1, -1) * _TILE
+    padded_shard = np.ceil(np.ceil(length / sizes) / cp_size) * sizes
+    return int(sizes[padded_shard.argmin()])
+
+
+def _ceil_div(a: int, b: int) -> int:
+    """Rounded up, and 1 at least, so that no chunk is without room."""
+    return max(1, -(-a // b))
+
+
+def _deal_chunks(owner: np.ndarray, length: int, chunk: int) -> np.ndarray:
+    """The token order of chunks given to their owners, in ascending order within each."""
+    order = np.argsort(owner, kind="stable")
+    tokens = order[:, None] * chunk + np.arange(chunk)
+    return np.where(tokens < length, tokens, -1).astype(np.int32).ravel()
+
+
+def _own_order(layout: Any, length: int, cp_size: int) -> np.ndarray:
+    """The user's order as an int32 array, if it is a permutation of the tokens and padding."""
+    if is_traced(layout):
+        raise ValueError("layout is traced, but plan_context needs host data: plan outside jit.")
+    order = np.array(layout)
+    if order.dtype.kind not in "iu" or order.ndim != 1:
+        raise ValueError(f"layout must be integers [T_padded], but it is {order.dtype} {list(order.shape)}.")
+    if order.size == 0 or order.size % cp_size:
+        raise ValueError(
+            f"layout has {order.size} positions, which is no positive multiple of "
+            f"cp_size={cp_size}: pad it with -1."
+        )
+    outside = order[(order < -1) | (order >= length)]
+    if outside.size:
+        raise ValueError(f"layout has {outside[0]}, which is neither -1 nor a token below {length}.")
+    counts = np.bincount(order[order >= 0], minlength=length)
+    wrong = np.flatnonzero(counts != 1)
+    if wrong.size:
+        raise ValueError(
+            f"layout must have every token once, but it has token {wrong[0]} {counts[wrong[0]]} times."
+        )
+    return order.astype(np.int32)

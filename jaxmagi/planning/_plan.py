@@ -1,0 +1,140 @@
+"""The plan of one mask over a mesh axis, as arrays in a pytree."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from ._capacity import PlanCapacity, pad_axis
+from ._cost import CostModel
+from ._draw import draw_plan
+from ._report import PlanReport, report_plan
+from ._spec import GroupCastSpec
+from ._tracing import is_traced
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class ContextPlan:
+    """How ``cp_size`` ranks share the attention of one mask. Built on the host by `jaxmagi.plan_context`.
+
+    A registered pytree of int32 arrays. Each leads with the rank or with the dispatched tokens in rank order,
+    so ``PartitionSpec(axis_name)`` shards the whole plan. Only sizes are static: plans of one `capacity` and
+    one ``num_stages`` share a compilation.
+
+    A rank makes ``num_stages`` attention calls with its own queries. With one stage the keys are its own
+    shard followed by the rows received in ``transfers[0]``. With more, stage 0 sees its own shard only and
+    stage ``s`` sees the rows received in ``transfers[s - 1]`` only. Every row is received at most once, and
+    only if a query of the rank sees it.
+
+    Attributes:
+        token_order: int32 ``[T_padded]``, the global index of the token at each dispatched position, -1 for
+            padding. Itself a valid ``layout`` for `jaxmagi.plan_context`.
+        position_ids: int32 ``[T_padded]``, the same with 0 for padding (for rotary embeddings).
+        bands: int32 ``[cp, num_stages, C, 6]``, each rank's and stage's mask: row ``q`` of the shard, key
+            ``k`` of the stage's key buffer. Unused rows are all zero.
+        transfers: one `GroupCastSpec` per transfer of keys and values: ``max(1, num_stages - 1)``.
+        length: tokens of the sequence, without padding. Static.
+        cp_size: number of ranks. Static.
+        num_stages: attention calls of a rank. Static.
+    """
+
+    token_order: np.ndarray
+    position_ids: np.ndarray
+    bands: np.ndarray
+    transfers: tuple[GroupCastSpec, ...]
+    length: int = field(metadata={"static": True})
+    cp_size: int = field(metadata={"static": True})
+    num_stages: int = field(metadata={"static": True})
+
+    @property
+    def shard_length(self) -> int:
+        """Tokens of each rank, padding included: ``T_padded // cp_size``, also in a part of a plan."""
+        return self.transfers[0].input_rows
+
+    @property
+    def capacity(self) -> PlanCapacity:
+        """The static sizes of the arrays, to build other plans with (``plan_context(capacity=...)``)."""
+        transfer = self.transfers[0]
+        return PlanCapacity(
+            bands=self.bands.shape[-2],
+            copies=transfer.sends.shape[-2],
+            pair_rows=transfer.pair_rows,
+            output_rows=transfer.output_rows,
+        )
+
+    @staticmethod
+    def stack(plans: Sequence["ContextPlan"]) -> "ContextPlan":
+        """Plans of a batch's examples as one, with a new leading axis on every array.
+
+        For ``PartitionSpec(data_axis, axis_name)`` and ``jax.vmap``. All are padded to the largest capacity.
+
+        Raises:
+            ValueError: there is no plan, or lengths, ranks, shard lengths or numbers of stages differ.
+        """
+        if not plans:
+            raise ValueError("ContextPlan.stack needs at least one plan.")
+        hosts = [_on_host(plan, "ContextPlan.stack") for plan in plans]
+        for name in ("length", "cp_size", "shard_length", "num_stages"):
+            values = [getattr(plan, name) for plan in hosts]
+            if len(set(values)) > 1:
+                raise ValueError(f"the plans to stack differ in {name}: {values}.")
+        capacity = functools.reduce(PlanCapacity.union, [plan.capacity for plan in hosts])
+        padded = [plan.pad_to(capacity) for plan in hosts]
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *padded)
+
+    def pad_to(self, capacity: PlanCapacity) -> "ContextPlan":
+        """The same plan (or stacked plans) with the static sizes of ``capacity``, to share a compilation.
+
+        Raises:
+            ValueError: a size is too small for the plan, or the plan is traced.
+        """
+        _reject_traced(self, "pad_to")
+        capacity.require(self.capacity)
+        transfers = tuple(
+            spec.padded(
+                copies=capacity.copies, output_rows=capacity.output_rows, pair_rows=capacity.pair_rows
+            )
+            for spec in self.transfers
+        )
+        return replace(self, bands=pad_axis(self.bands, capacity.bands, -2), transfers=transfers)
+
+    def report(self, cost: CostModel = CostModel()) -> PlanReport:  # noqa: B008 (frozen, so safe to share)
+        """What each rank computes, sends and receives, and the time that ``cost`` predicts."""
+        return report_plan(_on_host(self, "report"), cost)
+
+    def draw(self, ax: "Axes | None" = None) -> "Axes":
+        """Draws the mask coloured by the rank that computes each row, and each rank's area and received rows.
+
+        Args:
+            ax: axes to draw into; by default those of a new figure.
+
+        Returns:
+            The axes of the mask.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        return draw_plan(_on_host(self, "draw"), ax)
+
+
+def _reject_traced(plan: ContextPlan, method: str) -> None:
+    if is_traced(plan):
+        raise ValueError(f"{method} needs the plan's host data, but the plan is traced: call it outside jit.")
+
+
+def _on_host(plan: ContextPlan, method: str) -> ContextPlan:
+    """The plan with numpy leaves; ValueError when it is traced or stacked."""
+    _reject_traced(plan, method)
+    if plan.bands.ndim != 4 or plan.bands.shape[0] != plan.cp_size:
+        raise ValueError(
+            f"{method} needs one whole plan, with bands [{plan.cp_size}, {plan.num_stages}, C, 6], "
+            f"but the bands are {plan.bands.shape}: it is stacked or a part."
+        )
+    return jax.tree.map(np.asarray, plan)

@@ -1,0 +1,212 @@
+"""Which rows go where in a group cast: tables of row ranges, as arrays in a pytree."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from ._capacity import bucket, pad_axis
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class GroupCastSpec:
+    """The row ranges that every rank sends to and receives from every other, for one group cast.
+
+    Rows travel through one buffer per pair of ranks, whose slots ``0 .. n - 1`` are filled without gaps. A
+    row may go to several ranks and to several places. Entries of length 0 are unused and come last. Output
+    rows that no entry names are zero. Both tables may have more leading axes (see
+    `jaxmagi.ContextPlan.stack`).
+
+    Attributes:
+        sends: int32 ``[cp, M, 4]``, rows ``(dst_rank, slot, row, length)`` sorted by ``(dst_rank, slot)``:
+            the input rows ``[row, row + length)`` of this rank go to the slots ``[slot, slot + length)`` for
+            ``dst_rank``.
+        receives: int32 ``[cp, M, 4]``, rows ``(src_rank, slot, row, length)`` sorted by ``row``: the output
+            rows ``[row, row + length)`` of this rank come from the slots ``[slot, slot + length)`` of
+            ``src_rank``.
+        input_rows: rows of each rank's input. Static.
+        output_rows: rows of each rank's output. Static.
+        pair_rows: the slots of a pair of ranks. Static.
+    """
+
+    sends: np.ndarray
+    receives: np.ndarray
+    input_rows: int = field(metadata={"static": True})
+    output_rows: int = field(metadata={"static": True})
+    pair_rows: int = field(metadata={"static": True})
+
+    @staticmethod
+    def from_splits(
+        input_split_sizes: Sequence[Sequence[int]],
+        dst_ranks: Sequence[Sequence[Sequence[int]]],
+        output_split_sizes: Sequence[Sequence[int]],
+        src_ranks: Sequence[Sequence[int]],
+    ) -> "GroupCastSpec":
+        """A spec from each rank's splits, with MagiAttention's meaning.
+
+        Splits that travel between the same two ranks keep their order; only their total length has to agree.
+        Ranks may have different numbers of rows: the spec's are the largest.
+
+        Args:
+            input_split_sizes: for each rank, the lengths of the consecutive splits of its input.
+            dst_ranks: for each rank and input split, the ranks that get it.
+            output_split_sizes: for each rank, the lengths of the consecutive splits of its output.
+            src_ranks: for each rank and output split, the rank that it comes from.
+
+        Raises:
+            ValueError: the lists disagree, a length is negative or a rank is out of range.
+        """
+        cp_size = len(input_split_sizes)
+        for name, value in (
+            ("dst_ranks", dst_ranks),
+            ("output_split_sizes", output_split_sizes),
+            ("src_ranks", src_ranks),
+        ):
+            if len(value) != cp_size:
+                raise ValueError(f"{name} is for {len(value)} ranks, input_split_sizes is for {cp_size}.")
+        sources = [[[src] for src in ranks] for ranks in src_ranks]
+        sent = _split_copies("input_split_sizes", input_split_sizes, "dst_ranks", dst_ranks)
+        received = _split_copies("output_split_sizes", output_split_sizes, "src_ranks", sources)
+        _check_totals(sent, received, cp_size)
+        sends, receives = copy_table(sent), copy_table(received, by_row=True)
+        return pack_spec(
+            sends,
+            receives,
+            cp_size=cp_size,
+            copies=bucket(max(longest(sends, cp_size), longest(receives, cp_size))),
+            input_rows=max((sum(sizes) for sizes in input_split_sizes), default=0),
+            output_rows=max((sum(sizes) for sizes in output_split_sizes), default=0),
+            pair_rows=bucket(largest_pair(sends)),
+        )
+
+    def padded(self, *, copies: int, output_rows: int, pair_rows: int) -> "GroupCastSpec":
+        """The same transfer with larger static sizes."""
+        return replace(
+            self,
+            sends=pad_axis(self.sends, copies, -2),
+            receives=pad_axis(self.receives, copies, -2),
+            output_rows=output_rows,
+            pair_rows=pair_rows,
+        )
+
+
+class Copies(NamedTuple):
+    """Row ranges of ranks that travel to or from a peer: int64 arrays of one length."""
+
+    rank: np.ndarray
+    peer: np.ndarray
+    row: np.ndarray
+    length: np.ndarray
+
+
+class CopyTable(NamedTuple):
+    """`Copies` with their places in the pair buffers."""
+
+    rank: np.ndarray
+    peer: np.ndarray
+    slot: np.ndarray
+    row: np.ndarray
+    length: np.ndarray
+
+
+def copy_table(copies: Copies, *, by_row: bool = False) -> CopyTable:
+    """Slots for copies, given in the order in which they fill each pair's buffer; adjacent ones are joined.
+
+    Returns:
+        A table sorted by ``(rank, peer, slot)``, or by ``(rank, row)``.
+    """
+    kept = Copies(*(column[copies.length > 0] for column in copies))
+    rank, peer, row, length = (column[np.lexsort([kept.peer, kept.rank])] for column in kept)
+    same_pair = (rank[1:] == rank[:-1]) & (peer[1:] == peer[:-1])
+    pair_starts = _starts(~same_pair, len(rank))
+    before = np.cumsum(length) - length
+    slot = before - np.repeat(before[pair_starts], np.diff(pair_starts, append=len(rank)))
+    starts = _starts(~(same_pair & (row[1:] == row[:-1] + length[:-1])), len(rank))
+    joined = np.add.reduceat(length, starts) if starts.size else length
+    table = CopyTable(rank[starts], peer[starts], slot[starts], row[starts], joined)
+    if not by_row:
+        return table
+    order = np.lexsort([table.row, table.rank])
+    return CopyTable(*(column[order] for column in table))
+
+
+def pack_spec(
+    sends: CopyTable,
+    receives: CopyTable,
+    *,
+    cp_size: int,
+    copies: int,
+    input_rows: int,
+    output_rows: int,
+    pair_rows: int,
+) -> GroupCastSpec:
+    """The spec of two tables, padded to ``copies`` entries per rank."""
+    return GroupCastSpec(
+        sends=_pack_table(sends, cp_size, copies),
+        receives=_pack_table(receives, cp_size, copies),
+        input_rows=input_rows,
+        output_rows=output_rows,
+        pair_rows=pair_rows,
+    )
+
+
+def longest(table: CopyTable, cp_size: int) -> int:
+    """The largest number of entries of a rank."""
+    return int(np.bincount(table.rank, minlength=cp_size).max(initial=0))
+
+
+def largest_pair(table: CopyTable) -> int:
+    """The largest number of rows between two ranks."""
+    return int((table.slot + table.length).max(initial=0))
+
+
+def _starts(is_new: np.ndarray, count: int) -> np.ndarray:
+    """Indices where groups begin, from whether each entry but the first begins one."""
+    return np.flatnonzero(np.concatenate([np.ones(min(count, 1), bool), is_new]))
+
+
+def _pack_table(table: CopyTable, cp_size: int, copies: int) -> np.ndarray:
+    packed = np.zeros((cp_size, copies, 4), np.int32)
+    place = np.arange(len(table.rank)) - np.searchsorted(table.rank, table.rank)
+    packed[table.rank, place] = np.column_stack(table[1:])
+    return packed
+
+
+def _split_copies(
+    sizes_name: str,
+    sizes: Sequence[Sequence[int]],
+    peers_name: str,
+    peers: Sequence[Sequence[Sequence[int]]],
+) -> Copies:
+    """The copies of all ranks' splits, in order."""
+    entries = []
+    for rank, (rank_sizes, rank_peers) in enumerate(zip(sizes, peers, strict=True)):
+        if len(rank_sizes) != len(rank_peers):
+            raise ValueError(
+                f"rank {rank} has {len(rank_sizes)} {sizes_name} but {len(rank_peers)} {peers_name}."
+            )
+        row = 0
+        for i, (size, split_peers) in enumerate(zip(rank_sizes, rank_peers, strict=True)):
+            if size < 0:
+                raise ValueError(f"{sizes_name}[{rank}][{i}] = {size} is negative.")
+            for peer in split_peers:
+                if not 0 <= peer < len(sizes):
+                    raise ValueError(f"{peers_name}[{rank}][{i}]: {peer} is not a rank below {len(sizes)}.")
+                entries.append((rank, peer, row, size))
+            row += size
+    return Copies(*np.array(entries, np.int64).reshape(-1, 4).T)
+
+
+def _check_totals(sent: Copies, received: Copies, cp_size: int) -> None:
+    """ValueError unless every pair of ranks sends as many rows as it receives."""
+    out, arriving = np.zeros((2, cp_size, cp_size), np.int64)
+    np.add.at(out, (sent.rank, sent.peer), sent.length)
+    np.add.at(arriving, (received.peer, received.rank), received.length)
+    for src, dst in np.argwhere(out != arriving)[:1]:
+        raise ValueError(
+            f"rank {src} sends {out[src, dst]} rows to rank {dst}, "
+            f"which expects {arriving[src, dst]} rows from it."
+        )

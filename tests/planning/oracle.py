@@ -1,0 +1,154 @@
+"""Slow, independent readings of plans, row by row."""
+
+import jax
+import numpy as np
+
+from jaxmagi import AttnMask, masks
+from jaxmagi.planning import ContextPlan, GroupCastSpec
+from jaxmagi.planning._plan_context import Layout
+
+NAMED_LAYOUTS: tuple[Layout, ...] = ("balanced", "zigzag", "contiguous")
+
+
+def builder_masks() -> dict[str, AttnMask]:
+    """A self-attention mask from every builder, and combinations."""
+    rng = np.random.default_rng(0)
+    segments = np.repeat([1, 2, 0, 3, 2, 0], rng.integers(1, 60, 6))
+    return {
+        "full": masks.full(130),
+        "causal": masks.causal(257),
+        "window": masks.sliding_window(300, 17),
+        "two_sided_window": masks.sliding_window(211, 5, 9),
+        "causal_documents": masks.documents([70, 1, 33, 128, 5]),
+        "full_documents": masks.documents([64, 64, 7, 90], inner="full"),
+        "window_documents": masks.documents([100, 40, 60], inner=(12, 3)),
+        "segments": masks.from_segment_ids(segments),
+        "block_causal": masks.block_causal(250, 48),
+        "prefix_lm": masks.prefix_lm(200, 61),
+        "shared_prefix": masks.shared_prefix(50, [30, 41, 8]),
+        "chunked_causal": masks.chunked_causal(222, 50),
+        "video": masks.video(6, 33, kv_range=3),
+        "batch": AttnMask.concatenate([masks.causal(80), masks.full(41), masks.sliding_window(90, 8)]),
+    }
+
+
+def cast_tokens(plan: ContextPlan) -> list[np.ndarray]:
+    """The token in each output row ``[cp, R]`` of each transfer, by carrying out the transfers."""
+    shards = plan.token_order.reshape(plan.cp_size, -1)
+    return [group_cast(spec, shards, fill=-1) for spec in plan.transfers]
+
+
+def group_cast(spec: GroupCastSpec, shards: np.ndarray, fill: int = 0) -> np.ndarray:
+    """The rows ``[cp, output_rows]`` that every rank receives from the rows ``[cp, input_rows]``."""
+    cp = len(shards)
+    buffers = np.full((cp, cp, spec.pair_rows), -2)
+    output = np.full((cp, spec.output_rows), fill)
+    for src in range(cp):
+        for dst, slot, row, length in spec.sends[src]:
+            buffers[src, dst, slot : slot + length] = shards[src, row : row + length]
+    for dst in range(cp):
+        for src, slot, row, length in spec.receives[dst]:
+            output[dst, row : row + length] = buffers[src, dst, slot : slot + length]
+    assert not (output == -2).any(), "a receive reads slots that nothing was sent to"
+    return output
+
+
+def check_spec(spec: GroupCastSpec) -> None:
+    """The tables agree: the same dense slots, sorted entries, no output row filled twice."""
+    cp = len(spec.sends)
+    filled = np.zeros((2, cp, cp, spec.pair_rows), int)
+    outputs = np.zeros((cp, spec.output_rows), int)
+    for side, table in enumerate((spec.sends, spec.receives)):
+        for rank in range(cp):
+            used = table[rank, table[rank, :, 3] > 0]
+            assert not table[rank, len(used) :].any(), "unused entries must be zero and last"
+            keys = [tuple(row) for row in (used[:, :2] if side == 0 else used[:, 2:3])]
+            assert keys == sorted(keys)
+            for peer, slot, row, length in used:
+                pair = (rank, peer) if side == 0 else (peer, rank)
+                filled[side][pair][slot : slot + length] += 1
+                assert row + length <= (spec.input_rows if side == 0 else spec.output_rows)
+                if side == 1:
+                    outputs[rank, row : row + length] += 1
+    np.testing.assert_array_equal(filled[0], filled[1])
+    assert filled.max(initial=0) <= 1 and outputs.max(initial=0) <= 1
+    assert (np.diff(filled[0], axis=-1) <= 0).all(), "slots must be filled without gaps"
+
+
+def key_tokens(plan: ContextPlan) -> list[list[np.ndarray]]:
+    """The token of every key of every rank and stage, -1 for none."""
+    shards = plan.token_order.reshape(plan.cp_size, -1)
+    received = cast_tokens(plan)
+    if plan.num_stages == 1:
+        return [[np.concatenate([shards[r], received[0][r]])] for r in range(plan.cp_size)]
+    return [[shards[r], *(tokens[r] for tokens in received)] for r in range(plan.cp_size)]
+
+
+def computed_cells(plan: ContextPlan) -> np.ndarray:
+    """How often the plan computes each cell of the mask: ``[T, T]``; padding must compute nothing."""
+    counts = np.zeros((plan.length + 1, plan.length + 1), np.int32)
+    shards = plan.token_order.reshape(plan.cp_size, -1)
+    for rank, buffers in enumerate(key_tokens(plan)):
+        for stage, tokens in enumerate(buffers):
+            local = masks.geometry.to_dense(plan.bands[rank, stage], len(shards[rank]), len(tokens))
+            np.add.at(counts, (shards[rank][:, None], tokens[None]), local)
+    assert not counts[-1].any() and not counts[:, -1].any(), "a padding row or key is visible"
+    return counts[:-1, :-1]
+
+
+def needed_keys(mask: AttnMask, tokens: np.ndarray) -> np.ndarray:
+    """Whether one of the rows sees a key, row by row: bool ``[T]``."""
+    steps = np.zeros(mask.kv_len + 1, np.int64)
+    for q0, q1, k0, k1, lo, hi in np.asarray(mask.bands, np.int64):
+        rows = tokens[(tokens >= q0) & (tokens < q1)]
+        begin, end = np.maximum(k0, rows + lo), np.minimum(k1, rows + hi + 1)
+        visible = begin < end
+        np.add.at(steps, begin[visible], 1)
+        np.add.at(steps, end[visible], -1)
+    return np.cumsum(steps)[:-1] > 0
+
+
+def check_rows(mask: AttnMask, plan: ContextPlan) -> None:
+    """Every rank receives exactly the keys that it needs and does not own, once; the report agrees."""
+    received = np.concatenate(cast_tokens(plan), axis=1)
+    shards = plan.token_order.reshape(plan.cp_size, -1).astype(np.int64)
+    report = plan.report()
+    for rank, shard in enumerate(shards):
+        needed = np.setdiff1d(np.flatnonzero(needed_keys(mask, shard[shard >= 0])), shard)
+        arrived = np.sort(received[rank][received[rank] >= 0])
+        np.testing.assert_array_equal(arrived, needed)
+        assert report.rows_received[rank] == len(needed)
+    assert report.redundant_rows == 0
+    assert report.rows_sent.sum() == report.rows_received.sum()
+    np.testing.assert_array_equal(report.area.sum(), masks.geometry.area(np.asarray(mask.bands)).sum())
+
+
+def check_layout(plan: ContextPlan) -> None:
+    """Every token once; positions are the tokens."""
+    tokens = plan.token_order
+    np.testing.assert_array_equal(np.sort(tokens[tokens >= 0]), np.arange(plan.length))
+    np.testing.assert_array_equal(plan.position_ids, np.where(tokens < 0, 0, tokens))
+    assert tokens.size == plan.cp_size * plan.shard_length
+    assert plan.bands.shape[:2] == (plan.cp_size, plan.num_stages)
+    assert len(plan.transfers) == max(1, plan.num_stages - 1)
+
+
+def check_plan(mask: AttnMask, plan: ContextPlan) -> None:
+    """All of it, against the dense mask."""
+    check_layout(plan)
+    for spec in plan.transfers:
+        check_spec(spec)
+    check_rows(mask, plan)
+    dense = masks.geometry.to_dense(np.asarray(mask.bands), mask.q_len, mask.kv_len)
+    np.testing.assert_array_equal(computed_cells(plan), dense)
+
+
+def assert_same(first: ContextPlan, second: ContextPlan) -> None:
+    """Equal to the byte."""
+    leaves, structure = jax.tree.flatten(first)
+    others, other_structure = jax.tree.flatten(second)
+    assert structure == other_structure
+    for leaf, other in zip(leaves, others, strict=True):
+        assert leaf.dtype == other.dtype == np.int32
+        assert leaf.shape == other.shape
+        assert leaf.tobytes() == other.tobytes()

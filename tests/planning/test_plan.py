@@ -1,0 +1,193 @@
+"""The plan as a pytree, its reports and pictures."""
+
+import builtins
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from jaxmagi import masks
+from jaxmagi.planning import ContextPlan, CostModel, PlanCapacity, plan_context
+
+from .oracle import builder_masks, check_plan
+
+
+@pytest.fixture(autouse=True)
+def close_figures() -> Iterator[None]:
+    matplotlib.use("agg")
+    yield
+    plt.close("all")
+
+
+def test_plan_is_a_pytree_of_int32() -> None:
+    plan = plan_context(masks.causal(100), 4, num_stages=3)
+    leaves = jax.tree.leaves(plan)
+    assert len(leaves) == 3 + 2 * 2
+    assert all(leaf.dtype == np.int32 for leaf in leaves)
+    assert all(leaf.shape[0] in (4, plan.token_order.size) for leaf in leaves)
+    assert not any(leaf.flags.writeable for leaf in leaves)
+
+
+def test_plans_of_a_capacity_share_a_compilation() -> None:
+    traces = []
+
+    @jax.jit
+    def count(plan: ContextPlan) -> jax.Array:
+        traces.append(plan.shard_length)
+        return plan.token_order.sum() + plan.bands.sum()
+
+    first = plan_context(masks.documents([60, 40]), 4, num_stages=1)
+    second = plan_context(masks.documents([30, 70]), 4, num_stages=1, capacity=first.capacity)
+    count(first)
+    count(second)
+    assert traces == [first.shard_length]
+
+
+def test_plan_of_device_arrays_reports_the_same() -> None:
+    plan = plan_context(masks.causal(100), 4)
+    device = jax.tree.map(jax.numpy.asarray, plan)
+    np.testing.assert_array_equal(device.report().area, plan.report().area)
+
+
+def test_stack_pads_to_the_largest_capacity() -> None:
+    examples = [masks.causal(200), masks.documents([1] * 30 + [170]), masks.sliding_window(200, 9)]
+    plans = [plan_context(mask, 4, num_stages=3) for mask in examples]
+    stacked = ContextPlan.stack(plans)
+    assert stacked.token_order.shape == (3, plans[0].token_order.size)
+    assert stacked.bands.shape[:3] == (3, 4, 3)
+    assert stacked.shard_length == plans[0].shard_length
+    for i, mask in enumerate(examples):
+        one = jax.tree.map(lambda leaf, i=i: leaf[i], stacked)
+        assert one.capacity == stacked.capacity
+        check_plan(mask, one)
+
+
+def test_pad_to_keeps_what_the_plan_does_and_refuses_less() -> None:
+    plan = plan_context(masks.documents([50, 14]), 4, chunk_size=4, num_stages=2)
+    capacity = plan.capacity.union(PlanCapacity(40, 30, 20, 50))
+    larger = plan.pad_to(capacity)
+    assert larger.capacity == capacity
+    for name in ("area", "rows_sent", "rows_received"):
+        np.testing.assert_array_equal(getattr(larger.report(), name), getattr(plan.report(), name))
+    with pytest.raises(ValueError, match=r"capacity is too small for this plan: bands=1 \(needs"):
+        plan.pad_to(PlanCapacity(1, 30, 20, 50))
+
+
+def test_stack_errors() -> None:
+    plan = plan_context(masks.causal(64), 4, num_stages=1)
+    with pytest.raises(ValueError, match="at least one"):
+        ContextPlan.stack([])
+    for other, name in (
+        (plan_context(masks.causal(63), 4, num_stages=1), "length"),
+        (plan_context(masks.causal(64), 2, num_stages=1), "cp_size"),
+        (plan_context(masks.causal(64), 4, num_stages=2), "num_stages"),
+        (plan_context(masks.causal(64), 4, num_stages=1, chunk_size=5), "shard_length"),
+    ):
+        with pytest.raises(ValueError, match=f"differ in {name}"):
+            ContextPlan.stack([plan, other])
+    with pytest.raises(ValueError, match="stacked or a part"):
+        ContextPlan.stack([ContextPlan.stack([plan])])
+
+
+@pytest.mark.parametrize("method", ["report", "draw"])
+def test_host_methods_refuse_traced_and_stacked_plans(method: str) -> None:
+    plan = plan_context(masks.causal(64), 4)
+
+    def call(plan: ContextPlan) -> int:
+        getattr(plan, method)()
+        return 0
+
+    with pytest.raises(ValueError, match=f"{method} needs .* traced"):
+        jax.jit(call)(plan)
+    with pytest.raises(ValueError, match="stacked or a part"):
+        call(ContextPlan.stack([plan, plan]))
+
+
+def test_report_of_a_known_plan() -> None:
+    report = plan_context(masks.causal(8), 2, layout="contiguous", num_stages=1).report()
+    np.testing.assert_array_equal(report.area, [10, 26])
+    assert report.imbalance == pytest.approx(26 / 18)
+    np.testing.assert_array_equal(report.rows_sent, [4, 0])
+    np.testing.assert_array_equal(report.rows_received, [0, 4])
+    assert (report.redundant_rows, report.num_stages) == (0, 1)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_report_counts_redundant_rows(num_stages: int) -> None:
+    plan = plan_context(masks.causal(8), 2, layout="contiguous", num_stages=num_stages)
+    bands = plan.bands.copy()
+    bands[1, -1] = masks.geometry.crop(bands[1, -1], 0, 4, 0, 4 if num_stages == 1 else 1)
+    unseen = jax.tree.unflatten(
+        jax.tree.structure(plan),
+        [plan.token_order, plan.position_ids, bands, *jax.tree.leaves(plan.transfers)],
+    )
+    assert unseen.report().redundant_rows == (4 if num_stages == 1 else 3)
+
+
+def test_report_counts_rows_received_twice() -> None:
+    plan = plan_context(masks.full(8), 2, layout="contiguous", num_stages=2)
+    twice = ContextPlan(
+        plan.token_order,
+        plan.position_ids,
+        plan.bands[:, [0, 1, 1]],
+        plan.transfers * 2,
+        length=8,
+        cp_size=2,
+        num_stages=3,
+    )
+    assert plan.report().redundant_rows == 0
+    assert twice.report().redundant_rows == 8
+
+
+def test_predicted_seconds_of_a_known_plan() -> None:
+    cost = CostModel(
+        tflops=1e-6, link_gb_per_second=1e-3, memory_gb_per_second=1e-3, latency_us=0.0,
+        num_heads=1, num_kv_heads=1, head_dim=1,
+    )  # fmt: skip
+    mask = masks.causal(8)
+    compute = 26 * 4 / 1e6
+    transfer = 4 * 2 * 2 / 1e6
+    one = plan_context(mask, 2, layout="contiguous", num_stages=1).report(cost)
+    assert one.predicted_seconds == pytest.approx(compute + transfer)
+    two = plan_context(mask, 2, layout="contiguous", num_stages=2).report(cost)
+    merge = 4 * 3 * 4 / 1e6
+    assert two.predicted_seconds == pytest.approx(max(10 * 4 / 1e6, transfer) + 16 * 4 / 1e6 + merge)
+
+
+def test_cost_model_refuses_nonsense() -> None:
+    with pytest.raises(ValueError, match=r"CostModel.tflops must be positive, but it is 0"):
+        CostModel(tflops=0)
+    with pytest.raises(ValueError, match=r"latency_us .* -1"):
+        CostModel(latency_us=-1)
+
+
+@pytest.mark.parametrize("name", builder_masks())
+def test_draw_shows_the_mask(name: str) -> None:
+    mask = builder_masks()[name]
+    plan = plan_context(mask, 4, chunk_size=16, num_stages=2)
+    image = np.asarray(plan.draw().images[0].get_array())
+    background = np.array([0xF3, 0xF4, 0xF6]) / 255
+    np.testing.assert_array_equal(np.abs(image - background).max(axis=-1) > 1e-6, mask.to_dense())
+
+
+def test_draw_into_axes_and_long_or_empty_sequences() -> None:
+    _, ax = plt.subplots()
+    assert plan_context(masks.causal(1 << 14), 8).draw(ax) is ax
+    plan_context(masks.full(0), 2).draw()
+
+
+def test_draw_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ImportError, match=r"jaxmagi\[plot\]"):
+        plan_context(masks.causal(8), 2).draw()

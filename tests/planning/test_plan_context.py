@@ -1,0 +1,250 @@
+"""Plans compute every visible cell once and receive every needed row once."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmagi import AttnMask, masks
+from jaxmagi.planning import ContextPlan, CostModel, PlanCapacity, plan_context
+from jaxmagi.planning._plan_context import Layout
+
+from ..cases import MaskCase, document_lengths, mask_cases, random_bands
+from .oracle import (
+    NAMED_LAYOUTS,
+    assert_same,
+    builder_masks,
+    check_layout,
+    check_plan,
+    check_rows,
+    check_spec,
+)
+
+BUILDERS = builder_masks()
+SQUARE_CASES = [case for case in mask_cases() if case.q_len == case.kv_len]
+DENSE_LENGTH = 2100
+
+
+def case_mask(case: MaskCase) -> AttnMask:
+    return AttnMask.from_slices(
+        case.q_ranges,
+        case.k_ranges,
+        case.mask_types,
+        q_len=case.q_len,
+        kv_len=case.kv_len,
+        check=not case.overlaps,
+    )
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize("case", SQUARE_CASES, ids=lambda case: case.name)
+def test_public_masks(case: MaskCase, num_stages: int) -> None:
+    mask = case_mask(case)
+    plan = plan_context(mask, 4, num_stages=num_stages)
+    check_rows(mask, plan)
+    if case.q_len <= DENSE_LENGTH:
+        check_plan(mask, plan)
+
+
+@pytest.mark.parametrize("layout", NAMED_LAYOUTS)
+@pytest.mark.parametrize("name", BUILDERS)
+def test_builder_masks(name: str, layout: Layout) -> None:
+    mask = BUILDERS[name]
+    check_plan(mask, plan_context(mask, 2, layout=layout))
+    for cp_size, num_stages in ((1, 1), (3, 1), (4, 2), (8, 4)):
+        check_plan(mask, plan_context(mask, cp_size, layout=layout, num_stages=num_stages))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 16, 100, 1000])
+@pytest.mark.parametrize("name", ["causal", "two_sided_window", "causal_documents", "shared_prefix"])
+def test_chunk_sizes(name: str, chunk_size: int) -> None:
+    mask = BUILDERS[name]
+    plan = plan_context(mask, 4, chunk_size=chunk_size, num_stages=2)
+    check_plan(mask, plan)
+    chunks = -(-mask.q_len // chunk_size)
+    assert plan.shard_length == -(-chunks // 4) * chunk_size
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_masks(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    length = int(rng.integers(1, 160))
+    bands = random_bands(rng, length, length, int(rng.integers(1, 12)))
+    mask = AttnMask.from_bands(bands, q_len=length, kv_len=length)
+    layout = NAMED_LAYOUTS[seed % 3]
+    chunk_size = int(rng.integers(1, 20)) if layout == "balanced" else None
+    cp_size, num_stages = int(rng.integers(1, 9)), int(rng.integers(1, 6))
+    check_plan(mask, plan_context(mask, cp_size, chunk_size=chunk_size, layout=layout, num_stages=num_stages))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_layouts(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    cp_size, length = int(rng.integers(1, 6)), int(rng.integers(1, 90))
+    padded = -(-length // cp_size) * cp_size + cp_size * int(rng.integers(0, 3))
+    layout = rng.permutation(np.concatenate([np.arange(length), np.full(padded - length, -1)]))
+    mask = masks.sliding_window(length, int(rng.integers(0, length + 1)), 2)
+    plan = plan_context(mask, cp_size, layout=layout, num_stages=int(rng.integers(1, 5)))
+    check_plan(mask, plan)
+    np.testing.assert_array_equal(plan.token_order, layout)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 7])
+@pytest.mark.parametrize("layout", NAMED_LAYOUTS)
+def test_short_sequences(length: int, layout: Layout) -> None:
+    mask = masks.causal(length)
+    for num_stages in (1, 3, "auto"):
+        check_plan(mask, plan_context(mask, 4, layout=layout, num_stages=num_stages))
+
+
+@pytest.mark.parametrize("layout", NAMED_LAYOUTS)
+def test_empty_masks(layout: Layout) -> None:
+    mask = AttnMask.from_bands(np.zeros((0, 6), np.int32), q_len=100, kv_len=100)
+    plan = plan_context(mask, 4, layout=layout)
+    check_plan(mask, plan)
+    report = plan.report()
+    assert (plan.num_stages, report.imbalance, report.predicted_seconds) == (1, 1.0, 0.0)
+
+
+def test_overlapping_bands_keep_their_counts() -> None:
+    bands = [[0, 60, 0, 60, -(2**30), 0], [10, 50, 0, 60, -9, 3], [10, 50, 0, 60, -9, 3]]
+    mask = AttnMask.from_bands(bands, q_len=60, kv_len=60, check=False)
+    for num_stages in (1, 3):
+        check_plan(mask, plan_context(mask, 3, chunk_size=7, num_stages=num_stages))
+
+
+@pytest.mark.parametrize("name", ["causal", "causal_documents", "shared_prefix"])
+def test_token_order_is_a_layout(name: str) -> None:
+    mask = BUILDERS[name]
+    plan = plan_context(mask, 4)
+    assert_same(plan_context(mask, 4, layout=plan.token_order), plan)
+
+
+def test_second_mask_on_the_layout_of_the_first() -> None:
+    first, second = masks.causal(300), masks.sliding_window(300, 20)
+    layout = plan_context(first, 4).token_order
+    plan = plan_context(second, 4, layout=layout)
+    np.testing.assert_array_equal(plan.token_order, layout)
+    check_plan(second, plan)
+
+
+def test_two_runs_are_identical() -> None:
+    for name in ("causal_documents", "two_sided_window", "video"):
+        runs = [plan_context(BUILDERS[name], 8, chunk_size=8) for _ in range(2)]
+        assert_same(*runs)
+
+
+def test_equal_masks_in_other_pieces_give_equal_plans() -> None:
+    pieces = [[0, 40, 0, 30, -(2**30), 2**30], [0, 40, 30, 80, -(2**30), 2**30], [40, 80, 0, 80, -80, 80]]
+    mask = AttnMask.from_bands(pieces, q_len=80, kv_len=80)
+    assert_same(plan_context(mask, 4), plan_context(masks.full(80), 4))
+
+
+def test_chunks_of_a_rank_ascend() -> None:
+    plan = plan_context(masks.causal(1024), 4, chunk_size=32)
+    assert (np.diff(plan.token_order.reshape(4, -1), axis=1) > 0).all()
+
+
+def test_num_stages_sets_the_shapes() -> None:
+    for num_stages in (1, 2, 5):
+        plan = plan_context(masks.causal(200), 4, num_stages=num_stages)
+        check_layout(plan)
+        assert plan.num_stages == num_stages
+
+
+def test_stages_split_the_remote_area_equally() -> None:
+    plan = plan_context(masks.causal(4096), 4, layout="contiguous", num_stages=4)
+    remote = masks.geometry.area(plan.bands).sum(axis=-1)[3, 1:]
+    assert remote.max() < 1.01 * remote.mean()
+
+
+def test_auto_hides_slow_transfers_only() -> None:
+    mask = masks.causal(1 << 16)
+    slow, fast = (CostModel(link_gb_per_second=speed) for speed in (20.0, 1e6))
+    assert plan_context(mask, 8, cost=fast).num_stages == 1
+    auto = plan_context(mask, 8, cost=slow)
+    assert auto.num_stages > 1
+    times = [plan_context(mask, 8, num_stages=n).report(slow).predicted_seconds for n in range(1, 5)]
+    assert auto.num_stages == 1 + int(np.argmin(times))
+    assert auto.report(slow).predicted_seconds == min(times)
+
+
+@pytest.mark.parametrize("inner", ["causal", "full"])
+def test_documents_are_balanced_with_few_remote_rows(inner: str) -> None:
+    mask = masks.documents(document_lengths(131072), inner=inner)
+    plan = plan_context(mask, 8)
+    report = plan.report()
+    assert report.imbalance <= 1.02
+    assert report.redundant_rows == 0
+    share = report.rows_received.mean() / plan.shard_length
+    assert share < {"causal": 0.5, "full": 1.0}[inner]  # LPT alone: 1.15 and 2.25
+    for spec in plan.transfers:
+        check_spec(spec)
+
+
+def test_windows_exchange_halos_only() -> None:
+    plan = plan_context(masks.sliding_window(1 << 16, 511), 8)
+    report = plan.report()
+    assert report.rows_received.max() == 511
+    assert report.imbalance < 1.01
+
+
+def test_capacity_is_used_exactly() -> None:
+    mask = masks.documents([300, 200, 12])
+    needed = plan_context(mask, 4, num_stages=2).capacity
+    wanted = PlanCapacity(*(size + 5 for size in (needed.bands, needed.copies, needed.pair_rows, 700)))
+    plan = plan_context(mask, 4, num_stages=2, capacity=wanted)
+    assert plan.capacity == wanted
+    check_plan(mask, plan)
+
+
+@pytest.mark.parametrize("name", ["bands", "copies", "pair_rows", "output_rows"])
+def test_capacity_too_small(name: str) -> None:
+    large = {"bands": 99, "copies": 99, "pair_rows": 999, "output_rows": 999}
+    with pytest.raises(ValueError, match=rf"{name}=1 \(needs \d+\)"):
+        plan_context(masks.causal(500), 4, chunk_size=16, capacity=PlanCapacity(**{**large, name: 1}))
+
+
+def bad_layout(*tokens: int) -> dict:
+    return {"layout": np.array(tokens, np.int32)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cp_size": 0}, "cp_size must be a positive integer, but it is 0"),
+        ({"cp_size": 2.0}, "cp_size .* 2.0"),
+        ({"num_stages": 0}, "num_stages .* 0"),
+        ({"num_stages": "best"}, "num_stages .* 'best'"),
+        ({"chunk_size": 0}, "chunk_size .* 0"),
+        ({"chunk_size": 4, "layout": "zigzag"}, "chunk_size is for"),
+        ({"layout": "ring"}, "'ring'"),
+        (bad_layout(0, 1, 2), "3 positions"),
+        (bad_layout(), "0 positions"),
+        (bad_layout(0, 1, 2, 9), "layout has 9"),
+        (bad_layout(0, 1, 2, -2), "layout has -2"),
+        (bad_layout(0, 1, 2, 2), "token 2 2 times"),
+        (bad_layout(0, 1, 2, -1), "token 3 0 times"),
+        ({"layout": np.zeros(4)}, "float64"),
+        ({"layout": np.zeros((2, 2), int)}, r"\[2, 2\]"),
+    ],
+)
+def test_bad_arguments(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_context(masks.causal(4), **{"cp_size": 2, **arguments})
+
+
+def test_bad_masks() -> None:
+    with pytest.raises(ValueError, match="q_len=4 and kv_len=8"):
+        plan_context(masks.causal(4, 8), 2)
+    with pytest.raises(ValueError, match=r"AttnMask\.concatenate"):
+        plan_context(AttnMask.stack([masks.causal(4), masks.full(4)]), 2)
+    with pytest.raises(ValueError, match="ndarray"):
+        plan_context(np.zeros((4, 4)), 2)  # pyright: ignore[reportArgumentType]
+
+
+def test_traced_mask() -> None:
+    def plan_inside_jit(mask: AttnMask) -> ContextPlan:
+        return plan_context(mask, 2)
+
+    with pytest.raises(ValueError, match=r"mask is traced"):
+        jax.jit(plan_inside_jit)(masks.causal(8))
