@@ -1,0 +1,20 @@
+"""The local op: attention under a mask on one device, differentiable, with its implementations.
+
+`attention_forward` and `attention_backward` are the two halves, for what builds on them;
+`attention_reference` is the fp64 oracle.
+"""
+
+from ._api import attention as attention
+from ._flops import flops as flops
+from ._primitive import (
+    accumulator_dtype as accumulator_dtype,
+    attention_backward as attention_backward,
+    attention_backward_p as attention_backward_p,
+    attention_forward as attention_forward,
+    attention_forward_p as attention_forward_p,
+)
+from ._reference import (
+    ReferenceGradients as ReferenceGradients,
+    attention_reference as attention_reference,
+    attention_reference_vjp as attention_reference_vjp,
+)

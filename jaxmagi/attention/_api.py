@@ -1,0 +1,203 @@
+"""The local op as users call it: differentiable attention under a mask."""
+
+from typing import Literal, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ..masks import AttnMask
+from ._primitive import accumulator_dtype, attention_backward, attention_forward
+from ._sharding import like_operand
+from ._validation import check_arguments
+
+
+class _Operands[Leaf](NamedTuple):
+    """The differentiable operands and the bands, or their gradients."""
+
+    query: Leaf  # [B, T, N, D]
+    key: Leaf  # [B, S, K, D]
+    value: Leaf  # [B, S, K, Dv]
+    bands: Leaf  # int32[1 or B, C, 6]
+    sinks: Leaf | None  # [N]
+
+
+class _Options(NamedTuple):
+    """The static arguments."""
+
+    scale: float
+    soft_cap: float  # 0 for none
+    deterministic: bool
+    implementation: str | None
+
+
+@overload
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: AttnMask,
+    *,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    deterministic: bool = False,
+    return_residual: Literal[False] = False,
+    implementation: str | None = None,
+) -> jax.Array: ...
+@overload
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: AttnMask,
+    *,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    deterministic: bool = False,
+    return_residual: Literal[True],
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: AttnMask,
+    *,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    deterministic: bool = False,
+    return_residual: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention under a mask.
+
+    Softmax over the keys that each query sees, computed block by block: no [T, S] array is ever made, and
+    what the mask hides is skipped. Logits and sums are in float32 (float64 for float64 operands), the
+    matrix products in the dtype of the operands. Differentiable in query, key, value and sinks, through the
+    output and the residual.
+
+    A query that sees nothing has output exactly 0, residual exactly -inf and gradient exactly 0. NaN in keys
+    that no query sees, and in queries that see nothing, stays where it is.
+
+    Under a mesh with Explicit axes, batch and heads may be sharded: the op then runs on each shard alone.
+    Under Auto axes the result is right, but XLA cannot see into the custom call and gathers its operands:
+    wrap it in ``jax.shard_map``. Policies of ``jax.checkpoint`` can save the output and the residual by the
+    names "jaxmagi_out" and "jaxmagi_lse"; then the forward pass is not run again.
+
+    Args:
+        query: [T, N, D] or [B, T, N, D], float64, float32, bfloat16 or float16.
+        key: [S, K, D] or [B, S, K, D]; N is a multiple of K, and query head n uses key head n // (N // K).
+        value: [S, K, Dv] or [B, S, K, Dv].
+        mask: which query sees which key, of lengths (T, S). With bands [B, C, 6] (`AttnMask.stack`) each
+            example has its own; otherwise all share it.
+        scale: factor of q·k, D**-0.5 by default. Static.
+        logits_soft_cap: c, to use c · tanh(logits / c) as logits. Static.
+        sinks: [N], per head a logit that takes part in the softmax and has no value.
+        deterministic: whether gradients must be bitwise reproducible. On CPU they always are.
+        return_residual: whether to return the residual too.
+        implementation: "ffi" (compiled kernels), "xla" (plain JAX, any platform), or None for "ffi" where the
+            platform has it and "xla" elsewhere.
+
+    Returns:
+        The output [T, N, Dv] or [B, T, N, Dv] in the dtype of query. With ``return_residual`` a pair of it
+        and the residual: the log-sum-exp (natural log) of the logits and the sink, [T, N] or [B, T, N] in
+        float32 (float64 for float64 operands).
+
+    Raises:
+        ValueError: for arguments that do not fit together, and for a sharded length or head dimension.
+        NotImplementedError: for an explicit implementation that the platform does not have.
+    """
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    sinks = None if sinks is None else jnp.asarray(sinks)
+    check_arguments(
+        query, key, value, mask, soft_cap=logits_soft_cap, sinks=sinks, implementation=implementation
+    )
+    options = _Options(
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        soft_cap=float(logits_soft_cap or 0),
+        deterministic=bool(deterministic),
+        implementation=implementation,
+    )
+    bands = jnp.asarray(mask.bands)
+    operands = _Operands(query, key, value, bands if bands.ndim == 3 else bands[None], sinks)
+    if query.ndim == 3:
+        operands = operands._replace(query=query[None], key=key[None], value=value[None])
+    out, lse = _attention(operands, options)
+    if query.ndim == 3:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_residual else out
+
+
+def _forward(operands: _Operands[jax.Array], options: _Options) -> tuple[jax.Array, jax.Array]:
+    """Output and log-sum-exp."""
+    query, key, value, bands, sinks = operands
+    accumulate = accumulator_dtype(query.dtype)
+    if sinks is None:
+        sinks = jnp.full(query.shape[2], -jnp.inf, accumulate)
+    return attention_forward(
+        query,
+        key,
+        value,
+        bands,
+        sinks.astype(accumulate),
+        scale=options.scale,
+        soft_cap=options.soft_cap,
+        out_dtype=query.dtype,
+        implementation=options.implementation,
+    )
+
+
+_attention = jax.custom_vjp(_forward, nondiff_argnums=(1,))
+
+
+class _Residuals(NamedTuple):
+    operands: _Operands[jax.Array]
+    out: jax.Array
+    lse: jax.Array
+
+
+def _attention_fwd(
+    operands: _Operands[jax.Array], options: _Options
+) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
+    out, lse = _forward(operands, options)
+    out, lse = checkpoint_name(out, "jaxmagi_out"), checkpoint_name(lse, "jaxmagi_lse")
+    return (out, lse), _Residuals(operands, out, lse)
+
+
+def _attention_bwd(
+    options: _Options, residuals: _Residuals, cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[_Operands[jax.Array | None]]:
+    operands, out, lse = residuals
+    query, key, value, bands, sinks = operands
+    dout, dlse = cotangents
+    delta = jnp.einsum("btnd,btnd->btn", *(x.astype(lse.dtype) for x in (dout, out)), precision="highest")
+    delta = jnp.where(jnp.isneginf(lse), 0, delta - dlse)
+    dq, dk, dv = attention_backward(
+        query,
+        key,
+        value,
+        bands,
+        dout,
+        lse,
+        delta,
+        scale=options.scale,
+        soft_cap=options.soft_cap,
+        deterministic=options.deterministic,
+        grad_dtype=query.dtype,
+        implementation=options.implementation,
+    )
+    dsinks = None if sinks is None else _sink_gradient(sinks, lse, delta)
+    gradients = (dq, dk, dv, None, dsinks)
+    return (_Operands(*map(like_operand, gradients, operands)),)
+
+
+def _sink_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """[N]: a sink lowers every probability of its rows by its share in their sum."""
+    share = jnp.exp(sinks.astype(lse.dtype) - jnp.where(jnp.isneginf(lse), jnp.inf, lse))
+    return -(share * delta).sum(axis=(0, 1)).astype(sinks.dtype)
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)

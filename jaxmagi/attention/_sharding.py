@@ -1,0 +1,112 @@
+"""How the primitives meet meshes: one shard at a time.
+
+Batch and heads are independent. Where an Explicit mesh shards them the primitives are bound inside a
+shard_map over those axes, for neither XLA nor a custom call could be partitioned from outside. Inside a
+shard_map, of the user or of this module, operands may vary over different mesh axes, which primitives do not
+mix by themselves.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.sharding import PartitionSpec as P
+
+type _Axes = str | tuple[str, ...] | None
+
+
+def bind_over_shards(primitive: Primitive, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+    """Binds a primitive whose operands begin with query, key and value on each shard that query has.
+
+    Raises:
+        ValueError: for ranks other than 4, for a sharded length or head dimension, for key or value sharded
+            otherwise than query, and for key heads that do not divide.
+    """
+    named = dict(zip(("query", "key", "value"), operands[:3], strict=True))
+    for name, x in named.items():
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have rank 4, but has shape {x.shape}.")
+    batch, _, heads, _ = _spec(operands[0])
+    for name, x in named.items():
+        _check(name, _spec(x), batch, heads)
+
+    def bind(*shards: jax.Array) -> list[jax.Array]:
+        return primitive.bind(*_vary_alike(shards), **params)
+
+    axes = frozenset(_names(batch) + _names(heads))
+    if not axes:
+        return bind(*operands)
+    mesh = jax.typeof(operands[0]).sharding.mesh
+    _check_divisible(operands[1], heads, math.prod(mesh.shape[name] for name in _names(heads)))
+    specs = tuple(_shard_spec(x, batch, heads) for x in operands)
+    results = jax.eval_shape(bind, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands))
+    out_specs = [_shard_spec(x, batch, heads) for x in results]
+
+    def run(*operands: jax.Array) -> list[jax.Array]:
+        with jax.sharding.use_abstract_mesh(mesh):
+            placed = map(jax.sharding.reshard, operands, specs)
+            return jax.shard_map(bind, in_specs=specs, out_specs=out_specs, axis_names=axes)(*placed)
+
+    # Without a mesh in context (jax.set_mesh), only jit can find the devices of an abstract mesh.
+    return jax.jit(run)(*operands) if jax.sharding.get_abstract_mesh().empty else run(*operands)
+
+
+def like_operand(gradient: jax.Array | None, operand: jax.Array | None) -> jax.Array | None:
+    """A gradient as the operand lies: summed over the devices that share the operand, sharded like it."""
+    if gradient is None or operand is None:
+        return None
+    shared = tuple(sorted(_varying(gradient) - _varying(operand)))
+    total: jax.Array = jax.lax.psum(gradient, shared) if shared else gradient
+    same = _spec(total) == _spec(operand)
+    return total if same else jax.sharding.reshard(total, jax.typeof(operand).sharding)
+
+
+def _spec(x: jax.Array) -> tuple[_Axes, ...]:
+    """The mesh axes of each dimension, as far as they are Explicit."""
+    return tuple(jax.typeof(x).sharding.spec)
+
+
+def _names(axes: _Axes) -> tuple[str, ...]:
+    return axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+
+
+def _shard_spec(x: jax.Array | jax.ShapeDtypeStruct, batch: _Axes, heads: _Axes) -> P:
+    """By what an operand or result is: [B, L, heads, D], bands, [B, T, heads], or [heads]."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return P(batch if x.shape[0] > 1 else None, None, None)
+    return {4: P(batch, None, heads, None), 3: P(batch, None, heads), 1: P(heads)}[x.ndim]
+
+
+def _check(name: str, spec: tuple[_Axes, ...], q_batch: _Axes, q_heads: _Axes) -> None:
+    batch, length, heads, dim = spec
+    if length is not None or dim is not None:
+        where = f"length over {length!r}" if length is not None else f"head dimension over {dim!r}"
+        raise ValueError(
+            f"{name} is sharded in its {where}: attention works on whole sequences and heads. For a sequence "
+            "over a mesh axis use jaxmagi.context_attention."
+        )
+    for what, axes, expected in (("batch", batch, q_batch), ("heads", heads, q_heads)):
+        if axes not in (None, expected):
+            raise ValueError(f"{name} has its {what} sharded over {axes!r}, but query over {expected!r}.")
+
+
+def _check_divisible(key: jax.Array, heads: _Axes, shards: int) -> None:
+    if key.shape[2] % shards:
+        raise ValueError(
+            f"The {key.shape[2]} key heads cannot be split over mesh axis {heads!r} of size {shards}, "
+            "over which the query heads are sharded."
+        )
+
+
+def _varying(x: jax.Array) -> frozenset[str]:
+    """Inside shard_map: the mesh axes over which an array may differ."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _vary_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Lets every operand vary over all mesh axes that one of them varies over."""
+    union = frozenset[str]().union(*map(_varying, operands))
+    return [jax.lax.pcast(x, tuple(sorted(union - _varying(x))), to="varying") for x in operands]

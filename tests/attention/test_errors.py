@@ -1,0 +1,130 @@
+"""Every misuse raises, and the message holds the values."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmagi import masks
+from jaxmagi.attention import attention, attention_backward, attention_forward
+from jaxmagi.masks import AttnMask
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> Any:
+    return jnp.zeros(shape, dtype)
+
+
+GOOD = {
+    "query": zeros(2, 8, 4, 16),
+    "key": zeros(2, 9, 2, 16),
+    "value": zeros(2, 9, 2, 12),
+    "mask": masks.causal(8, 9),
+}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"query": zeros(2, 8, 5, 16)}, r"query heads 5 must be a multiple of the number of key heads 2"),
+        ({"key": zeros(2, 9, 2, 16, dtype=jnp.bfloat16)}, r"one dtype, but have float32, bfloat16, float32"),
+        ({"mask": masks.causal(8, 10)}, r"\(q_len, kv_len\) = \(8, 10\).*lengths \(8, 9\)"),
+        ({"mask": masks.causal(7, 9)}, r"\(q_len, kv_len\) = \(7, 9\).*lengths \(8, 9\)"),
+        (
+            {"mask": AttnMask.stack([masks.causal(8, 9)] * 3)},
+            r"bands \(3, 8, 6\).*query \(2, 8, 4, 16\)|bands",
+        ),
+        ({"query": zeros(8, 16)}, r"query \(8, 16\), key \(2, 9, 2, 16\)"),
+        ({"query": zeros(8, 4, 16)}, r"query \(8, 4, 16\), key \(2, 9, 2, 16\)"),
+        ({"query": zeros(3, 8, 4, 16)}, r"agree in batch.*\(3, 8, 4, 16\)"),
+        ({"value": zeros(2, 9, 1, 12)}, r"agree in batch, length and heads.*\(2, 9, 1, 12\)"),
+        ({"query": zeros(2, 8, 4, 15)}, r"same head dimension.*\(2, 8, 4, 15\)"),
+        ({"query": zeros(2, 8, 0, 16)}, r"There must be heads.*\(2, 8, 0, 16\)"),
+        ({"logits_soft_cap": 0.0}, r"logits_soft_cap must be positive.*0\.0"),
+        ({"logits_soft_cap": -3.0}, r"logits_soft_cap must be positive.*-3\.0"),
+        ({"sinks": zeros(2)}, r"sinks must have shape \(4,\).*\(2,\)"),
+        ({"sinks": zeros(4, dtype=jnp.int32)}, r"sinks must be floating-point, but are int32"),
+        ({"implementation": "cudnn"}, r"implementation must be one of .*'cudnn'"),
+        ({"mask": np.ones((8, 9), bool)}, r"an array of bool\[8, 9\].*masks\.causal.*AttnMask\.from_slices"),
+        ({"mask": None}, r"must be an AttnMask, but is NoneType"),
+    ],
+)
+def test_attention(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention(**(GOOD | change))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, jnp.float8_e4m3fn])
+def test_unsupported_dtypes(dtype: Any) -> None:
+    operands = {name: GOOD[name].astype(dtype) for name in ("query", "key", "value")}
+    with pytest.raises(ValueError, match=rf"must be one of float64.*but is {jnp.dtype(dtype).name}"):
+        attention(**(GOOD | operands))
+
+
+def test_per_example_mask_without_batch() -> None:
+    flat = {name: GOOD[name][0] for name in ("query", "key", "value")}
+    with pytest.raises(ValueError, match=r"bands \(2, 8, 6\) need query \[2, T, N, D\].*\(8, 4, 16\)"):
+        attention(**flat, mask=AttnMask.stack([masks.causal(8, 9)] * 2))
+
+
+def test_errors_come_while_tracing() -> None:
+    with pytest.raises(ValueError, match="must be a multiple"):
+        jax.eval_shape(lambda q: attention(**(GOOD | {"query": q})), zeros(2, 8, 3, 16))
+
+
+FORWARD = {
+    "q": zeros(2, 8, 4, 16),
+    "k": zeros(2, 9, 2, 16),
+    "v": zeros(2, 9, 2, 12),
+    "bands": zeros(1, 8, 6, dtype=jnp.int32),
+    "sinks": zeros(4),
+    "scale": 1.0,
+    "soft_cap": 0.0,
+    "out_dtype": jnp.float32,
+    "implementation": "xla",
+}
+BACKWARD = {name: x for name, x in FORWARD.items() if name not in ("sinks", "out_dtype")} | {
+    "dout": zeros(2, 8, 4, 12),
+    "lse": zeros(2, 8, 4),
+    "delta": zeros(2, 8, 4),
+    "deterministic": False,
+    "grad_dtype": jnp.float32,
+}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"q": zeros(8, 4, 16)}, r"query must have rank 4.*\(8, 4, 16\)"),
+        ({"q": zeros(2, 8, 3, 16)}, r"query heads 3 is no multiple of that of key heads 2"),
+        ({"q": zeros(2, 8, 4, 16, dtype=jnp.int32)}, r"dtype of query must be one of .*int32"),
+        ({"k": zeros(2, 9, 2, 15)}, r"key must be float32\[2, 9, 2, 16\], but is float32\[2, 9, 2, 15\]"),
+        ({"v": zeros(1, 9, 2, 12)}, r"must be float32\[2, 9, 2, 12\]"),
+        (
+            {"bands": zeros(3, 8, 6, dtype=jnp.int32)},
+            r"int32\[1, C, 6\] or int32\[2, C, 6\].*int32\[3, 8, 6\]",
+        ),
+        ({"bands": zeros(1, 8, 6)}, r"bands must be .*float32\[1, 8, 6\]"),
+        ({"sinks": zeros(4, dtype=jnp.bfloat16)}, r"sinks must be float32\[4\], but is bfloat16\[4\]"),
+        ({"out_dtype": jnp.bfloat16}, r"out_dtype must be float32 for operands in float32.*bfloat16"),
+        ({"implementation": "triton"}, r"implementation must be one of .*'triton'"),
+    ],
+)
+def test_forward_primitive(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention_forward(**(FORWARD | change))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"dout": zeros(2, 8, 4, 16)}, r"dout must be float32\[2, 8, 4, 12\], but is float32\[2, 8, 4, 16\]"),
+        ({"lse": zeros(2, 8, 2)}, r"lse must be float32\[2, 8, 4\], but is float32\[2, 8, 2\]"),
+        ({"delta": zeros(2, 4, 8)}, r"delta must be float32\[2, 8, 4\], but is float32\[2, 4, 8\]"),
+        ({"grad_dtype": jnp.float16}, r"grad_dtype must be float32 .*float16"),
+    ],
+)
+def test_backward_primitive(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention_backward(**(BACKWARD | change))

@@ -1,0 +1,108 @@
+"""One trace for all masks of a capacity; what each platform lowers to; the extension's presence."""
+
+import functools
+import importlib
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmagi import _native, masks
+from jaxmagi.attention import attention, attention_reference
+from jaxmagi.masks import AttnMask
+from tests.cases import FP32_TOLERANCE, random_bands
+
+from .helpers import CAPACITY, KV_LEN, Q_LEN, make_inputs, max_error
+
+TARGETS = ("jaxmagi_attention_forward", "jaxmagi_attention_backward")
+
+
+def extension_is_there() -> bool:
+    try:
+        importlib.import_module("jaxmagi._cpu")
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def op(implementation: str | None) -> Any:
+    return functools.partial(attention, implementation=implementation)
+
+
+def gradients(implementation: str | None) -> Any:
+    def loss(query: jax.Array, key: jax.Array, value: jax.Array, mask: AttnMask) -> jax.Array:
+        return op(implementation)(query, key, value, mask).sum()
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+
+
+def test_one_trace_for_many_masks(rng: np.random.Generator, implementation: str) -> None:
+    traces = 0
+
+    @jax.jit
+    def traced(query: jax.Array, key: jax.Array, value: jax.Array, mask: AttnMask) -> jax.Array:
+        nonlocal traces
+        traces += 1
+        return attention(query, key, value, mask, implementation=implementation)
+
+    x = make_inputs(rng)
+    for count in range(1, 21):
+        bands = random_bands(rng, Q_LEN, KV_LEN, min(count, CAPACITY))
+        mask = AttnMask.from_bands(bands, q_len=Q_LEN, kv_len=KV_LEN, check=False).pad_to(CAPACITY)
+        want, _ = attention_reference(*x[:3], mask)
+        assert max_error(traced(*x[:3], mask), want) <= FP32_TOLERANCE
+    assert traces == 1
+
+
+def test_eager_equals_jit(rng: np.random.Generator, implementation: str) -> None:
+    x, mask = make_inputs(rng), masks.causal(Q_LEN, KV_LEN)
+    eager = op(implementation)(*x[:3], mask)
+    assert max_error(eager, jax.jit(op(implementation))(*x[:3], mask)) <= 1e-6
+
+
+def test_handlers_are_registered() -> None:
+    if not extension_is_there():
+        pytest.skip("the compiled extension jaxmagi._cpu is missing")
+    assert all(_native.has_handler(target, "cpu") for target in TARGETS)
+
+
+@pytest.mark.skipif(not extension_is_there(), reason="the compiled extension jaxmagi._cpu is missing")
+@pytest.mark.parametrize("implementation, calls", [("ffi", True), (None, True), ("xla", False)])
+def test_custom_calls_on_cpu(implementation: str | None, calls: bool) -> None:
+    x, mask = jax.ShapeDtypeStruct((1, 8, 1, 4), jnp.float32), masks.causal(8)
+    text = gradients(implementation).lower(x, x, x, mask).as_text()
+    assert [target in text for target in TARGETS] == [calls, calls]
+
+
+def test_platforms_without_handler() -> None:
+    x, mask = jax.ShapeDtypeStruct((1, 8, 1, 4), jnp.float32), masks.causal(8)
+    for implementation in (None, "xla"):
+        lowered = gradients(implementation).trace(x, x, x, mask).lower(lowering_platforms=("cpu", "tpu"))
+        assert "stablehlo.while" in lowered.as_text()
+    for platforms in (("tpu",), ("cpu", "tpu")):
+        with pytest.raises(
+            NotImplementedError, match=r"jaxmagi_attention_forward cannot run on platform tpu"
+        ):
+            gradients("ffi").trace(x, x, x, mask).lower(lowering_platforms=platforms)
+
+
+def test_missing_extension(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    monkeypatch.setitem(sys.modules, "jaxmagi._cpu", None)
+    assert _native._register_cpu() == frozenset()
+    monkeypatch.setattr(_native, "_TARGETS", {"cpu": frozenset()})
+    x = jax.ShapeDtypeStruct((1, 9, 1, 4), jnp.float32)
+    assert "custom_call" not in gradients(None).lower(x, x, x, masks.causal(9)).as_text()
+    with pytest.raises(NotImplementedError, match=r"platform cpu, which lacks the compiled extension"):
+        gradients("ffi").lower(x, x, x, masks.causal(9))
+
+
+def test_broken_extension_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise ImportError(f"{name}: undefined symbol")
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    with pytest.raises(ImportError, match="undefined symbol"):
+        _native._register_cpu()

@@ -1,0 +1,190 @@
+"""Meshes: inside shard_map, and outside under Explicit and Auto axes."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from jaxmagi import masks
+from jaxmagi.attention import attention
+from jaxmagi.masks import AttnMask
+from tests.cases import FP32_TOLERANCE
+
+from .helpers import make_inputs, max_error
+
+LENGTH = 40
+MODES = pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+SHARED = masks.documents([25, 15])
+PER_EXAMPLE = AttnMask.stack([SHARED, masks.causal(LENGTH), masks.full(LENGTH), SHARED])
+
+
+def make_mesh(axis_type: AxisType) -> Mesh:
+    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(axis_type, axis_type))
+
+
+def operands(rng: np.random.Generator) -> Any:
+    x = make_inputs(rng, batch=(4,), q_len=LENGTH, kv_len=LENGTH, dim=8, v_dim=8)
+    return x.query, x.key, x.value, x.sinks
+
+
+def place(mesh: Mesh, args: tuple[Any, ...], *specs: P) -> Any:
+    return tuple(jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True))
+
+
+def score(results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
+    out, lse = results
+    return (out * jnp.cos(out)).sum() + jnp.sin(lse).sum(), results
+
+
+def make_loss(mask: AttnMask, implementation: str) -> Any:
+    def loss(query: Any, key: Any, value: Any, sinks: Any) -> Any:
+        return score(
+            attention(
+                query, key, value, mask, sinks=sinks, return_residual=True, implementation=implementation
+            )
+        )
+
+    return loss
+
+
+def gradients(loss: Any) -> Any:
+    """Gradients and results, compiled."""
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
+
+
+def assert_same(got: Any, want: Any) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert max_error(a, b) <= FP32_TOLERANCE * max(1.0, float(np.abs(b).max()))
+
+
+@pytest.fixture
+def wanted(rng: np.random.Generator) -> Any:
+    """Operands, and gradients and results on one device."""
+    args = operands(rng)
+    return args, lambda mask, implementation: gradients(make_loss(mask, implementation))(*args)
+
+
+@MODES
+@pytest.mark.parametrize(
+    "mask, manual", [(SHARED, {"data", "tensor"}), (PER_EXAMPLE, {"data"})], ids=["all", "data"]
+)
+def test_inside_shard_map(
+    wanted: Any, implementation: str, axis_type: AxisType, mask: AttnMask, manual: set[str]
+) -> None:
+    """With check_vma, all axes manual or one; sinks and a shared mask are the same on all of "data"."""
+    args, want = wanted
+    mesh = make_mesh(axis_type)
+    heads = "tensor" if "tensor" in manual else None
+    rows, bands = P("data", None, heads), P("data") if mask is PER_EXAMPLE else P()
+
+    def body(query: Any, key: Any, value: Any, sinks: Any, bands: Any) -> Any:
+        local = AttnMask(bands, LENGTH, LENGTH)
+        return attention(
+            query, key, value, local, sinks=sinks, return_residual=True, implementation=implementation
+        )
+
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(rows, rows, rows, P(heads), bands),
+        out_specs=rows,
+        axis_names=manual,
+        check_vma=True,
+    )
+    placed = place(mesh, args, *[P("data", None, "tensor")] * 3, P("tensor"))
+    (placed_bands,) = place(mesh, (mask.bands,), bands)
+    with jax.set_mesh(mesh):
+        got = gradients(lambda q, k, v, sinks: score(mapped(q, k, v, sinks, placed_bands)))(*placed)
+    assert_same(got, want(mask, implementation))
+
+
+@MODES
+@pytest.mark.parametrize(
+    "mask, shared", [(PER_EXAMPLE, P("data", None, "tensor")), (SHARED, P())], ids=["all", "query"]
+)
+def test_outside_shard_map(
+    wanted: Any, implementation: str, axis_type: AxisType, mask: AttnMask, shared: P
+) -> None:
+    """Query sharded over both axes; key and value like it, or whole on every device."""
+    args, want = wanted
+    mesh = make_mesh(axis_type)
+    placed = place(mesh, args, P("data", None, "tensor"), shared, shared, P())
+    with jax.set_mesh(mesh):
+        got = gradients(make_loss(mask, implementation))(*placed)
+    assert_same(got, want(mask, implementation))
+
+
+def test_explicit_mesh_runs_on_shards(rng: np.random.Generator, implementation: str) -> None:
+    mesh = make_mesh(AxisType.Explicit)
+    *args, _ = operands(rng)
+    placed = place(mesh, tuple(args), *[P("data", None, "tensor")] * 3)
+
+    def op(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        return attention(query, key, value, SHARED, return_residual=True, implementation=implementation)
+
+    with jax.set_mesh(mesh):
+        out, lse = jax.jit(op)(*placed)
+        text = jax.jit(op).lower(*placed).compile().as_text()
+    assert jax.typeof(out).sharding.spec == P("data", None, "tensor", None)
+    assert jax.typeof(lse).sharding.spec == P("data", None, "tensor")
+    assert text is not None and "all-gather" not in text and "all-reduce" not in text
+
+
+def test_explicit_mesh_without_context(rng: np.random.Generator, implementation: str) -> None:
+    """Operands that live on a mesh, without jax.set_mesh and without jit; key and value on every device."""
+    mesh = make_mesh(AxisType.Explicit)
+    query, key, value, _ = operands(rng)
+    op = functools.partial(attention, mask=SHARED, implementation=implementation)
+    out = op(*place(mesh, (query, key, value), P("data", None, "tensor"), P(), P()))
+    assert jax.typeof(out).sharding.spec == P("data", None, "tensor", None)
+    assert max_error(out, op(query, key, value)) <= FP32_TOLERANCE
+
+
+@pytest.mark.parametrize("batch", [(), (2,)], ids=["tokens", "batch"])
+def test_vmap_over_a_sharded_axis(
+    rng: np.random.Generator, implementation: str, batch: tuple[int, ...]
+) -> None:
+    """The mapped axis becomes batch, and stays sharded."""
+    mesh = make_mesh(AxisType.Explicit)
+    x = make_inputs(rng, batch=(4, *batch), q_len=LENGTH, kv_len=LENGTH, dim=8, v_dim=8)
+
+    def mapped(query: Any, key: Any, value: Any, sinks: Any) -> Any:
+        def op(query: Any, key: Any, value: Any) -> Any:
+            return attention(
+                query, key, value, SHARED, sinks=sinks, return_residual=True, implementation=implementation
+            )
+
+        return score(jax.vmap(op)(query, key, value))
+
+    want = gradients(mapped)(*x[:4])
+    placed = place(mesh, x[:4], *[P("data")] * 3, P())
+    with jax.set_mesh(mesh):
+        compiled = gradients(mapped).lower(*placed).compile()
+        assert "all-gather" not in compiled.as_text()
+        got = compiled(*placed)
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize(
+    "specs, message",
+    [
+        ([P(None, "data")] * 3, r"query is sharded in its length over 'data'.*context_attention"),
+        ([P(None, None, None, "tensor")] * 3, r"query is sharded in its head dimension over 'tensor'"),
+        ([P(), P(None, "data"), P()], r"key is sharded in its length over 'data'.*context_attention"),
+        (
+            [P("data"), P("tensor"), P("data")],
+            r"key has its batch sharded over 'tensor', but query over 'data'",
+        ),
+        ([P(None, None, "data"), P(), P()], r"2 key heads cannot be split over mesh axis 'data' of size 4"),
+    ],
+)
+def test_shardings_that_cannot_work(rng: np.random.Generator, specs: list[P], message: str) -> None:
+    mesh = make_mesh(AxisType.Explicit)
+    *args, _ = operands(rng)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        query, key, value = place(mesh, tuple(args), *specs)
+        attention(query, key, value, SHARED)
