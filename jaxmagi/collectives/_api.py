@@ -1,0 +1,180 @@
+"""Group cast and group reduce, as users call them inside ``shard_map``."""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..planning import GroupCastSpec
+from ._arguments import check_rows, check_spec, on_this_rank, vary_alike
+from ._merge import merge_by_lse
+from ._portable import Route, accumulator_dtype
+from ._primitives import group_cast_p, group_reduce_p
+
+_OPS = ("sum", "avg", "lse")
+
+
+class _Transfer(NamedTuple):
+    sends: jax.Array  # [M, 4]
+    receives: jax.Array  # [M, 4]
+    route: Route
+
+
+def _transfer(spec: GroupCastSpec, axis_name: str) -> _Transfer:
+    """This rank's view of a spec."""
+    check_spec(spec)
+    sends, receives = on_this_rank((spec.sends, spec.receives), axis_name, "the spec")
+    route = Route(axis_name, spec.input_rows, spec.output_rows, spec.pair_rows)
+    return _Transfer(sends[0], receives[0], route)
+
+
+def group_cast[Tree](x: Tree, spec: GroupCastSpec, *, axis_name: str) -> Tree:
+    """Sends rows to the ranks that need them. Call it inside ``jax.shard_map``.
+
+    Linear and differentiable (the transpose is `group_reduce`), also under ``jax.vmap`` over x, over the spec
+    or over both. The arrays of one pytree travel together.
+
+    Args:
+        x: pytree of local arrays ``[spec.input_rows, ...]``.
+        spec: which rows go where, whole (every table ``[cp, M, 4]``) or sharded over ``axis_name``.
+        axis_name: mesh axis whose ranks exchange rows.
+
+    Returns:
+        Arrays ``[spec.output_rows, ...]``. Rows that nobody sends are zero.
+
+    Raises:
+        ValueError: the axis is unknown, the spec is for another number of ranks, or x has another number of
+            rows.
+    """
+    sends, receives, route = _transfer(spec, axis_name)
+    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
+    check_rows("x", leaves, route.input_rows)
+    if not leaves:
+        return x
+    operands = vary_alike([leaf[None] for leaf in (*leaves, sends, receives)])
+    return jax.tree.unflatten(structure, [y[0] for y in group_cast_p.bind(*operands, route=route)])
+
+
+def group_reduce(
+    x: Any,
+    spec: GroupCastSpec,
+    *,
+    axis_name: str,
+    op: Literal["sum", "avg", "lse"] = "sum",
+    lse: jax.Array | None = None,
+    accumulate: Any = None,
+) -> Any:
+    """Sends rows back along the routes of a `group_cast` and combines what arrives for each row.
+
+    Call it inside ``jax.shard_map``. What arrives is added up in float32 (float64 for float64), rank after
+    rank, so that results are bitwise reproducible; on GPU this holds as long as no row is sent twice to one
+    rank. Differentiable, also under ``jax.vmap``.
+
+    Args:
+        x: pytree of local arrays ``[spec.output_rows, ...]``. For "lse" one array ``[spec.output_rows, N,
+            D]``.
+        spec: the spec of the group cast, whole or sharded over ``axis_name``. Each slot of its pair buffers
+            feeds at most one output row, as in specs from `GroupCastSpec.from_splits` and in plans.
+        axis_name: mesh axis whose ranks exchange rows.
+        op: "sum" adds up, "avg" divides by the number of rows that arrived, "lse" merges partial attention
+            outputs, weighted by the exponentials of their log-sum-exps.
+        lse: for "lse" only, ``[spec.output_rows, N]``. Parts with -inf contribute nothing.
+        accumulate: what is there already, as one more contribution (the first): a pytree like x of arrays
+            ``[spec.input_rows, ...]``; for "lse" a pair (output, log-sum-exp).
+
+    Returns:
+        Arrays ``[spec.input_rows, ...]``, in the dtypes of ``accumulate`` where given and of x elsewhere; for
+        "lse" the pair (output, log-sum-exp). Rows without any contribution are 0, with log-sum-exp -inf.
+
+    Raises:
+        ValueError: the axis or the op is unknown, the spec is for another number of ranks, lse is missing or
+            superfluous, or shapes do not fit.
+    """
+    if op not in _OPS:
+        raise ValueError(f"op must be one of {_OPS}, but it is {op!r}.")
+    if (lse is None) == (op == "lse"):
+        raise ValueError(f"lse goes with op='lse' and only with it, but op={op!r} and lse is {lse!r}.")
+    transfer = _transfer(spec, axis_name)
+    if lse is not None:
+        return _reduce_lse(jnp.asarray(x), jnp.asarray(lse), accumulate, transfer)
+    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
+    check_rows("x", leaves, spec.output_rows)
+    own = _own_leaves(accumulate, leaves, structure, transfer.route)
+    if not leaves:
+        return x
+    divisor = _contributions(transfer, accumulate is not None) if op == "avg" else None
+    sums = _sum(leaves, own, transfer, divisor)
+    return jax.tree.unflatten(structure, sums)
+
+
+def _own_leaves(
+    accumulate: Any, leaves: list[jax.Array], structure: Any, route: Route
+) -> list[jax.Array | None]:
+    """The leaves of ``accumulate``, checked; None for each when there is none."""
+    if accumulate is None:
+        return [None] * len(leaves)
+    own, own_structure = jax.tree.flatten(jax.tree.map(jnp.asarray, accumulate))
+    if own_structure != structure:
+        raise ValueError(f"accumulate must be a pytree like x, {structure}, but it is {own_structure}.")
+    for x, y in zip(leaves, own, strict=True):
+        _check_accumulate(y, (route.input_rows, *x.shape[1:]))
+    return own
+
+
+def _check_accumulate(x: jax.Array, shape: tuple[int, ...]) -> None:
+    if x.shape != shape:
+        raise ValueError(f"accumulate must have shape {shape}, but has {x.shape}.")
+
+
+def _sum(
+    leaves: list[jax.Array], own: list[jax.Array | None], transfer: _Transfer, divisor: jax.Array | None
+) -> list[jax.Array]:
+    operands = vary_alike([x[None] for x in (*leaves, transfer.sends, transfer.receives)])
+    wide = tuple(accumulator_dtype(x.dtype) for x in leaves)
+    sums = group_reduce_p.bind(*operands, route=transfer.route, out_dtypes=wide)
+    return [
+        _finish_sum(total[0], x.dtype, first, divisor)
+        for total, x, first in zip(sums, leaves, own, strict=True)
+    ]
+
+
+def _finish_sum(
+    total: jax.Array, dtype: jnp.dtype, first: jax.Array | None, divisor: jax.Array | None
+) -> jax.Array:
+    if first is not None:
+        wide = jnp.promote_types(total.dtype, accumulator_dtype(first.dtype))
+        total, dtype = first.astype(wide) + total.astype(wide), first.dtype
+    if divisor is not None:
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise ValueError(f"op='avg' needs floating-point arrays, but has {dtype.name}.")
+        total = total / divisor.astype(total.dtype).reshape(-1, *[1] * (total.ndim - 1))
+    return total.astype(dtype)
+
+
+def _contributions(transfer: _Transfer, has_own: bool) -> jax.Array:
+    """int32 [input_rows]: how many rows arrive for each, with the accumulated one, and 1 at least."""
+    _, _, row, length = transfer.sends.T
+    used = (length > 0).astype(jnp.int32)
+    steps = jax.lax.full_like(row, 0, shape=(transfer.route.input_rows + 1,))
+    steps = steps.at[row].add(used).at[row + length].add(-used)
+    return jnp.maximum(jnp.cumsum(steps)[:-1].astype(jnp.int32) + int(has_own), 1)
+
+
+def _reduce_lse(
+    x: jax.Array, lse: jax.Array, accumulate: Any, transfer: _Transfer
+) -> tuple[jax.Array, jax.Array]:
+    sends, receives, route = transfer
+    check_rows("x", [x], route.output_rows)
+    if x.ndim < 2 or lse.shape != x.shape[:-1]:
+        raise ValueError(
+            f"lse must have the shape of x without its last axis, but they are {lse.shape}, {x.shape}."
+        )
+    own = None
+    if accumulate is not None:
+        own = (jnp.asarray(accumulate[0]), jnp.asarray(accumulate[1]))
+        _check_accumulate(own[0], (route.input_rows, *x.shape[1:]))
+        _check_accumulate(own[1], (route.input_rows, *lse.shape[1:]))
+    x, lse, own, sends, receives = vary_alike((x, lse, own, sends, receives))
+    out, total = merge_by_lse(x, lse, own, sends, receives, route)
+    like = (x, lse) if own is None else own
+    return out.astype(like[0].dtype), total.astype(like[1].dtype)

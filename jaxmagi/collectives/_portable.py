@@ -1,0 +1,159 @@
+"""Group casts in plain JAX: range tables are expanded to indices, buffers go through ``lax.all_to_all``.
+
+Everything here is the view of one rank: tables are [M, 4], and the rows of an array are its first axis. The
+slots of all pair buffers of a rank are numbered ``peer * pair_rows + slot``.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+NONE = -1
+
+
+class Route(NamedTuple):
+    """The static side of a transfer."""
+
+    axis_name: str
+    input_rows: int
+    output_rows: int
+    pair_rows: int
+
+    @property
+    def slots(self) -> int:
+        """The slots of all pair buffers of a rank."""
+        return jax.lax.axis_size(self.axis_name) * self.pair_rows
+
+
+def accumulator_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """The dtype in which numbers are added up: float32 for smaller floats, else their own."""
+    dtype = jnp.dtype(dtype)
+    small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return jnp.dtype(jnp.float32) if small else dtype
+
+
+def _expand(start: jax.Array, length: jax.Array, value: jax.Array, count: int) -> jax.Array:
+    """int32 [count]: ``value + i - start`` where an entry ``[start, start + length)`` covers i, else NONE.
+
+    Entries are sorted by ``start``, but for those of length 0, which come last.
+    """
+    start = jnp.where(length > 0, start, count)
+    place = jnp.arange(count, dtype=jnp.int32)
+    entry = _last_at_most(start, place)
+    offset = place - start[entry]
+    covered = (entry >= 0) & (offset < length[entry])
+    return jnp.where(covered, value[entry] + offset, NONE)
+
+
+def _last_at_most(sorted_: jax.Array, values: jax.Array) -> jax.Array:
+    """The last index with ``sorted_[i] <= value``, -1 where there is none.
+
+    By bisection, as ``jnp.searchsorted`` fails in a shard_map that leaves some axes to the compiler (jax
+    0.11.2).
+    """
+    size = sorted_.shape[0]
+    count = jax.lax.full_like(values, 0)
+    for bit in reversed(range(size.bit_length())):
+        more = count + (1 << bit)
+        fits = (more <= size) & (sorted_[jnp.minimum(more, size) - 1] <= values)
+        count = jnp.where(fits, more, count)
+    return count - 1
+
+
+def input_row_of_slot(sends: jax.Array, route: Route) -> jax.Array:
+    """int32 [slots]: the input row that is sent from each slot, NONE for unused slots."""
+    dst, slot, row, length = sends.T
+    return _expand(dst * route.pair_rows + slot, length, row, route.slots)
+
+
+def _slot_of_output_row(receives: jax.Array, route: Route) -> jax.Array:
+    """int32 [output_rows]: the slot that each output row comes from, NONE where nothing comes."""
+    src, slot, row, length = receives.T
+    return _expand(row, length, src * route.pair_rows + slot, route.output_rows)
+
+
+def _output_row_of_slot(receives: jax.Array, route: Route) -> jax.Array:
+    """int32 [slots]: the output row that each slot goes to, NONE for unused slots."""
+    src, slot, row, length = receives.T
+    start = src * route.pair_rows + slot
+    order = jnp.argsort(jnp.where(length > 0, start, route.slots))
+    return _expand(start[order], length[order], row[order], route.slots)
+
+
+def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows of x; NONE takes some row."""
+    if x.shape[0] == 0:
+        return jax.lax.full_like(x, 0, shape=(*rows.shape, *x.shape[1:]))
+    return x.at[jnp.maximum(rows, 0)].get(mode="promise_in_bounds")
+
+
+def _take_or_zero(x: jax.Array, rows: jax.Array) -> jax.Array:
+    found = (rows != NONE).reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.where(found, _take(x, rows), jnp.zeros((), x.dtype))
+
+
+def _exchange(buffers: Sequence[jax.Array], route: Route) -> list[jax.Array]:
+    """All pair buffers [slots, ...] to their peers.
+
+    Arrays that differ in their last axis only (keys and values) share one collective.
+    """
+    groups: dict[object, list[int]] = {}
+    for i, x in enumerate(buffers):
+        groups.setdefault((x.dtype, x.shape[1:-1]) if x.ndim > 1 else i, []).append(i)
+    received: list[jax.Array] = list(buffers)
+    for members in groups.values():
+        parts = [buffers[i] for i in members]
+        together = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+        together = jax.lax.all_to_all(together, route.axis_name, split_axis=0, concat_axis=0, tiled=True)
+        begin = 0
+        for i in members:
+            width = buffers[i].shape[-1]
+            whole = len(members) == 1
+            received[i] = together if whole else together[..., begin : begin + width]
+            begin += width
+    return received
+
+
+def cast(xs: Sequence[jax.Array], sends: jax.Array, receives: jax.Array, route: Route) -> list[jax.Array]:
+    """[input_rows, ...] → [output_rows, ...]; rows that nobody sends are zero."""
+    rows, slots = input_row_of_slot(sends, route), _slot_of_output_row(receives, route)
+    received = _exchange([_take(x, rows) for x in xs], route)
+    return [_take_or_zero(x, slots) for x in received]
+
+
+def send_back(xs: Sequence[jax.Array], receives: jax.Array, route: Route) -> list[jax.Array]:
+    """[output_rows, ...] → [slots, ...] of the ranks that the rows came from; unused slots hold anything."""
+    rows = _output_row_of_slot(receives, route)
+    return _exchange([_take(x, rows) for x in xs], route)
+
+
+def add_in_order(x: jax.Array, rows: jax.Array, route: Route) -> jax.Array:
+    """Adds slots [slots, ...] to their rows [input_rows, ...], peer after peer for reproducible sums."""
+
+    def add_peer(total: jax.Array, peer: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        peer_rows, part = peer
+        place = total.at[peer_rows]
+        sharding = jax.typeof(total).sharding
+        part = part.astype(total.dtype)
+        return place.add(part, mode="drop", wrap_negative_indices=False, out_sharding=sharding), None
+
+    rows = rows.reshape(-1, route.pair_rows)
+    by_peer = x.reshape(*rows.shape, *x.shape[1:])
+    shape = (route.input_rows, *x.shape[1:])
+    start = jax.lax.full_like(x, 0, accumulator_dtype(x.dtype), shape, sharding=jax.typeof(x).sharding)
+    return jax.lax.scan(add_peer, start, (rows, by_peer))[0]
+
+
+def reduce_sum(
+    xs: Sequence[jax.Array],
+    sends: jax.Array,
+    receives: jax.Array,
+    route: Route,
+    out_dtypes: Sequence[jnp.dtype],
+) -> list[jax.Array]:
+    """[output_rows, ...] → [input_rows, ...], added up in `accumulator_dtype`; the transpose of `cast`."""
+    rows = input_row_of_slot(sends, route)
+    received = send_back(xs, receives, route)
+    return [add_in_order(x, rows, route).astype(dtype) for x, dtype in zip(received, out_dtypes, strict=True)]

@@ -1,0 +1,148 @@
+"""The two linear primitives, each the transpose of the other.
+
+Operands are any number of arrays x [G, rows, ...] and a rank's tables, sends and receives int32 [G, M, 4]: G
+independent transfers, which travel together. All operands vary over the mesh axis.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from ._portable import Route, cast, reduce_sum
+
+group_cast_p = Primitive("jaxmagi_group_cast")
+group_reduce_p = Primitive("jaxmagi_group_reduce")
+
+
+def _cast_types(*operands: Any, route: Route) -> list[Any]:
+    # update() keeps the sharding and the varying mesh axes of the operand.
+    return [x.update(shape=(x.shape[0], route.output_rows, *x.shape[2:])) for x in operands[:-2]]
+
+
+def _reduce_types(*operands: Any, route: Route, out_dtypes: tuple[jnp.dtype, ...]) -> list[Any]:
+    return [
+        x.update(shape=(x.shape[0], route.input_rows, *x.shape[2:]), dtype=dtype)
+        for x, dtype in zip(operands[:-2], out_dtypes, strict=True)
+    ]
+
+
+# --- derivatives: linear in all operands but the tables ---
+
+
+def _bind_some(
+    primitive: Primitive, xs: Sequence[Any], tables: Sequence[Any], chosen: Sequence[int], **params: Any
+) -> dict[int, Any]:
+    """Results by index for the operands that are chosen."""
+    if not chosen:
+        return {}
+    if "out_dtypes" in params:
+        params["out_dtypes"] = tuple(params["out_dtypes"][i] for i in chosen)
+    return dict(zip(chosen, primitive.bind(*(xs[i] for i in chosen), *tables, **params), strict=True))
+
+
+def _jvp(primitive: Primitive) -> Callable[..., tuple[list[Any], list[Any]]]:
+    def rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+        out = primitive.bind(*primals, **params)
+        moving = [i for i, tangent in enumerate(tangents[:-2]) if not isinstance(tangent, ad.Zero)]
+        results = _bind_some(primitive, tangents, primals[-2:], moving, **params)
+        zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
+        return out, [results.get(i, zero) for i, zero in enumerate(zeros)]
+
+    return rule
+
+
+def _wanted(cotangents: Sequence[Any], operands: Sequence[Any]) -> list[int]:
+    """The operands that get a cotangent."""
+    return [
+        i
+        for i, (cotangent, x) in enumerate(zip(cotangents, operands[:-2], strict=True))
+        if ad.is_undefined_primal(x) and not isinstance(cotangent, ad.Zero)
+    ]
+
+
+def _transpose_cast(cotangents: Sequence[Any], *operands: Any, route: Route) -> list[Any]:
+    dtypes = tuple(ct.dtype if hasattr(ct, "dtype") else ct.aval.dtype for ct in cotangents)
+    wanted = _wanted(cotangents, operands)
+    results = _bind_some(group_reduce_p, cotangents, operands[-2:], wanted, route=route, out_dtypes=dtypes)
+    return [results.get(i) for i in range(len(operands))]
+
+
+def _transpose_reduce(cotangents: Sequence[Any], *operands: Any, route: Route, out_dtypes: Any) -> list[Any]:
+    del out_dtypes
+    wanted = _wanted(cotangents, operands)
+    # Cast before they travel: the payload's dtype is the narrower one.
+    narrow = {i: cotangents[i].astype(operands[i].aval.dtype) for i in wanted}
+    values = [narrow.get(i) for i in range(len(cotangents))]
+    results = _bind_some(group_cast_p, values, operands[-2:], wanted, route=route)
+    return [results.get(i) for i in range(len(operands))]
+
+
+# --- batching: shared tables carry the new axis along in the rows, others fold it into G ---
+
+
+def _batch(primitive: Primitive) -> Callable[..., tuple[list[Any], list[int | None]]]:
+    def rule(
+        operands: Sequence[Any], axes: Sequence[int | None], **params: Any
+    ) -> tuple[list[Any], list[int | None]]:
+        if axes[-1] is None and axes[-2] is None:
+            carried = [
+                x if axis is None else jnp.moveaxis(x, axis, 2)
+                for x, axis in zip(operands[:-2], axes[:-2], strict=True)
+            ]
+            out = primitive.bind(*carried, *operands[-2:], **params)
+            return out, [None if axis is None else 2 for axis in axes[:-2]]
+        size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+        folded = [_fold(x, axis, size) for x, axis in zip(operands, axes, strict=True)]
+        out = [x.reshape(size, -1, *x.shape[1:]) for x in primitive.bind(*folded, **params)]
+        return out, [0] * len(out)
+
+    return rule
+
+
+def _fold(x: Any, axis: int | None, size: int) -> Any:
+    """[..., A, ...] with A at ``axis`` (or without it) → [A · G, ...]."""
+    x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+    return x.reshape(-1, *x.shape[2:])
+
+
+# --- lowering ---
+
+
+def _portable_cast(*operands: jax.Array, route: Route) -> list[jax.Array]:
+    def one(*operands: jax.Array) -> list[jax.Array]:
+        *xs, sends, receives = operands
+        return cast(xs, sends, receives, route)
+
+    return jax.vmap(one)(*operands)
+
+
+def _portable_reduce(*operands: jax.Array, route: Route, out_dtypes: Sequence[jnp.dtype]) -> list[jax.Array]:
+    def one(*operands: jax.Array) -> list[jax.Array]:
+        *xs, sends, receives = operands
+        return reduce_sum(xs, sends, receives, route, out_dtypes)
+
+    return jax.vmap(one)(*operands)
+
+
+def _define(
+    primitive: Primitive,
+    types: Callable[..., list[Any]],
+    transpose: Callable[..., list[Any]],
+    portable: Callable[..., list[jax.Array]],
+    static: Sequence[str],
+) -> None:
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(types)
+    primitive.def_impl(jax.jit(primitive.bind, static_argnames=static))
+    ad.primitive_jvps[primitive] = _jvp(primitive)
+    ad.primitive_transposes[primitive] = transpose
+    batching.primitive_batchers[primitive] = _batch(primitive)
+    mlir.register_lowering(primitive, mlir.lower_fun(portable, multiple_results=True))
+
+
+_define(group_cast_p, _cast_types, _transpose_cast, _portable_cast, ("route",))
+_define(group_reduce_p, _reduce_types, _transpose_reduce, _portable_reduce, ("route", "out_dtypes"))

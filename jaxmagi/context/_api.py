@@ -1,0 +1,126 @@
+"""Distributed attention as users call it."""
+
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+
+from ..attention import accumulator_dtype
+from ..collectives import vary_alike
+from ..planning import ContextPlan
+from ._sharding import Operands, Stages, check_heads, find_axis, find_layout, place
+from ._stages import Options
+from ._validation import check_lengths, check_operands
+from ._vjp import attend
+
+
+@overload
+def context_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    plan: ContextPlan,
+    *,
+    axis_name: str,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    deterministic: bool = False,
+    return_residual: Literal[False] = False,
+    implementation: str | None = None,
+) -> jax.Array: ...
+@overload
+def context_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    plan: ContextPlan,
+    *,
+    axis_name: str,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    deterministic: bool = False,
+    return_residual: Literal[True],
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+def context_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    plan: ContextPlan,
+    *,
+    axis_name: str,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    deterministic: bool = False,
+    return_residual: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention of a sequence whose tokens are spread over a mesh axis, under the mask of a plan.
+
+    Each rank computes the rows of its own queries. It gets the keys and values that these see, and no others,
+    by `group_cast`; their gradients return by `group_reduce`, added up in float32 (float64 for float64) in a
+    fixed order. The meaning of all other arguments, and what queries get that see nothing, is that of
+    `jaxmagi.attention`. Padding sees nothing and nothing sees it.
+
+    Inside ``jax.shard_map`` over ``axis_name`` the arrays are the local shards. Outside, with the mesh of
+    ``jax.set_mesh``, they are global arrays in dispatched order, and the function maps itself over the mesh.
+    Query heads and the batch may then be sharded over Explicit axes. Shardings over Auto axes it cannot see,
+    nor that of an axis that ``jax.vmap`` took away: XLA then gathers the arrays. There use ``jax.shard_map``;
+    with Auto axes ``jax.vmap(..., spmd_axis_name=...)`` helps too.
+
+    ``jax.vmap`` works over the arrays, the plan (`ContextPlan.stack`) or both. Policies of ``jax.checkpoint``
+    can save the output and the residual by the names "jaxmagi_out" and "jaxmagi_lse".
+
+    Gradients of sinks: under ``shard_map(check_vma=True)`` they are summed over the ranks. With
+    ``check_vma=False`` that is up to shard_map, which does so when it is differentiated as a whole;
+    ``jax.grad`` *inside* gives each rank's own part, to be summed by ``jax.lax.psum``.
+
+    Args:
+        query: ``[shard_length, N, D]`` inside, ``[T_padded, N, D]`` outside; or with a batch in front.
+        key: likewise with K heads; N is a multiple of K.
+        value: likewise ``[..., K, Dv]``.
+        plan: by `jaxmagi.plan_context`, whole or sharded by ``PartitionSpec(axis_name)``. With a batch, one
+            for all or a stacked one.
+        axis_name: mesh axis over which the tokens are spread.
+        scale: factor of q·k, D**-0.5 by default. Static.
+        logits_soft_cap: c, to use c · tanh(logits / c) as logits. Static.
+        sinks: ``[N]``, per head a logit that takes part in the softmax and has no value.
+        deterministic: whether gradients must be bitwise reproducible. On CPU they always are.
+        return_residual: whether to return the residual too.
+        implementation: see `jaxmagi.attention`.
+
+    Returns:
+        The output, in the shape of query with Dv for D, in the dtype of query. With ``return_residual`` a
+        pair of it and the log-sum-exp (natural log) of the logits and the sink, without the last axis, in
+        float32 (float64 for float64 operands).
+
+    Raises:
+        ValueError: the axis is unknown, the plan is for another number of ranks or another length, or
+            arguments do not fit together.
+        NotImplementedError: for an explicit implementation that the platform does not have.
+    """
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    sinks = None if sinks is None else jnp.asarray(sinks)
+    check_operands(
+        query, key, value, plan, soft_cap=logits_soft_cap, sinks=sinks, implementation=implementation
+    )
+    size, inside = find_axis(axis_name)
+    check_lengths(query, key, value, plan, axis_name, size=size, inside=inside)
+    layout = find_layout(query, axis_name)
+    check_heads(layout, key.shape[-2])
+    options = Options(
+        axis_name=axis_name,
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        soft_cap=float(logits_soft_cap or 0),
+        deterministic=bool(deterministic),
+        implementation=implementation,
+    )
+    # Sinks are cast here, so that autodiff sums their gradient before it is rounded.
+    sinks = None if sinks is None else sinks.astype(accumulator_dtype(query.dtype))
+    operands = place(Operands(query, key, value, Stages(plan.bands, plan.transfers), sinks), layout)
+    # Outside of the custom derivative, so that autodiff sums the gradient of what ranks share, the sinks.
+    out, lse = attend(vary_alike(operands), layout, options)
+    return (out, lse) if return_residual else out

@@ -1,0 +1,135 @@
+"""Global token order to dispatched order and back."""
+
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
+
+from ..planning import ContextPlan
+from ._validation import check_plan
+
+_PADDING = -1
+
+
+@overload
+def dispatch(x: np.ndarray, plan: ContextPlan, *, axis: int = 0, pad_value: ArrayLike = 0) -> np.ndarray: ...
+@overload
+def dispatch(x: jax.Array, plan: ContextPlan, *, axis: int = 0, pad_value: ArrayLike = 0) -> jax.Array: ...
+def dispatch(x: Any, plan: ContextPlan, *, axis: int = 0, pad_value: ArrayLike = 0) -> Any:
+    """Puts the tokens of a global array into the plan's order, in which equal shards go to the ranks.
+
+    Works on the host and under ``jax.jit``, is differentiable, and keeps the sharding over Explicit axes.
+
+    Args:
+        x: array with the ``plan.length`` tokens of the sequence at ``axis``.
+        plan: a whole plan.
+        axis: where the tokens are.
+        pad_value: what padding positions get.
+
+    Returns:
+        The array with ``T_padded`` tokens at ``axis``: numpy for numpy, unless the plan is traced.
+
+    Raises:
+        ValueError: the number of tokens differs, or the plan is stacked or a part.
+    """
+    order = _whole_order(plan, "dispatch")
+    _check_tokens("dispatch", x, axis, plan.length, "plan.length")
+    if _on_host(x, order):
+        return _take(np, x, np.asarray(order), axis, pad_value)
+    return _take_sharded(jnp.asarray(x), jnp.asarray(order), axis, pad_value)
+
+
+@overload
+def undispatch(x: np.ndarray, plan: ContextPlan, *, axis: int = 0) -> np.ndarray: ...
+@overload
+def undispatch(x: jax.Array, plan: ContextPlan, *, axis: int = 0) -> jax.Array: ...
+def undispatch(x: Any, plan: ContextPlan, *, axis: int = 0) -> Any:
+    """Puts the tokens of a dispatched array back into their global order, without the padding.
+
+    The inverse of `dispatch`. Works on the host and under ``jax.jit``, and is differentiable. Over Explicit
+    axes the result keeps the sharding, but for one of ``axis`` that does not divide ``plan.length``.
+
+    Args:
+        x: array with the ``T_padded`` dispatched tokens at ``axis``.
+        plan: a whole plan.
+        axis: where the tokens are.
+
+    Returns:
+        The array with ``plan.length`` tokens at ``axis``: numpy for numpy, unless the plan is traced.
+
+    Raises:
+        ValueError: the number of tokens differs, or the plan is stacked or a part.
+    """
+    order = _whole_order(plan, "undispatch")
+    _check_tokens("undispatch", x, axis, order.shape[0], "the padded length")
+    if _on_host(x, order):
+        order = np.asarray(order)
+        positions = np.zeros(plan.length, np.int32)
+        positions[order[order != _PADDING]] = np.flatnonzero(order != _PADDING)
+        return _take(np, x, positions, axis, 0)
+    order = jnp.asarray(order)
+    place = jnp.arange(order.shape[0], dtype=jnp.int32)
+    positions = jnp.zeros(plan.length, jnp.int32)
+    positions = positions.at[order].set(place, mode="drop", wrap_negative_indices=False, unique_indices=True)
+    return _take_sharded(jnp.asarray(x), positions, axis, 0)
+
+
+def _whole_order(plan: ContextPlan, name: str) -> Any:
+    check_plan(plan)
+    if np.ndim(plan.token_order) != 1:
+        raise ValueError(
+            f"{name} takes the plan of one sequence, but this one is stacked "
+            f"(token_order {plan.token_order.shape}): use jax.vmap({name}) over x and plan."
+        )
+    if plan.token_order.shape[0] != plan.shard_length * plan.cp_size:
+        raise ValueError(
+            f"{name} works on global arrays, but this plan is one rank's part (token_order "
+            f"{plan.token_order.shape}): call it outside jax.shard_map."
+        )
+    return plan.token_order
+
+
+def _check_tokens(name: str, x: Any, axis: int, expected: int, what: str) -> None:
+    if not -np.ndim(x) <= axis < np.ndim(x):
+        raise ValueError(f"{name}: axis {axis} is out of bounds for shape {np.shape(x)}.")
+    if np.shape(x)[axis] != expected:
+        raise ValueError(
+            f"{name}: x has {np.shape(x)[axis]} tokens at axis {axis}, but {what} is {expected} "
+            f"(x is {np.shape(x)})."
+        )
+
+
+def _on_host(x: Any, order: Any) -> bool:
+    return not isinstance(x, jax.Array) and not isinstance(order, Tracer)
+
+
+def _take(xp: Any, x: Any, order: Any, axis: int, pad_value: ArrayLike) -> Any:
+    """Entries of x at ``axis``, and ``pad_value`` for padding."""
+    x = xp.moveaxis(xp.asarray(x), axis, 0)
+    if x.shape[0] == 0:
+        taken = xp.full((*order.shape, *x.shape[1:]), pad_value, x.dtype)
+    else:
+        padding = (order == _PADDING).reshape(-1, *[1] * (x.ndim - 1))
+        taken = xp.where(padding, xp.asarray(pad_value, x.dtype), x[xp.maximum(order, 0)])
+    return xp.moveaxis(taken, 0, axis)
+
+
+def _take_sharded(x: jax.Array, order: jax.Array, axis: int, pad_value: ArrayLike) -> jax.Array:
+    """`_take` for jax arrays. Gathers over Explicit mesh axes need to be told the result's sharding."""
+    sharding = jax.typeof(x).sharding
+    spec = list(sharding.spec)
+    axis %= x.ndim
+    if spec[axis] is None:
+        return _take(jnp, x, order, axis, pad_value)
+    names = spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
+    if order.shape[0] % np.prod([sharding.mesh.shape[name] for name in names]):
+        spec[axis] = None
+
+    def take(x: jax.Array, order: jax.Array) -> jax.Array:
+        return _take(jnp, x, order, axis, pad_value)
+
+    return jax.sharding.auto_axes(take, out_sharding=P(*spec))(x, order)  # pyright: ignore[reportCallIssue]

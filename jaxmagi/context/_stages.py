@@ -1,0 +1,138 @@
+"""One rank's attention, stage by stage, and its gradients.
+
+All operands vary over the mesh axis; stages have the leading axis 1 of a sharded plan.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..attention import accumulator_dtype, attention_backward, attention_forward
+from ..collectives import group_cast, group_reduce
+from ._merge import Partial, add_sinks, merge
+from ._sharding import Operands, Stages
+
+
+class Options(NamedTuple):
+    """The static arguments."""
+
+    axis_name: str
+    scale: float
+    soft_cap: float  # 0 for none
+    deterministic: bool
+    implementation: str | None
+
+
+class KeyValue(NamedTuple):
+    """Keys [S, K, D] and values [S, K, Dv], or their gradients."""
+
+    key: jax.Array
+    value: jax.Array
+
+
+def _key_buffers(own: KeyValue, stages: Stages, options: Options) -> list[KeyValue]:
+    """What each stage attends to. All transfers start first, so that XLA can hide them behind the stages."""
+    received = [group_cast(own, spec, axis_name=options.axis_name) for spec in stages.transfers]
+    if _num_stages(stages) > 1:
+        return [own, *received]
+    return [jax.tree.map(lambda *parts: jnp.concatenate(parts), own, *received)]
+
+
+def _num_stages(stages: Stages) -> int:
+    return stages.bands.shape[1]
+
+
+def forward(operands: Operands, options: Options) -> Partial[jax.Array]:
+    """The output [T, N, Dv] and the log-sum-exp [T, N] of a rank's queries."""
+    query, key, value, stages, sinks = operands
+    no_sinks = jax.lax.full_like(query, -jnp.inf, accumulator_dtype(query.dtype), query.shape[1:2])
+    sinks = no_sinks if sinks is None else sinks
+    whole = _num_stages(stages) == 1
+    parts = [
+        _partial(query, buffer, stages.bands[:, i], sinks if whole else no_sinks, whole, options)
+        for i, buffer in enumerate(_key_buffers(KeyValue(key, value), stages, options))
+    ]
+    if whole:
+        return parts[0]
+    out, lse = add_sinks(functools.reduce(merge, parts), sinks)
+    return Partial(out.astype(query.dtype), lse)
+
+
+def _partial(
+    query: jax.Array, buffer: KeyValue, bands: jax.Array, sinks: jax.Array, whole: bool, options: Options
+) -> Partial[jax.Array]:
+    """Attention to the keys of one stage; rounded to the dtype of query only if they are all."""
+    out, lse = attention_forward(
+        query[None],
+        buffer.key[None],
+        buffer.value[None],
+        bands,
+        sinks,
+        scale=options.scale,
+        soft_cap=options.soft_cap,
+        out_dtype=query.dtype if whole else accumulator_dtype(query.dtype),
+        implementation=options.implementation,
+    )
+    return Partial(out[0], lse[0])
+
+
+def backward(
+    operands: Operands, result: Partial[jax.Array], cotangents: Partial[jax.Array], options: Options
+) -> Operands:
+    """The gradients of a rank's operands, for the results of `forward` and their cotangents."""
+    query, key, value, stages, sinks = operands
+    out, lse = result
+    dout, dlse = cotangents
+    delta = jnp.einsum("tnd,tnd->tn", dout.astype(lse.dtype), out.astype(lse.dtype), precision="highest")
+    delta = jnp.where(jnp.isneginf(lse), 0, delta - dlse)
+    buffers = _key_buffers(KeyValue(key, value), stages, options)
+    rows = (query, dout, lse, delta)
+    grads = [_stage_gradients(rows, buffer, stages.bands[:, i], options) for i, buffer in enumerate(buffers)]
+    dq = functools.reduce(jnp.add, [dq for dq, _ in grads])
+    dk, dv = _return_gradients([dkv for _, dkv in grads], stages, query.shape[0], options)
+    dsinks = None if sinks is None else _sink_gradient(sinks, lse, delta)
+    return Operands(dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None, dsinks)
+
+
+def _stage_gradients(
+    rows: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    buffer: KeyValue,
+    bands: jax.Array,
+    options: Options,
+) -> tuple[jax.Array, KeyValue]:
+    """The gradients of the queries and of a stage's keys and values, in accumulator dtype."""
+    query, dout, lse, delta = (x[None] for x in rows)
+    dq, dk, dv = attention_backward(
+        query,
+        buffer.key[None],
+        buffer.value[None],
+        bands,
+        dout,
+        lse,
+        delta,
+        scale=options.scale,
+        soft_cap=options.soft_cap,
+        deterministic=options.deterministic,
+        grad_dtype=accumulator_dtype(query.dtype),
+        implementation=options.implementation,
+    )
+    return dq[0], KeyValue(dk[0], dv[0])
+
+
+def _return_gradients(grads: list[KeyValue], stages: Stages, shard_length: int, options: Options) -> KeyValue:
+    """The gradients of the rank's own keys and values: its own part, then what each transfer brings back."""
+    own, *fetched = grads
+    if not fetched:
+        fetched = [jax.tree.map(lambda x: x[shard_length:], own)]
+        own = jax.tree.map(lambda x: x[:shard_length], own)
+    for part, spec in zip(fetched, stages.transfers, strict=True):
+        own = group_reduce(part, spec, axis_name=options.axis_name, accumulate=own)
+    return own
+
+
+def _sink_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """[N], of the rank's rows: a sink lowers every probability of a row by its share in their sum."""
+    share = jnp.exp(sinks - jnp.where(jnp.isneginf(lse), jnp.inf, lse))
+    return -(share * delta).sum(axis=0)

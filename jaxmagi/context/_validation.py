@@ -1,0 +1,73 @@
+"""What `context_attention` asks of its arguments."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..attention._validation import check_arguments
+from ..masks import AttnMask
+from ..planning import ContextPlan
+
+
+def check_plan(plan: Any) -> None:
+    """Raises ValueError unless ``plan`` is a `ContextPlan`."""
+    if not isinstance(plan, ContextPlan):
+        raise ValueError(
+            f"plan must be a jaxmagi.ContextPlan, but it is {type(plan).__name__}: build one with "
+            "jaxmagi.plan_context(mask, cp_size)."
+        )
+
+
+def check_operands(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    plan: ContextPlan,
+    *,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    implementation: str | None,
+) -> None:
+    """Raises ValueError, with the values, for arguments that do not fit together."""
+    check_plan(plan)
+    # The checks of the local op, for a mask of the right lengths: lengths are a matter of the plan here.
+    lengths = {"q_len": query.shape[-3], "kv_len": key.shape[-3]} if min(query.ndim, key.ndim) > 2 else {}
+    mask = AttnMask(np.zeros((1, 6), np.int32), **{"q_len": 0, "kv_len": 0, **lengths})
+    check_arguments(query, key, value, mask, soft_cap=soft_cap, sinks=sinks, implementation=implementation)
+    _check_batch(query, plan)
+
+
+def _check_batch(query: jax.Array, plan: ContextPlan) -> None:
+    batch = plan.bands.shape[:-4]
+    if len(batch) > query.ndim - 3 or (batch and batch != query.shape[:1]):
+        raise ValueError(
+            f"A plan stacked for {batch} sequences needs query [{batch[0]}, T, N, D] (or jax.vmap "
+            f"over both), but it has shape {query.shape}."
+        )
+
+
+def check_lengths(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    plan: ContextPlan,
+    axis_name: str,
+    *,
+    size: int,
+    inside: bool,
+) -> None:
+    """Raises ValueError unless the plan is for this mesh axis and the arrays have its lengths."""
+    if plan.cp_size != size:
+        raise ValueError(
+            f"The plan is for cp_size={plan.cp_size}, but mesh axis {axis_name!r} has size {size}: build it "
+            f"with jaxmagi.plan_context(mask, {size})."
+        )
+    expected = plan.shard_length if inside else plan.shard_length * size
+    what = "the shards inside shard_map" if inside else "the global arrays outside of shard_map"
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.shape[-3] != expected:
+            raise ValueError(
+                f"{name} has {x.shape[-3]} tokens (shape {x.shape}), but {what} must have the {expected} of "
+                f"the plan (cp_size={size}, shard_length={plan.shard_length}): see jaxmagi.dispatch."
+            )

@@ -1,0 +1,83 @@
+"""The distributed op with its derivative, on all devices and with or without a batch.
+
+The derivative is defined around the shard_map, not inside, for autodiff of a shard_map within another fails
+in JAX 0.11.2 and 0.12.0.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from ..collectives import on_this_rank, vary_alike
+from ._merge import Partial
+from ._sharding import Layout, Operands, map_over_mesh
+from ._stages import Options, backward, forward
+
+
+def _over_batch(function: Any, operands: Operands, *rows: Any) -> Any:
+    """``function(operands of one sequence, *rows of one sequence)``, for a batch example by example."""
+    if operands.query.ndim == 3:
+        return function(operands, *rows)
+    axes = Operands(0, 0, 0, 0 if operands.stages.stacked else None, None)
+    return jax.vmap(function, in_axes=(axes, *[0] * len(rows)))(operands, *rows)
+
+
+def _on_rank(operands: Operands, options: Options) -> Operands:
+    """One rank's operands of one sequence, ready for its primitives."""
+    stages = on_this_rank(operands.stages, options.axis_name, "the plan")
+    return vary_alike(operands._replace(stages=stages))
+
+
+def _forward(operands: Operands, layout: Layout, options: Options) -> Partial[jax.Array]:
+    def one(operands: Operands) -> Partial[jax.Array]:
+        return forward(_on_rank(operands, options), options)
+
+    mapped = map_over_mesh(
+        functools.partial(_over_batch, one),
+        layout,
+        in_specs=(layout.specs(operands),),
+        out_specs=Partial(layout.rows, layout.row_numbers),
+    )
+    return mapped(operands)
+
+
+attend = jax.custom_vjp(_forward, nondiff_argnums=(1, 2))
+
+
+def _attend_fwd(
+    operands: Operands, layout: Layout, options: Options
+) -> tuple[Partial[jax.Array], tuple[Operands, Partial[jax.Array]]]:
+    out, lse = _forward(operands, layout, options)
+    result = Partial(checkpoint_name(out, "jaxmagi_out"), checkpoint_name(lse, "jaxmagi_lse"))
+    return result, (operands, result)
+
+
+def _attend_bwd(
+    layout: Layout, options: Options, residuals: tuple[Operands, Partial[jax.Array]], cotangents: Partial
+) -> tuple[Operands]:
+    operands, result = residuals
+
+    def one(operands: Operands, result: Partial[jax.Array], cotangents: Partial[jax.Array]) -> Operands:
+        return backward(_on_rank(operands, options), result, cotangents, options)
+
+    def local(*args: Any) -> Operands:
+        gradients = _over_batch(one, *args)
+        return gradients._replace(sinks=_sum_of_sharers(gradients.sinks, layout))
+
+    rows = Partial(layout.rows, layout.row_numbers)
+    specs = layout.specs(operands)
+    mapped = map_over_mesh(local, layout, in_specs=(specs, rows, rows), out_specs=specs._replace(stages=None))
+    return (mapped(operands, result, cotangents),)
+
+
+def _sum_of_sharers(gradient: jax.Array | None, layout: Layout) -> jax.Array | None:
+    """The gradient of the sinks, from [N] or those of a batch [B, N] on each device."""
+    if gradient is None:
+        return None
+    gradient = gradient.sum(axis=0) if gradient.ndim > 1 else gradient
+    return jax.lax.psum(gradient, layout.sharers) if layout.sharers else gradient
+
+
+attend.defvjp(_attend_fwd, _attend_bwd)

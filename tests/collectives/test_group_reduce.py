@@ -1,0 +1,134 @@
+"""group_reduce against a row-by-row simulation."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmagi import GroupCastSpec
+
+from .harness import cast_function, normal, reduce_function
+from .routes import INPUT_ROWS, Transfer, random_transfer
+
+
+def outputs(rng: np.random.Generator, transfer: Transfer, *shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return normal(rng, transfer.cp_size, transfer.spec.output_rows, *shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(("cp_size", "spec_sharded"), [(1, False), (3, True), (8, False)])
+def test_sum_adds_in_rank_order(cp_size: int, spec_sharded: bool, rng: np.random.Generator) -> None:
+    """Bit for bit: floating-point sums depend on their order."""
+    reduce = reduce_function(cp_size, spec_sharded=spec_sharded)
+    for _ in range(10):
+        transfer = random_transfer(rng, cp_size)
+        y = outputs(rng, transfer, 3)
+        np.testing.assert_array_equal(reduce(y, transfer.spec, None, None), transfer.reduce_sum(y))
+
+
+def test_sum_onto_what_is_there(rng: np.random.Generator) -> None:
+    transfer = random_transfer(rng, 3)
+    y, start = outputs(rng, transfer, 3), normal(rng, 3, INPUT_ROWS, 3)
+    out = reduce_function(3)(y, transfer.spec, None, start)
+    np.testing.assert_array_equal(out, transfer.reduce_sum(y, start))
+
+
+def test_half_precision_is_added_up_in_float32(rng: np.random.Generator) -> None:
+    transfer = random_transfer(rng, 8)
+    y = outputs(rng, transfer, 3, dtype=jnp.bfloat16)
+    exact = transfer.reduce_sum(y.astype(np.float32))
+    narrow = reduce_function(8)(y, transfer.spec, None, None)
+    assert narrow.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(narrow, exact.astype(jnp.bfloat16))
+    start = normal(rng, 8, INPUT_ROWS, 3)
+    wide = reduce_function(8)(y, transfer.spec, None, start)
+    assert wide.dtype == np.float32
+    np.testing.assert_array_equal(wide, start + exact)
+
+
+def test_sum_in_float64(x64: None, rng: np.random.Generator) -> None:
+    transfer = random_transfer(rng, 3)
+    y = outputs(rng, transfer, 3, dtype=np.float64)
+    out = reduce_function(3)(y, transfer.spec, None, None)
+    assert out.dtype == np.float64
+    np.testing.assert_array_equal(out, transfer.reduce_sum(y))
+
+
+def test_sum_of_integers(rng: np.random.Generator) -> None:
+    transfer = random_transfer(rng, 3)
+    y = rng.integers(-9, 9, (3, transfer.spec.output_rows, 2)).astype(np.int32)
+    np.testing.assert_array_equal(reduce_function(3)(y, transfer.spec, None, None), transfer.reduce_sum(y))
+
+
+def test_average(rng: np.random.Generator) -> None:
+    transfer = random_transfer(rng, 3)
+    y, start = outputs(rng, transfer, 3), normal(rng, 3, INPUT_ROWS, 3)
+    counts = transfer.counts()[..., None]
+    assert (counts == 0).any() and (counts > 1).any()
+    out = reduce_function(3, "avg")(y, transfer.spec, None, None)
+    np.testing.assert_allclose(out, transfer.reduce_sum(y) / np.maximum(counts, 1), rtol=1e-6)
+    out = reduce_function(3, "avg")(y, transfer.spec, None, start)
+    np.testing.assert_allclose(out, transfer.reduce_sum(y, start) / (counts + 1), rtol=1e-6, atol=1e-6)
+
+
+def merged(
+    transfer: Transfer, y: np.ndarray, lse: np.ndarray, start: tuple[np.ndarray, np.ndarray] | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The merge of partial outputs in fp64, from its definition."""
+    n, d = y.shape[2:]
+    out = np.zeros((3, INPUT_ROWS, n, d))
+    parts = [(source, y[place], lse[place]) for source, place in transfer.contributions()]
+    if start is not None:
+        parts.extend((index, start[0][index], start[1][index]) for index in np.ndindex(3, INPUT_ROWS))
+    total = np.zeros((3, INPUT_ROWS, n, 1))
+    for place, part, part_lse in parts:
+        share = np.exp(part_lse.astype(np.float64))[:, None]
+        total[place] += share
+        out[place] += share * np.where(share > 0, part, 0)
+    with np.errstate(divide="ignore"):
+        return out / np.where(total > 0, total, 1), np.log(total[..., 0])
+
+
+@pytest.mark.parametrize("with_start", [True, False])
+def test_merge_by_lse(with_start: bool, rng: np.random.Generator) -> None:
+    transfer = random_transfer(rng, 3)
+    y, lse = outputs(rng, transfer, 2, 4), 5 * outputs(rng, transfer, 2)
+    lse[rng.random(lse.shape) < 0.3] = -np.inf
+    y[np.isneginf(lse)] = np.nan
+    start = None
+    if with_start:
+        start = (normal(rng, 3, INPUT_ROWS, 2, 4), normal(rng, 3, INPUT_ROWS, 2))
+        start[1][rng.random(start[1].shape) < 0.3] = -np.inf
+    out, out_lse = reduce_function(3, "lse")(y, transfer.spec, lse, start)
+    expected, expected_lse = merged(transfer, y, lse, start)
+    assert np.isneginf(expected_lse).any()
+    np.testing.assert_array_equal(np.isneginf(out_lse), np.isneginf(expected_lse))
+    assert (np.asarray(out)[np.isneginf(expected_lse)] == 0).all()
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out_lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_merge_of_half_precision_is_computed_in_float32(rng: np.random.Generator) -> None:
+    transfer = random_transfer(rng, 3)
+    y, lse = outputs(rng, transfer, 2, 4, dtype=jnp.bfloat16), outputs(rng, transfer, 2)
+    out, out_lse = reduce_function(3, "lse")(y, transfer.spec, lse, None)
+    assert (out.dtype, out_lse.dtype) == (jnp.bfloat16, np.float32)
+    expected, _ = merged(transfer, y.astype(np.float32), lse, None)
+    np.testing.assert_allclose(out.astype(np.float32), expected, rtol=2**-8, atol=1e-5)
+
+
+def test_reruns_are_bitwise_equal(rng: np.random.Generator) -> None:
+    transfer = random_transfer(rng, 8)
+    y, lse = outputs(rng, transfer, 2, 4), outputs(rng, transfer, 2)
+    for op in ("sum", "lse"):
+        args = (y, transfer.spec, lse if op == "lse" else None, None)
+        first, second = (np.asarray(reduce_function(8, op)(*args)[0]) for _ in range(2))
+        assert first.tobytes() == second.tobytes()
+
+
+def test_row_sent_twice_to_one_rank(rng: np.random.Generator) -> None:
+    spec = GroupCastSpec.from_splits([[1, 1], []], [[[1, 1], [0]], []], [[1], [2]], [[0], [0]])
+    y = normal(rng, 2, 2, 3)
+    out = reduce_function(2)(y, spec, None, None)
+    np.testing.assert_array_equal(out[0], np.stack([y[1, 0] + y[1, 1], y[0, 0]]))
+    assert cast_function(2)(out, spec).shape == y.shape

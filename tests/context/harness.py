@@ -1,0 +1,145 @@
+"""Runs context_attention on the CPU devices, compiled once per kind of call, and its single-device oracle."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec as P
+
+from jaxmagi import (
+    AttnMask,
+    ContextPlan,
+    PlanCapacity,
+    context_attention,
+    dispatch,
+    plan_context,
+    undispatch,
+)
+from jaxmagi.attention import attention_reference, attention_reference_vjp
+
+AXIS = "context"
+LENGTH = 256
+HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 8, 6
+CAPACITY = PlanCapacity(bands=512, copies=256, pair_rows=128, output_rows=256)
+"""Of all plans here, so that they share compilations."""
+
+
+class Problem(NamedTuple):
+    """Operands and cotangents, in global order."""
+
+    query: Any
+    key: Any
+    value: Any
+    sinks: Any
+    dout: Any
+    dlse: Any
+
+
+class Solution(NamedTuple):
+    """Results and gradients."""
+
+    out: Any
+    lse: Any
+    query: Any
+    key: Any
+    value: Any
+    sinks: Any
+
+
+def random_problem(rng: np.random.Generator, length: int = LENGTH, dtype: Any = np.float64) -> Problem:
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32).astype(dtype)
+
+    wide = np.float64 if dtype == np.float64 else np.float32
+    return Problem(
+        query=normal(length, HEADS, DIM),
+        key=normal(length, KV_HEADS, DIM),
+        value=normal(length, KV_HEADS, V_DIM),
+        sinks=normal(HEADS).astype(wide),
+        dout=normal(length, HEADS, V_DIM),
+        dlse=normal(length, HEADS).astype(wide),
+    )
+
+
+def make_plan(
+    mask: AttnMask, cp_size: int, num_stages: int, layout: Any = "balanced", **options: Any
+) -> ContextPlan:
+    """A plan of common capacity; chunks small enough for several per rank."""
+    if isinstance(layout, str) and layout == "balanced":
+        options.setdefault("chunk_size", 8)
+    options = {"layout": layout, "num_stages": num_stages, "capacity": CAPACITY, **options}
+    return plan_context(mask, cp_size, **options)
+
+
+def oracle(problem: Problem, mask: AttnMask, logits_soft_cap: float | None = None) -> Solution:
+    """In fp64, dense, on the host."""
+    operands = [np.asarray(x).astype(np.float64) for x in problem]
+    query, key, value, sinks, dout, dlse = operands
+    options: Any = {"sinks": sinks, "logits_soft_cap": logits_soft_cap}
+    out, lse = attention_reference(query, key, value, mask, **options)
+    gradients = attention_reference_vjp(query, key, value, mask, dout, dlse, **options)
+    return Solution(out, lse, *gradients)
+
+
+def make_mesh(cp_size: int, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    return jax.make_mesh((cp_size,), (AXIS,), axis_types=(kind,), devices=jax.devices()[:cp_size])
+
+
+def solve(attend: Any, problem: Problem, plan: ContextPlan) -> Solution:
+    """Results and gradients of ``attend(query, key, value, sinks, plan) → (out, lse)``."""
+    query, key, value, sinks, dout, dlse = problem
+    (out, lse), vjp = jax.vjp(lambda *operands: attend(*operands, plan), query, key, value, sinks)
+    return Solution(out, lse, *vjp((dout, dlse)))
+
+
+@functools.cache
+def distributed(cp_size: int, logits_soft_cap: float | None = None, *, plan_sharded: bool = False) -> Any:
+    """Compiled: problem in dispatched order, plan → solution in dispatched order."""
+
+    def local(query: Any, key: Any, value: Any, sinks: Any, plan: ContextPlan) -> Any:
+        return context_attention(
+            query,
+            key,
+            value,
+            plan,
+            axis_name=AXIS,
+            sinks=sinks,
+            logits_soft_cap=logits_soft_cap,
+            return_residual=True,
+        )
+
+    rows = P(AXIS)
+    mapped = jax.shard_map(
+        local,
+        mesh=make_mesh(cp_size),
+        in_specs=(rows, rows, rows, P(), rows if plan_sharded else P()),
+        out_specs=rows,
+    )
+    return jax.jit(functools.partial(solve, mapped))
+
+
+def dispatch_problem(problem: Problem, plan: ContextPlan) -> Problem:
+    """The cotangents of padding are NaN: nothing may depend on them."""
+    query, key, value = (dispatch(x, plan, pad_value=3) for x in problem[:3])
+    dout, dlse = (dispatch(x, plan, pad_value=np.nan) for x in problem[4:])
+    return Problem(query, key, value, problem.sinks, dout, dlse)
+
+
+def undispatch_solution(solution: Solution, plan: ContextPlan) -> Solution:
+    *rows, sinks = (np.asarray(x) for x in solution)
+    return Solution(*[undispatch(x, plan) for x in rows], sinks=sinks)
+
+
+def check_solution(solution: Solution, expected: Solution, tolerance: float) -> None:
+    """Rows that see nothing must be exact."""
+    blind = np.isneginf(expected.lse)
+    np.testing.assert_array_equal(np.isneginf(solution.lse), blind)
+    for name, given, wanted in zip(Solution._fields, solution, expected, strict=True):
+        given = np.asarray(given).astype(np.float64)
+        wanted = np.where(np.isneginf(wanted), 0, wanted)
+        np.testing.assert_allclose(
+            np.where(np.isneginf(given), 0, given), wanted, atol=tolerance, rtol=tolerance, err_msg=name
+        )
+    for rows in (solution.out, solution.query):
+        assert (np.asarray(rows)[blind] == 0).all()

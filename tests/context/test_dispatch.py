@@ -1,0 +1,120 @@
+"""dispatch and undispatch."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+from jaxmagi import ContextPlan, dispatch, masks, plan_context, undispatch
+
+from .harness import AXIS
+
+LENGTH, CP_SIZE = 30, 4
+PLAN = plan_context(masks.causal(LENGTH), CP_SIZE, chunk_size=4, num_stages=1)
+PADDED = PLAN.token_order.shape[0]
+
+
+def test_numpy_stays_numpy() -> None:
+    x = np.arange(2 * LENGTH).reshape(2, LENGTH)
+    out = dispatch(x, PLAN, axis=1, pad_value=-100)
+    assert isinstance(out, np.ndarray) and out.shape == (2, PADDED) and out.dtype == x.dtype
+    np.testing.assert_array_equal(out[0], np.where(PLAN.token_order < 0, -100, PLAN.token_order))
+    back = undispatch(out, PLAN, axis=-1)
+    assert isinstance(back, np.ndarray)
+    np.testing.assert_array_equal(back, x)
+
+
+def test_position_ids_are_dispatched_positions() -> None:
+    np.testing.assert_array_equal(dispatch(np.arange(LENGTH), PLAN), PLAN.position_ids)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_jax_under_jit(axis: int, rng: np.random.Generator) -> None:
+    x = np.moveaxis(rng.normal(size=(LENGTH, 3, 2)).astype(np.float32), 0, axis)
+    out = jax.jit(lambda x, plan: dispatch(x, plan, axis=axis, pad_value=7))(x, PLAN)
+    assert isinstance(out, jax.Array)
+    np.testing.assert_array_equal(out, dispatch(x, PLAN, axis=axis, pad_value=7))
+    back = jax.jit(lambda x, plan: undispatch(x, plan, axis=axis))(out, PLAN)
+    np.testing.assert_array_equal(back, x)
+
+
+def test_jax_stays_jax() -> None:
+    out = dispatch(jnp.arange(LENGTH), PLAN)
+    assert isinstance(out, jax.Array) and isinstance(undispatch(out, PLAN), jax.Array)
+
+
+def test_gradients_are_the_inverse(rng: np.random.Generator) -> None:
+    x, y = (rng.normal(size=(n, 2)).astype(np.float32) for n in (LENGTH, PADDED))
+    _, vjp = jax.vjp(lambda x: dispatch(x, PLAN), jnp.asarray(x))
+    np.testing.assert_array_equal(vjp(y)[0], undispatch(y, PLAN))
+    _, vjp = jax.vjp(lambda y: undispatch(y, PLAN), jnp.asarray(y))
+    np.testing.assert_array_equal(vjp(x)[0], dispatch(x, PLAN))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_arrays(kind: AxisType, rng: np.random.Generator) -> None:
+    """The padded length divides by the axis, the length does not: there the result is replicated."""
+    mesh = jax.make_mesh((2, CP_SIZE), ("data", AXIS), axis_types=(kind, kind))
+    x = rng.normal(size=(2, PADDED)).astype(np.float32)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(x, jax.NamedSharding(mesh, P("data", AXIS)))
+        back = jax.jit(lambda x, plan: undispatch(x, plan, axis=1))(sharded, PLAN)
+        np.testing.assert_array_equal(back, undispatch(x, PLAN, axis=1))
+        again = jax.jit(lambda x, plan: dispatch(x, plan, axis=1))(back, PLAN)
+        np.testing.assert_array_equal(again, dispatch(np.asarray(back), PLAN, axis=1))
+        if kind == AxisType.Explicit:
+            assert jax.typeof(back).sharding.spec == P("data", None)
+
+
+def test_explicit_sharding_of_the_tokens_stays(rng: np.random.Generator) -> None:
+    plan = plan_context(masks.causal(32), CP_SIZE, chunk_size=4, num_stages=1)
+    mesh = jax.make_mesh(
+        (CP_SIZE,), (AXIS,), axis_types=(AxisType.Explicit,), devices=jax.devices()[:CP_SIZE]
+    )
+    x = rng.normal(size=(32, 3)).astype(np.float32)
+    with jax.set_mesh(mesh):
+        out = dispatch(jax.device_put(x, jax.NamedSharding(mesh, P(AXIS))), plan)
+        assert jax.typeof(out).sharding.spec == P(AXIS, None)
+        np.testing.assert_array_equal(out, dispatch(x, plan))
+        gradient = jax.grad(lambda x: (dispatch(x, plan) ** 2).sum())(jax.reshard(x, P(AXIS)))
+        np.testing.assert_array_equal(gradient, 2 * x)
+
+
+def test_vmap_over_stacked_plans(rng: np.random.Generator) -> None:
+    other = plan_context(
+        masks.sliding_window(LENGTH, 3), CP_SIZE, chunk_size=4, layout="balanced", num_stages=1
+    )
+    reverse = dataclasses.replace(other, token_order=other.token_order[::-1].copy())
+    x = rng.normal(size=(2, LENGTH)).astype(np.float32)
+    out = jax.vmap(dispatch)(x, ContextPlan.stack([PLAN, reverse]))
+    np.testing.assert_array_equal(out, np.stack([dispatch(x[0], PLAN), dispatch(x[1], reverse)]))
+
+
+def test_wrong_length() -> None:
+    message = f"dispatch: x has 31 tokens at axis 1, but plan.length is {LENGTH} (x is (2, 31))"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dispatch(np.zeros((2, 31)), PLAN, axis=1)
+    message = f"undispatch: x has 31 tokens at axis 0, but the padded length is {PADDED} (x is (31,))"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        undispatch(np.zeros(31), PLAN)
+    with pytest.raises(ValueError, match=re.escape("dispatch: axis 2 is out of bounds for shape (30, 1)")):
+        dispatch(np.zeros((30, 1)), PLAN, axis=2)
+
+
+def test_wrong_plan() -> None:
+    stacked = ContextPlan.stack([PLAN, PLAN])
+    with pytest.raises(
+        ValueError, match=re.escape("this one is stacked (token_order (2, 32)): use jax.vmap(dispatch)")
+    ):
+        dispatch(np.zeros((2, LENGTH)), stacked, axis=1)
+    with pytest.raises(ValueError, match=r"plan must be a jaxmagi\.ContextPlan, but it is AttnMask"):
+        mask: Any = masks.causal(LENGTH)
+        undispatch(np.zeros(PADDED), mask)
+    part = jax.tree.map(lambda leaf: leaf[: leaf.shape[0] // CP_SIZE], PLAN)
+    with pytest.raises(ValueError, match="this plan is one rank's part"):
+        dispatch(np.zeros(LENGTH), part)

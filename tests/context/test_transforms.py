@@ -1,0 +1,88 @@
+"""context_attention under scan, remat and vmap."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxmagi import context_attention, dispatch, masks
+from jaxmagi.attention import attention_reference, attention_reference_vjp
+
+from ..cases import FP64_TOLERANCE
+from .harness import AXIS, dispatch_problem, make_mesh, make_plan, random_problem
+
+LENGTH = 64
+MASK = masks.documents([30, 20, 14])
+
+
+def layer(x: jax.Array, plan: Any) -> jax.Array:
+    """[T, N, D] → the same; every head attends to itself."""
+    return context_attention(x, x, x, plan, axis_name=AXIS)
+
+
+def test_scan_over_rematerialised_layers(x64: None, rng: np.random.Generator) -> None:
+    """Three layers, against the oracle's layers and their gradients."""
+    plan = make_plan(MASK, 4, 2, chunk_size=4)
+    x, dy = rng.normal(size=(2, LENGTH, 2, 8))
+
+    def network(x: jax.Array) -> jax.Array:
+        step = jax.checkpoint(lambda x, _: (layer(x, plan), None))
+        return jax.lax.scan(step, x, length=3)[0]
+
+    mapped = jax.shard_map(network, mesh=make_mesh(4), in_specs=P(AXIS), out_specs=P(AXIS))
+
+    @jax.jit
+    def both(x: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, vjp = jax.vjp(mapped, x)
+        return y, vjp(dy)[0]
+
+    y, dx = both(dispatch(x, plan), dispatch(dy, plan))
+    inputs = [x]
+    for _ in range(3):
+        x = inputs[-1]
+        inputs.append(attention_reference(x, x, x, MASK)[0])
+    gradient = dy
+    for x in reversed(inputs[:-1]):
+        gradient = sum(attention_reference_vjp(x, x, x, MASK, gradient)[:3])
+    np.testing.assert_allclose(y, dispatch(inputs[-1], plan), atol=FP64_TOLERANCE)
+    np.testing.assert_allclose(dx, dispatch(np.asarray(gradient), plan), atol=FP64_TOLERANCE)
+
+
+def test_saved_names_spare_the_second_forward_pass(rng: np.random.Generator) -> None:
+    plan = make_plan(MASK, 4, 2, chunk_size=4)
+    x = rng.normal(size=(plan.token_order.size, 2, 8)).astype(np.float32)
+    mapped = jax.shard_map(lambda x: layer(x, plan), mesh=make_mesh(4), in_specs=P(AXIS), out_specs=P(AXIS))
+
+    def forward_calls(policy: Any) -> int:
+        step = jax.checkpoint(mapped, policy=policy)
+        return str(jax.make_jaxpr(jax.grad(lambda x: (step(x) ** 2).sum()))(x)).count(
+            "jaxmagi_attention_forward["
+        )
+
+    saved = jax.checkpoint_policies.save_only_these_names("jaxmagi_out", "jaxmagi_lse")
+    assert forward_calls(saved) == plan.num_stages
+    assert forward_calls(jax.checkpoint_policies.nothing_saveable) == 2 * plan.num_stages
+
+
+def test_vmap_over_one_operand(x64: None, rng: np.random.Generator) -> None:
+    """Several sets of sinks, and several queries, over one key sequence."""
+    plan = make_plan(MASK, 4, 2, chunk_size=4)
+    query, key, value, sinks, _, _ = dispatch_problem(random_problem(rng, LENGTH), plan)
+    queries, sink_sets = np.stack([query, -query]), np.stack([sinks, sinks + 1])
+
+    def attend(query: Any, key: Any, value: Any, sinks: Any) -> Any:
+        return context_attention(query, key, value, plan, axis_name=AXIS, sinks=sinks)
+
+    def local(query: Any, key: Any, value: Any, queries: Any) -> Any:
+        by_sinks = jax.vmap(attend, (None, None, None, 0))(query, key, value, sink_sets)
+        by_queries = jax.vmap(attend, (0, None, None, None))(queries, key, value, sinks)
+        alone = [attend(query, key, value, sink_sets[1]), attend(queries[1], key, value, sinks)]
+        return [by_sinks[1], by_queries[1]], alone
+
+    mapped = jax.shard_map(
+        local, mesh=make_mesh(4), in_specs=(P(AXIS), P(AXIS), P(AXIS), P(None, AXIS)), out_specs=P(AXIS)
+    )
+    batched, alone = jax.jit(mapped)(query, key, value, queries)
+    for x, y in zip(batched, alone, strict=True):
+        np.testing.assert_allclose(x, y, atol=FP64_TOLERANCE)
