@@ -1,0 +1,22 @@
+"""Attention for JAX under any mask, on one device or over a mesh axis."""
+
+import importlib.metadata
+
+from . import masks as masks, nn as nn
+from .attention import attention as attention, flops as flops
+from .collectives import group_cast as group_cast, group_reduce as group_reduce
+from .context import (
+    context_attention as context_attention,
+    dispatch as dispatch,
+    undispatch as undispatch,
+)
+from .masks import AttnMask as AttnMask, MaskType as MaskType
+from .planning import (
+    ContextPlan as ContextPlan,
+    CostModel as CostModel,
+    GroupCastSpec as GroupCastSpec,
+    PlanCapacity as PlanCapacity,
+    plan_context as plan_context,
+)
+
+__version__ = importlib.metadata.version("jaxmagi")
