@@ -6,6 +6,13 @@
 
 from ._api import attention as attention
 from ._flops import flops as flops
+from ._partial import (
+    Partial as Partial,
+    add_sinks as add_sinks,
+    merge as merge,
+    row_delta as row_delta,
+    sink_gradient as sink_gradient,
+)
 from ._primitive import (
     accumulator_dtype as accumulator_dtype,
     attention_backward as attention_backward,
@@ -18,3 +25,4 @@ from ._reference import (
     attention_reference as attention_reference,
     attention_reference_vjp as attention_reference_vjp,
 )
+from ._validation import check_operands as check_operands

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ..masks import AttnMask
+from ._partial import Partial, row_delta, sink_gradient
 from ._primitive import accumulator_dtype, attention_backward, attention_forward
 from ._sharding import like_operand
-from ._validation import check_arguments
+from ._validation import check_mask, check_operands
 
 
 class _Operands[Leaf](NamedTuple):
@@ -112,9 +113,8 @@ def attention(
     """
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     sinks = None if sinks is None else jnp.asarray(sinks)
-    check_arguments(
-        query, key, value, mask, soft_cap=logits_soft_cap, sinks=sinks, implementation=implementation
-    )
+    check_operands(query, key, value, soft_cap=logits_soft_cap, sinks=sinks, implementation=implementation)
+    check_mask(mask, query, key)
     options = _Options(
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         soft_cap=float(logits_soft_cap or 0),
@@ -172,15 +172,13 @@ def _attention_bwd(
 ) -> tuple[_Operands[jax.Array | None]]:
     operands, out, lse = residuals
     query, key, value, bands, sinks = operands
-    dout, dlse = cotangents
-    delta = jnp.einsum("btnd,btnd->btn", *(x.astype(lse.dtype) for x in (dout, out)), precision="highest")
-    delta = jnp.where(jnp.isneginf(lse), 0, delta - dlse)
+    delta = row_delta(Partial(out, lse), Partial(*cotangents))
     dq, dk, dv = attention_backward(
         query,
         key,
         value,
         bands,
-        dout,
+        cotangents[0],
         lse,
         delta,
         scale=options.scale,
@@ -189,15 +187,9 @@ def _attention_bwd(
         grad_dtype=query.dtype,
         implementation=options.implementation,
     )
-    dsinks = None if sinks is None else _sink_gradient(sinks, lse, delta)
+    dsinks = None if sinks is None else sink_gradient(sinks, lse, delta)
     gradients = (dq, dk, dv, None, dsinks)
     return (_Operands(*map(like_operand, gradients, operands)),)
-
-
-def _sink_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
-    """[N]: a sink lowers every probability of its rows by its share in their sum."""
-    share = jnp.exp(sinks.astype(lse.dtype) - jnp.where(jnp.isneginf(lse), jnp.inf, lse))
-    return -(share * delta).sum(axis=(0, 1)).astype(sinks.dtype)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

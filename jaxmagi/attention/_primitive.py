@@ -16,6 +16,7 @@ from jax.interpreters import batching, mlir
 
 from .. import _native
 from . import _xla
+from ._partial import Partial, add_sinks
 from ._sharding import bind_over_shards
 from ._xla import accumulator_dtype as accumulator_dtype
 
@@ -278,16 +279,8 @@ def _batch_forward(
         folded, size = _fold_operands(operands, operand_axes)
         results = bind(*folded, jnp.full_like(sinks[0], -jnp.inf), out_dtype=sinks.dtype)
         out, lse = (_unfold(x, size) for x in results)
-    out, lse = _put_sinks(out, lse, sinks[:, None, None])
+    out, lse = add_sinks(Partial(out, lse), sinks[:, None, None])
     return [out.astype(out_dtype), lse], [0, 0]
-
-
-def _put_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The result with sinks, from the one without."""
-    blind = jnp.isneginf(lse)
-    with_sinks = jnp.where(blind, -jnp.inf, jnp.logaddexp(lse, sinks))
-    share = jnp.where(blind, 0, jnp.exp(lse - jnp.where(blind, 0, with_sinks)))
-    return share[..., None] * out, with_sinks
 
 
 def _batch_backward(

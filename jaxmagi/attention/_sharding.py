@@ -7,13 +7,14 @@ mix by themselves.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
+
+from .._varying import vary_alike, varying_axes
 
 type _Axes = str | tuple[str, ...] | None
 
@@ -34,7 +35,7 @@ def bind_over_shards(primitive: Primitive, *operands: jax.Array, **params: Any) 
         _check(name, _spec(x), batch, heads)
 
     def bind(*shards: jax.Array) -> list[jax.Array]:
-        return primitive.bind(*_vary_alike(shards), **params)
+        return primitive.bind(*vary_alike(shards), **params)
 
     axes = frozenset(_names(batch) + _names(heads))
     if not axes:
@@ -58,7 +59,7 @@ def like_operand(gradient: jax.Array | None, operand: jax.Array | None) -> jax.A
     """A gradient as the operand lies: summed over the devices that share the operand, sharded like it."""
     if gradient is None or operand is None:
         return None
-    shared = tuple(sorted(_varying(gradient) - _varying(operand)))
+    shared = tuple(sorted(varying_axes(gradient) - varying_axes(operand)))
     total: jax.Array = jax.lax.psum(gradient, shared) if shared else gradient
     same = _spec(total) == _spec(operand)
     return total if same else jax.sharding.reshard(total, jax.typeof(operand).sharding)
@@ -99,14 +100,3 @@ def _check_divisible(key: jax.Array, heads: _Axes, shards: int) -> None:
             f"The {key.shape[2]} key heads cannot be split over mesh axis {heads!r} of size {shards}, "
             "over which the query heads are sharded."
         )
-
-
-def _varying(x: jax.Array) -> frozenset[str]:
-    """Inside shard_map: the mesh axes over which an array may differ."""
-    return jax.typeof(x).manual_axis_type.varying
-
-
-def _vary_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Lets every operand vary over all mesh axes that one of them varies over."""
-    union = frozenset[str]().union(*map(_varying, operands))
-    return [jax.lax.pcast(x, tuple(sorted(union - _varying(x))), to="varying") for x in operands]

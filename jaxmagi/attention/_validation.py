@@ -9,24 +9,27 @@ from ..masks import AttnMask
 from ._primitive import DTYPES, IMPLEMENTATIONS
 
 
-def check_arguments(
+def check_operands(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    mask: AttnMask,
     *,
     soft_cap: float | None,
     sinks: jax.Array | None,
     implementation: str | None,
 ) -> None:
     """Raises ValueError, with the values, for arguments that do not fit together."""
-    _check_mask_type(mask)
     _check_shapes(query, key, value)
     _check_dtypes(query, key, value)
-    _check_mask_fits(mask, query, key)
     _check_options(soft_cap, implementation)
     if sinks is not None:
         _check_sinks(sinks, query.shape[-2])
+
+
+def check_mask(mask: AttnMask, query: jax.Array, key: jax.Array) -> None:
+    """Raises ValueError unless ``mask`` is an `AttnMask` for these lengths."""
+    _check_mask_type(mask)
+    _check_mask_fits(mask, query, key)
 
 
 def _check_mask_type(mask: Any) -> None:

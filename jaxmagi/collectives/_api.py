@@ -5,8 +5,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._varying import vary_alike
 from ..planning import GroupCastSpec
-from ._arguments import check_rows, check_spec, on_this_rank, vary_alike
+from ._arguments import check_rows, check_spec, on_this_rank
 from ._merge import merge_by_lse
 from ._portable import Route, accumulator_dtype
 from ._primitives import group_cast_p, group_reduce_p

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from .._varying import varying_axes
 from ..planning import GroupCastSpec
 
 
@@ -22,20 +23,6 @@ def axis_size(axis_name: str) -> int:
             f"those are {tuple(mesh.manual_axes)}."
         )
     return mesh.shape[axis_name]
-
-
-def _varying(x: Any) -> frozenset[str]:
-    """The mesh axes over which an array may differ between devices, as far as shard_map checks that."""
-    return jax.typeof(x).manual_axis_type.varying
-
-
-def vary_alike[Tree](tree: Tree) -> Tree:
-    """Lets all arrays vary over all mesh axes that one of them varies over, as primitives demand.
-
-    The transpose of this is the psum that an operand shared by several devices needs.
-    """
-    union = frozenset[str]().union(*map(_varying, jax.tree.leaves(tree)))
-    return jax.tree.map(lambda x: jax.lax.pcast(x, tuple(sorted(union - _varying(x))), to="varying"), tree)
 
 
 def on_this_rank[Tree](tree: Tree, axis_name: str, what: str) -> Tree:
@@ -67,8 +54,8 @@ def _may_be_sharded(leaf: Any, axis_name: str, size: int) -> bool:
     """Whether a leaf [1, ...] can be one of ``size`` parts: a constant or replicated one cannot."""
     if size == 1:
         return True
-    checked = axis_name in _varying(jax.lax.axis_index(axis_name))
-    return axis_name in _varying(leaf) if checked else isinstance(leaf, Tracer)
+    checked = axis_name in varying_axes(jax.lax.axis_index(axis_name))
+    return axis_name in varying_axes(leaf) if checked else isinstance(leaf, Tracer)
 
 
 def check_spec(spec: Any) -> None:

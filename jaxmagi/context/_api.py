@@ -5,12 +5,12 @@ from typing import Literal, overload
 import jax
 import jax.numpy as jnp
 
+from .._varying import vary_alike
 from ..attention import accumulator_dtype
-from ..collectives import vary_alike
 from ..planning import ContextPlan
 from ._sharding import Operands, Stages, check_heads, find_axis, find_layout, place
 from ._stages import Options
-from ._validation import check_lengths, check_operands
+from ._validation import check_arguments, check_lengths
 from ._vjp import attend
 
 
@@ -104,7 +104,7 @@ def context_attention(
     """
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     sinks = None if sinks is None else jnp.asarray(sinks)
-    check_operands(
+    check_arguments(
         query, key, value, plan, soft_cap=logits_soft_cap, sinks=sinks, implementation=implementation
     )
     size, inside = find_axis(axis_name)

@@ -9,9 +9,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..attention import accumulator_dtype, attention_backward, attention_forward
+from ..attention import (
+    Partial,
+    accumulator_dtype,
+    add_sinks,
+    attention_backward,
+    attention_forward,
+    merge,
+    row_delta,
+    sink_gradient,
+)
 from ..collectives import group_cast, group_reduce
-from ._merge import Partial, add_sinks, merge
 from ._sharding import Operands, Stages
 
 
@@ -83,16 +91,13 @@ def backward(
 ) -> Operands:
     """The gradients of a rank's operands, for the results of `forward` and their cotangents."""
     query, key, value, stages, sinks = operands
-    out, lse = result
-    dout, dlse = cotangents
-    delta = jnp.einsum("tnd,tnd->tn", dout.astype(lse.dtype), out.astype(lse.dtype), precision="highest")
-    delta = jnp.where(jnp.isneginf(lse), 0, delta - dlse)
+    delta = row_delta(result, cotangents)
     buffers = _key_buffers(KeyValue(key, value), stages, options)
-    rows = (query, dout, lse, delta)
+    rows = (query, cotangents.out, result.lse, delta)
     grads = [_stage_gradients(rows, buffer, stages.bands[:, i], options) for i, buffer in enumerate(buffers)]
     dq = functools.reduce(jnp.add, [dq for dq, _ in grads])
     dk, dv = _return_gradients([dkv for _, dkv in grads], stages, query.shape[0], options)
-    dsinks = None if sinks is None else _sink_gradient(sinks, lse, delta)
+    dsinks = None if sinks is None else sink_gradient(sinks, result.lse, delta)
     return Operands(dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None, dsinks)
 
 
@@ -130,9 +135,3 @@ def _return_gradients(grads: list[KeyValue], stages: Stages, shard_length: int, 
     for part, spec in zip(fetched, stages.transfers, strict=True):
         own = group_reduce(part, spec, axis_name=options.axis_name, accumulate=own)
     return own
-
-
-def _sink_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
-    """[N], of the rank's rows: a sink lowers every probability of a row by its share in their sum."""
-    share = jnp.exp(sinks - jnp.where(jnp.isneginf(lse), jnp.inf, lse))
-    return -(share * delta).sum(axis=0)

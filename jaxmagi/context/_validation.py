@@ -3,10 +3,8 @@
 from typing import Any
 
 import jax
-import numpy as np
 
-from ..attention._validation import check_arguments
-from ..masks import AttnMask
+from ..attention import check_operands
 from ..planning import ContextPlan
 
 
@@ -19,7 +17,7 @@ def check_plan(plan: Any) -> None:
         )
 
 
-def check_operands(
+def check_arguments(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -31,10 +29,7 @@ def check_operands(
 ) -> None:
     """Raises ValueError, with the values, for arguments that do not fit together."""
     check_plan(plan)
-    # The checks of the local op, for a mask of the right lengths: lengths are a matter of the plan here.
-    lengths = {"q_len": query.shape[-3], "kv_len": key.shape[-3]} if min(query.ndim, key.ndim) > 2 else {}
-    mask = AttnMask(np.zeros((1, 6), np.int32), **{"q_len": 0, "kv_len": 0, **lengths})
-    check_arguments(query, key, value, mask, soft_cap=soft_cap, sinks=sinks, implementation=implementation)
+    check_operands(query, key, value, soft_cap=soft_cap, sinks=sinks, implementation=implementation)
     _check_batch(query, plan)
 
 

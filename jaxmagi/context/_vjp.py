@@ -10,8 +10,9 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from ..collectives import on_this_rank, vary_alike
-from ._merge import Partial
+from .._varying import vary_alike
+from ..attention import Partial
+from ..collectives import on_this_rank
 from ._sharding import Layout, Operands, map_over_mesh
 from ._stages import Options, backward, forward
 

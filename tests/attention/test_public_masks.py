@@ -26,7 +26,11 @@ def operands() -> list[np.ndarray]:
 def run(mask: AttnMask, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """out, lse, dq, dk, dv of one head."""
     query, key, value, dout = (x[:, None] for x in arrays)
-    (out, lse), pull = jax.vjp(lambda *x: attention(*x, mask, return_residual=True), query, key, value)
+
+    def op(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return attention(query, key, value, mask, return_residual=True)
+
+    (out, lse), pull = jax.vjp(op, query, key, value)
     return tuple(x[:, 0] for x in (out, lse, *pull((dout, jnp.zeros_like(lse)))))
 
 

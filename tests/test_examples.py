@@ -1,0 +1,45 @@
+"""The example as a user runs it, small, and the README's code blocks."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SIZES = {
+    "steps": 6,
+    "seq-len": 256,
+    "window": 64,
+    "layers": 2,
+    "width": 32,
+    "heads": 2,
+    "kv-heads": 1,
+    "head-dim": 16,
+}
+SMALL = [f"--{name}={value}" for name, value in SIZES.items()]
+
+
+@pytest.mark.parametrize(("data", "context"), [(1, 2), (2, 4)])
+def test_train_lm_agrees_with_one_device(tmp_path: Path, data: int, context: int) -> None:
+    mesh = ["--data", str(data), "--context", str(context)]
+    command = [sys.executable, "examples/train_lm.py", *SMALL, *mesh, "--check", "--out", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    first, last = map(float, re.search(r"loss ([\d.]+) -> ([\d.]+)", run.stdout).groups())  # type: ignore[union-attr]
+    assert last < first
+    assert (tmp_path / "train_lm.png").stat().st_size > 10_000
+
+
+def readme_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+
+
+def test_readme_code_runs() -> None:
+    """All Python blocks of the README, in order, in one fresh interpreter with eight host devices."""
+    set_up = "import jax; jax.config.update('jax_num_cpu_devices', 8)\n"
+    code = set_up + "\n".join(readme_blocks())
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert readme_blocks()
+    assert run.returncode == 0, run.stderr
