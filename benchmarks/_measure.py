@@ -1,0 +1,68 @@
+"""Timing and bookkeeping shared by the benchmarks."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a call: median, fastest and slowest of the repeats."""
+
+    median: float
+    fastest: float
+    slowest: float
+
+
+def time_interleaved(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Timing]:
+    """Times several calls in turns, so that a slow phase of the machine hits all of them alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        jax.block_until_ready(call())
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds[name].append(time.perf_counter() - start)
+    return {name: Timing(statistics.median(times), min(times), max(times)) for name, times in seconds.items()}
+
+
+def environment() -> dict[str, Any]:
+    """What a committed result has to say about the machine and the software."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join([f"python -m {__package__}.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "device": str(jax.devices()[0].device_kind),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+    }
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def save(name: str, rows: list[Any]) -> Path:
+    """Writes the rows (dataclasses or dicts) with the environment to ``benchmarks/results/NAME.json``."""
+    path = RESULTS / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    plain = [row if isinstance(row, dict) else asdict(row) for row in rows]
+    path.write_text(json.dumps({"environment": environment(), "rows": plain}, indent=1) + "\n")
+    return path

@@ -1,0 +1,112 @@
+"""A decoder-only transformer in Flax nnx: RoPE, grouped-query attention, RMSNorm, SwiGLU, sliding windows."""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jaxmagi
+
+type Mask = jaxmagi.AttnMask | jaxmagi.ContextPlan
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the model. Even layers see a sliding window, odd layers the whole document."""
+
+    vocabulary: int
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    batch_axis_name: str | None = None
+
+
+def rope(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rotary position embedding (Su et al., arXiv:2104.09864).
+
+    Args:
+        x: ``[B, T, N, D]``.
+        positions: int32 ``[B, T]``.
+    """
+    half = x.shape[-1] // 2
+    frequencies = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    left, right = x[..., :half], x[..., half:]
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        project = functools.partial(nnx.LinearGeneral, use_bias=False, rngs=rngs)
+        self.query = project(config.width, (config.heads, config.head_dim))
+        self.key = project(config.width, (config.kv_heads, config.head_dim))
+        self.value = project(config.width, (config.kv_heads, config.head_dim))
+        self.out = project((config.heads, config.head_dim), config.width, axis=(-2, -1))
+        self.batch_axis_name = config.batch_axis_name
+
+    def __call__(self, x: jax.Array, mask: Mask, positions: jax.Array) -> jax.Array:
+        query, key = rope(self.query(x), positions), rope(self.key(x), positions)
+        # An AttnMask is applied on each device; a ContextPlan runs over the mesh's "context" axis.
+        batch_axis_name = self.batch_axis_name if isinstance(mask, jaxmagi.ContextPlan) else None
+        mixed = jaxmagi.nn.attention_fn(query, key, self.value(x), mask=mask, batch_axis_name=batch_axis_name)
+        return self.out(mixed)
+
+
+class SwiGLU(nnx.Module):
+    """Gated feed-forward network (Shazeer, arXiv:2002.05202)."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        hidden = 8 * config.width // 3
+        self.gate = nnx.Linear(config.width, hidden, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(config.width, hidden, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(hidden, config.width, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """Pre-norm attention and feed-forward, each with a residual connection."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.attention_norm = nnx.RMSNorm(config.width, rngs=rngs)
+        self.attention = Attention(config, rngs)
+        self.feed_forward_norm = nnx.RMSNorm(config.width, rngs=rngs)
+        self.feed_forward = SwiGLU(config, rngs)
+
+    def __call__(self, x: jax.Array, mask: Mask, positions: jax.Array) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x), mask, positions)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Transformer(nnx.Module):
+    """Maps tokens to logits."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(config.vocabulary, config.width, rngs=rngs)
+        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+        self.norm = nnx.RMSNorm(config.width, rngs=rngs)
+        self.head = nnx.Linear(config.width, config.vocabulary, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array, positions: jax.Array, window: Mask, full: Mask) -> jax.Array:
+        """
+        Args:
+            tokens: int32 ``[B, T]``.
+            positions: int32 ``[B, T]``, each token's position in its document.
+            window: mask or plan of the even layers.
+            full: mask or plan of the odd layers.
+
+        Returns:
+            Logits ``[B, T, vocabulary]``.
+        """
+        x = self.embed(tokens)
+        for index, block in enumerate(self.blocks):
+            x = block(x, full if index % 2 else window, positions)
+        return self.head(self.norm(x))

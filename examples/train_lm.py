@@ -1,0 +1,208 @@
+"""Trains a small language model on Python's own source code, with the sequence spread over a mesh axis.
+
+uv run examples/train_lm.py                       # 8 host devices (or the GPUs there are), 2 x 4 mesh
+uv run examples/train_lm.py --check               # and compare the losses with one device's
+uv run examples/train_lm.py --seq-len 8192 --context 8 --data 1
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from lm_data import VOCABULARY, Packed, load_documents, pack
+from lm_model import Config, Mask, Transformer
+from tqdm import tqdm
+
+import jaxmagi
+from jaxmagi import masks
+
+TOKEN_FIELDS = ("tokens", "targets", "weights", "positions")
+
+
+class Batch(NamedTuple):
+    """What a training step takes; arrays are ``[B, T]``."""
+
+    tokens: jax.Array
+    targets: jax.Array
+    weights: jax.Array
+    positions: jax.Array
+    window: Mask
+    full: Mask
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--data", type=int, default=2, help="size of the data axis = sequences of a batch")
+    parser.add_argument("--context", type=int, default=4, help="size of the context axis")
+    parser.add_argument("--window", type=int, default=256, help="keys that even layers see, self included")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=32)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument(
+        "--check", action="store_true", help="compare with one device, no context parallelism"
+    )
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the picture")
+    return parser.parse_args()
+
+
+def make_mesh(data: int, context: int) -> jax.sharding.Mesh:
+    """A data x context mesh over the GPUs there are, else over as many host devices as it takes."""
+    jax.config.update("jax_num_cpu_devices", data * context)  # must precede the first use of a device
+    devices = jax.devices()
+    if len(devices) < data * context:
+        raise ValueError(f"a {data} x {context} mesh needs {data * context} devices, found {len(devices)}")
+    shape, names = (data, context), ("data", "context")
+    return jax.make_mesh(shape, names, (AxisType.Auto,) * 2, devices=devices[: data * context])
+
+
+def document_masks(sequence: Packed, window: int) -> tuple[jaxmagi.AttnMask, jaxmagi.AttnMask]:
+    """The masks of the even and of the odd layers: documents under a sliding window, and causal documents."""
+    return masks.documents(sequence.lengths, (window - 1, 0)), masks.documents(sequence.lengths, "causal")
+
+
+def local_batch(sequences: list[Packed], window: int) -> Batch:
+    """The batch as one device takes it: tokens in their own order, a mask for each sequence."""
+    even, odd = zip(*(document_masks(sequence, window) for sequence in sequences), strict=True)
+    columns = {name: jnp.stack([getattr(sequence, name) for sequence in sequences]) for name in TOKEN_FIELDS}
+    return Batch(**columns, window=jaxmagi.AttnMask.stack(even), full=jaxmagi.AttnMask.stack(odd))
+
+
+class ContextBatches:
+    """Turns sequences into batches for a data x context mesh: plans, dispatches, places on the devices.
+
+    The capacities of the plans only grow, so that the training step compiles once, or a few times at most.
+    """
+
+    def __init__(self, mesh: jax.sharding.Mesh, window: int):
+        self.window = window
+        self.cp_size = mesh.shape["context"]
+        self.sharding = NamedSharding(mesh, P("data", "context"))
+        self.capacities: list[jaxmagi.PlanCapacity | None] = [None, None]
+
+    def __call__(self, sequences: list[Packed]) -> Batch:
+        window, full = zip(*map(self.plan, sequences), strict=True)
+        columns = {name: self.dispatch(name, sequences, full) for name in TOKEN_FIELDS}
+        return Batch(**columns, window=self.stack(0, window), full=self.stack(1, full))
+
+    def dispatch(self, name: str, sequences: list[Packed], plans: Sequence[jaxmagi.ContextPlan]) -> jax.Array:
+        """One field of all sequences, each in the token order of its plan, on the devices."""
+        rows = [jaxmagi.dispatch(getattr(s, name), plan) for s, plan in zip(sequences, plans, strict=True)]
+        return jax.device_put(np.stack(rows), self.sharding)
+
+    def plan(self, sequence: Packed) -> tuple[jaxmagi.ContextPlan, jaxmagi.ContextPlan]:
+        """The plans of the even and of the odd layers; both keep the layout that balances the odd ones."""
+        even, odd = document_masks(sequence, self.window)
+        # One number of stages for all, since it is part of what a compilation depends on.
+        plan_context = functools.partial(jaxmagi.plan_context, cp_size=self.cp_size, num_stages=1)
+        full = plan_context(odd)
+        return plan_context(even, layout=full.token_order), full
+
+    def stack(self, kind: int, plans: Sequence[jaxmagi.ContextPlan]) -> jaxmagi.ContextPlan:
+        """One plan for each sequence, at the largest capacity seen so far."""
+        stacked = jaxmagi.ContextPlan.stack(plans)
+        capacity = stacked.capacity.union(self.capacities[kind] or stacked.capacity)
+        self.capacities[kind] = capacity
+        return jax.device_put(stacked.pad_to(capacity), self.sharding)
+
+
+@nnx.jit
+def train_step(model: Transformer, optimizer: nnx.Optimizer, batch: Batch) -> jax.Array:
+    """One step of the optimizer; returns the mean loss in nats per token."""
+
+    def loss_fn(model: Transformer) -> jax.Array:
+        logits = model(batch.tokens, batch.positions, batch.window, batch.full)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
+        return jnp.sum(losses * batch.weights) / jnp.sum(batch.weights)
+
+    loss, gradients = nnx.value_and_grad(loss_fn)(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def train(
+    config: Config,
+    sequences: Iterator[list[Packed]],
+    to_batch: Callable[[list[Packed]], Batch],
+    arguments: argparse.Namespace,
+    label: str,
+) -> list[float]:
+    """Trains a freshly initialised model and returns the loss of every step."""
+    model = Transformer(config, nnx.Rngs(0))
+    schedule = optax.warmup_cosine_decay_schedule(0.0, arguments.learning_rate, 5, max(6, arguments.steps))
+    optimizer = nnx.Optimizer(model, optax.adamw(schedule), wrt=nnx.Param)
+    losses = []
+    with tqdm(itertools.islice(sequences, arguments.steps), label, arguments.steps, unit="step") as progress:
+        for batch in map(to_batch, progress):
+            losses.append(float(train_step(model, optimizer, batch)))
+            progress.set_postfix(loss=f"{losses[-1]:.3f}")
+    return losses
+
+
+def packed_batches(arguments: argparse.Namespace) -> Iterator[list[Packed]]:
+    """Endless batches of ``--data`` sequences; the same on every call."""
+    sequences = pack(load_documents(), arguments.seq_len, seed=0)
+    while True:
+        yield list(itertools.islice(sequences, arguments.data))
+
+
+def save_picture(path: Path, curves: dict[str, list[float]], plan: jaxmagi.ContextPlan) -> None:
+    """The loss curves beside the mask of one sequence, coloured by rank."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 5), width_ratios=(1, 1.8))
+    figure.subplots_adjust(left=0.05, right=0.97, wspace=0.12)
+    for (label, losses), style in zip(curves.items(), ("-", ":"), strict=False):
+        left.plot(losses, style, label=label, linewidth=2)
+    left.set(xlabel="step", ylabel="loss (nats per byte)", title="training on Python's standard library")
+    left.legend()
+    plan.draw(right)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def check(losses: list[float], reference: list[float]) -> None:
+    """Exits with an error unless the two loss curves agree to 1e-4."""
+    difference = max(abs(a - b) for a, b in zip(losses, reference, strict=True))
+    print(f"largest difference to one device without context parallelism: {difference:.1e} nats")
+    if difference > 1e-4:
+        raise SystemExit(f"losses differ by {difference} > 1e-4")
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    mesh = make_mesh(arguments.data, arguments.context)
+    names = ("layers", "width", "heads", "kv_heads", "head_dim")
+    config = Config(VOCABULARY, **{name: getattr(arguments, name) for name in names})
+    batches = ContextBatches(mesh, arguments.window)
+    label = f"{arguments.data} x {arguments.context} mesh"
+    with jax.set_mesh(mesh):
+        distributed = dataclasses.replace(config, batch_axis_name="data")
+        losses = train(distributed, packed_batches(arguments), batches, arguments, label)
+    curves = {label: losses}
+    if arguments.check:
+        to_batch = functools.partial(local_batch, window=arguments.window)
+        curves["one device"] = train(config, packed_batches(arguments), to_batch, arguments, "one device")
+        check(losses, curves["one device"])
+    picture = arguments.out / "train_lm.png"
+    save_picture(picture, curves, batches.plan(next(packed_batches(arguments))[0])[1])
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte; picture: {picture}")
+
+
+if __name__ == "__main__":
+    main()
