@@ -10,12 +10,14 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-def _has_gpu() -> bool:
-    return any(device.platform == "gpu" for device in jax.devices())
+def pytest_configure(config: pytest.Config) -> None:
+    """``-m gpu`` runs on the GPUs that there are, everything else on the CPU, also where there are GPUs."""
+    if config.option.markexpr != "gpu":
+        jax.config.update("jax_platforms", "cpu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if _has_gpu():
+    if jax.default_backend() == "gpu":
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:

@@ -86,10 +86,10 @@ def make_mesh(cp_size: int, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh
     return jax.make_mesh((cp_size,), (AXIS,), axis_types=(kind,), devices=jax.devices()[:cp_size])
 
 
-def solve(attend: Any, problem: Problem, plan: ContextPlan) -> Solution:
-    """Results and gradients of ``attend(query, key, value, sinks, plan) → (out, lse)``."""
+def solve(attend: Any, problem: Problem, mask: ContextPlan | AttnMask) -> Solution:
+    """Results and gradients of ``attend(query, key, value, sinks, mask) → (out, lse)``."""
     query, key, value, sinks, dout, dlse = problem
-    (out, lse), vjp = jax.vjp(lambda *operands: attend(*operands, plan), query, key, value, sinks)
+    (out, lse), vjp = jax.vjp(lambda *operands: attend(*operands, mask), query, key, value, sinks)
     return Solution(out, lse, *vjp((dout, dlse)))
 
 
