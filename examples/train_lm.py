@@ -47,8 +47,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seq-len", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--data", type=int, default=2, help="size of the data axis = sequences of a batch")
-    parser.add_argument("--context", type=int, default=4, help="size of the context axis")
+    parser.add_argument("--data", type=int, help="size of the data axis = sequences of a batch")
+    parser.add_argument("--context", type=int, help="size of the context axis")
     parser.add_argument("--window", type=int, default=256, help="keys that even layers see, self included")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
@@ -63,14 +63,16 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_mesh(data: int, context: int) -> jax.sharding.Mesh:
-    """A data x context mesh over the GPUs there are, else over as many host devices as it takes."""
-    jax.config.update("jax_num_cpu_devices", data * context)  # must precede the first use of a device
+def make_mesh(data: int | None, context: int | None) -> jax.sharding.Mesh:
+    """A data x context mesh: by default 2 x 4 host devices, or 1 x all the GPUs that there are."""
+    jax.config.update("jax_num_cpu_devices", (data or 2) * (context or 4))  # before the first use of a device
     devices = jax.devices()
-    if len(devices) < data * context:
-        raise ValueError(f"a {data} x {context} mesh needs {data * context} devices, found {len(devices)}")
-    shape, names = (data, context), ("data", "context")
-    return jax.make_mesh(shape, names, (AxisType.Auto,) * 2, devices=devices[: data * context])
+    data = data or (2 if jax.default_backend() == "cpu" else 1)
+    context = context or len(devices) // data
+    if len(devices) < data * context or context == 0:
+        raise SystemExit(f"a {data} x {context} mesh needs {data * context} devices, found {len(devices)}")
+    kinds = (AxisType.Auto, AxisType.Auto)
+    return jax.make_mesh((data, context), ("data", "context"), kinds, devices=devices[: data * context])
 
 
 def document_masks(sequence: Packed, window: int) -> tuple[jaxmagi.AttnMask, jaxmagi.AttnMask]:
@@ -156,11 +158,11 @@ def train(
     return losses
 
 
-def packed_batches(arguments: argparse.Namespace) -> Iterator[list[Packed]]:
-    """Endless batches of ``--data`` sequences; the same on every call."""
-    sequences = pack(load_documents(), arguments.seq_len, seed=0)
+def packed_batches(length: int, size: int) -> Iterator[list[Packed]]:
+    """Endless batches of ``size`` sequences; the same on every call."""
+    sequences = pack(load_documents(), length, seed=0)
     while True:
-        yield list(itertools.islice(sequences, arguments.data))
+        yield list(itertools.islice(sequences, size))
 
 
 def save_picture(path: Path, curves: dict[str, list[float]], plan: jaxmagi.ContextPlan) -> None:
@@ -189,18 +191,19 @@ def main() -> None:
     mesh = make_mesh(arguments.data, arguments.context)
     names = ("layers", "width", "heads", "kv_heads", "head_dim")
     config = Config(VOCABULARY, **{name: getattr(arguments, name) for name in names})
-    batches = ContextBatches(mesh, arguments.window)
-    label = f"{arguments.data} x {arguments.context} mesh"
+    sequences = functools.partial(packed_batches, arguments.seq_len, mesh.shape["data"])
+    to_batch = ContextBatches(mesh, arguments.window)
+    label = "{data} x {context} mesh".format_map(mesh.shape)
     with jax.set_mesh(mesh):
         distributed = dataclasses.replace(config, batch_axis_name="data")
-        losses = train(distributed, packed_batches(arguments), batches, arguments, label)
+        losses = train(distributed, sequences(), to_batch, arguments, label)
     curves = {label: losses}
     if arguments.check:
-        to_batch = functools.partial(local_batch, window=arguments.window)
-        curves["one device"] = train(config, packed_batches(arguments), to_batch, arguments, "one device")
+        to_local_batch = functools.partial(local_batch, window=arguments.window)
+        curves["one device"] = train(config, sequences(), to_local_batch, arguments, "one device")
         check(losses, curves["one device"])
     picture = arguments.out / "train_lm.png"
-    save_picture(picture, curves, batches.plan(next(packed_batches(arguments))[0])[1])
+    save_picture(picture, curves, to_batch.plan(next(sequences())[0])[1])
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte; picture: {picture}")
 
 

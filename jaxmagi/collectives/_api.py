@@ -94,7 +94,8 @@ def group_reduce(
     if op not in _OPS:
         raise ValueError(f"op must be one of {_OPS}, but it is {op!r}.")
     if (lse is None) == (op == "lse"):
-        raise ValueError(f"lse goes with op='lse' and only with it, but op={op!r} and lse is {lse!r}.")
+        given = "None" if lse is None else f"an array of shape {jnp.shape(lse)}"
+        raise ValueError(f"lse goes with op='lse' and only with it, but op={op!r} and lse is {given}.")
     transfer = _transfer(spec, axis_name)
     if lse is not None:
         return _reduce_lse(jnp.asarray(x), jnp.asarray(lse), accumulate, transfer)
@@ -118,13 +119,15 @@ def _own_leaves(
     if own_structure != structure:
         raise ValueError(f"accumulate must be a pytree like x, {structure}, but it is {own_structure}.")
     for x, y in zip(leaves, own, strict=True):
-        _check_accumulate(y, (route.input_rows, *x.shape[1:]))
+        _check_accumulate(y, (route.input_rows, *x.shape[1:]), x.dtype)
     return own
 
 
-def _check_accumulate(x: jax.Array, shape: tuple[int, ...]) -> None:
+def _check_accumulate(x: jax.Array, shape: tuple[int, ...], added: jnp.dtype) -> None:
     if x.shape != shape:
         raise ValueError(f"accumulate must have shape {shape}, but has {x.shape}.")
+    if jnp.issubdtype(added, jnp.inexact) and not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise ValueError(f"accumulate is {x.dtype.name}, which would cut off the sum of x in {added.name}.")
 
 
 def _sum(
@@ -173,8 +176,8 @@ def _reduce_lse(
     own = None
     if accumulate is not None:
         own = (jnp.asarray(accumulate[0]), jnp.asarray(accumulate[1]))
-        _check_accumulate(own[0], (route.input_rows, *x.shape[1:]))
-        _check_accumulate(own[1], (route.input_rows, *lse.shape[1:]))
+        _check_accumulate(own[0], (route.input_rows, *x.shape[1:]), x.dtype)
+        _check_accumulate(own[1], (route.input_rows, *lse.shape[1:]), lse.dtype)
     x, lse, own, sends, receives = vary_alike((x, lse, own, sends, receives))
     out, total = merge_by_lse(x, lse, own, sends, receives, route)
     like = (x, lse) if own is None else own

@@ -28,13 +28,15 @@ def merge_by_lse(
     out, lse = send_back((out, lse.astype(accumulator_dtype(lse.dtype))), receives, route)
     out = out.astype(accumulator_dtype(out.dtype))
     lse = jnp.where((rows == NONE)[:, None], -jnp.inf, lse)
-    peak = jax.lax.full_like(lse, -jnp.inf, shape=(route.input_rows, *lse.shape[1:]))
+    sharding = jax.typeof(lse).sharding  # gathers over Explicit axes need to be told the result's
+    peak = jax.lax.full_like(lse, -jnp.inf, shape=(route.input_rows, *lse.shape[1:]), sharding=sharding)
     peak = peak.at[rows].max(jax.lax.stop_gradient(lse), mode="drop", wrap_negative_indices=False)
     if own is not None:
         peak = jnp.maximum(peak, jax.lax.stop_gradient(own[1]).astype(peak.dtype))
-    weight, weighted = _weigh(
-        out, lse, peak.at[rows].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    peak_of_slot = peak.at[rows].get(
+        mode="fill", fill_value=0, wrap_negative_indices=False, out_sharding=sharding
     )
+    weight, weighted = _weigh(out, lse, peak_of_slot)
     total, sum_ = add_in_order(weight, rows, route), add_in_order(weighted, rows, route)
     if own is not None:
         weight, weighted = _weigh(own[0].astype(sum_.dtype), own[1].astype(peak.dtype), peak)

@@ -40,7 +40,7 @@ def dispatch(x: Any, plan: ContextPlan, *, axis: int = 0, pad_value: ArrayLike =
     _check_tokens("dispatch", x, axis, plan.length, "plan.length")
     if _on_host(x, order):
         return _take(np, x, np.asarray(order), axis, pad_value)
-    return _take_sharded(jnp.asarray(x), jnp.asarray(order), axis, pad_value)
+    return _take_sharded(jnp.asarray(x), _replicated(order), axis, pad_value)
 
 
 @overload
@@ -71,11 +71,19 @@ def undispatch(x: Any, plan: ContextPlan, *, axis: int = 0) -> Any:
         positions = np.zeros(plan.length, np.int32)
         positions[order[order != _PADDING]] = np.flatnonzero(order != _PADDING)
         return _take(np, x, positions, axis, 0)
-    order = jnp.asarray(order)
+    order = _replicated(order)
     place = jnp.arange(order.shape[0], dtype=jnp.int32)
     positions = jnp.zeros(plan.length, jnp.int32)
     positions = positions.at[order].set(place, mode="drop", wrap_negative_indices=False, unique_indices=True)
     return _take_sharded(jnp.asarray(x), positions, axis, 0)
+
+
+def _replicated(order: Any) -> jax.Array:
+    """The token order on every device: sharded indices over Explicit axes would leave a gather ambiguous."""
+    order = jnp.asarray(order)
+    if all(axes is None for axes in jax.typeof(order).sharding.spec):
+        return order
+    return jax.sharding.reshard(order, P())
 
 
 def _whole_order(plan: ContextPlan, name: str) -> Any:

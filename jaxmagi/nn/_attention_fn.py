@@ -3,9 +3,9 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax.nnx.nn import dtypes
+from jax.sharding import PartitionSpec as P
 
 from jaxmagi.attention import attention
 from jaxmagi.context import context_attention
@@ -37,7 +37,7 @@ def attention_fn(
     deterministic_gradients: bool = False,
     implementation: str | None = None,
     axis_name: str = "context",
-    batch_axis_name: str | tuple[str, ...] | None = None,
+    batch_axis_name: str | None = None,
     **kwargs: Any,
 ) -> jax.Array:
     """Attention under an `AttnMask`, or distributed by a `ContextPlan`, with the signature Flax expects.
@@ -73,7 +73,8 @@ def attention_fn(
         deterministic_gradients: gradients are bitwise equal from run to run.
         implementation: see `jaxmagi.attention`.
         axis_name: mesh axis over which a plan distributes the sequence.
-        batch_axis_name: mesh axis (or axes) over which the batch is sharded; with a plan only.
+        batch_axis_name: mesh axis over which the batch ``[B, T, N, D]`` is sharded; with a plan only. Needed
+            over Auto axes, where the sharding of query cannot be seen; else the batch is gathered.
         **kwargs: what newer versions of Flax may pass; anything but None raises.
 
     Returns:
@@ -141,11 +142,13 @@ def _resolve_mask(mask: Any, is_causal: bool, q_len: int, kv_len: int) -> AttnMa
 def _local(
     query: jax.Array, key: jax.Array, value: jax.Array, mask: AttnMask, options: dict[str, Any]
 ) -> jax.Array:
-    batch = query.shape[:-3]
-    if len(batch) <= 1:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         return attention(query, key, value, mask, **options)
-    out = attention(_fold(query, batch), _fold(key, batch), _fold(value, batch), mask, **options)
-    return out.reshape(*batch, *out.shape[1:])
+
+    # attention takes one batch axis; any in front of it are mapped over.
+    for _ in query.shape[:-4]:
+        attend = jax.vmap(attend)
+    return attend(query, key, value)
 
 
 def _distributed(
@@ -154,25 +157,53 @@ def _distributed(
     value: jax.Array,
     plan: ContextPlan,
     axis_name: str,
-    batch_axis_name: str | tuple[str, ...] | None,
+    batch_axis_name: str | None,
     options: dict[str, Any],
 ) -> jax.Array:
-    def distributed(query: jax.Array, key: jax.Array, value: jax.Array, plan: ContextPlan) -> jax.Array:
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, plan: ContextPlan) -> jax.Array:
         return context_attention(query, key, value, plan, axis_name=axis_name, **options)
 
-    batch = query.shape[:-3]
-    if not batch:
-        return distributed(query, key, value, plan)
-    if batch_axis_name is not None:
-        # Over Auto axes only vmap can be told how the batch is sharded.
-        plan_axis = 0 if np.ndim(plan.token_order) > 1 else None
-        distributed = jax.vmap(distributed, (0, 0, 0, plan_axis), spmd_axis_name=batch_axis_name)
-    out = distributed(_fold(query, batch), _fold(key, batch), _fold(value, batch), plan)
-    return out.reshape(*batch, *out.shape[1:])
+    _check_batch(query, plan)
+    for _ in query.shape[:-4]:
+        attend = jax.vmap(attend, in_axes=(0, 0, 0, None))
+    if batch_axis_name is None:
+        return attend(query, key, value, plan)
+    mesh = _check_batch_axis(query, batch_axis_name, axis_name)
+    if batch_axis_name in mesh.manual_axes:
+        return attend(query, key, value, plan)
+    if batch_axis_name in mesh.explicit_axes:
+        query, key, value = (_reshard_batch(x, batch_axis_name) for x in (query, key, value))
+        return attend(query, key, value, plan)
+    # Over Auto axes only vmap can be told how the batch is sharded.
+    plan_axis = 0 if np.ndim(plan.token_order) > 1 else None
+    mapped = jax.vmap(attend, in_axes=(0, 0, 0, plan_axis), spmd_axis_name=batch_axis_name)
+    return mapped(query, key, value, plan)
 
 
-def _fold(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
-    """Merges the batch axes into one."""
-    if x.shape[:-3] != batch:
-        raise ValueError(f"query, key and value must share their batch axes, got {batch} and {x.shape[:-3]}")
-    return jnp.reshape(x, (-1, *x.shape[-3:]))
+def _reshard_batch(x: jax.Array, name: str) -> jax.Array:
+    return jax.sharding.reshard(x, P(name, *jax.typeof(x).sharding.spec[1:]))
+
+
+def _check_batch(query: jax.Array, plan: ContextPlan) -> None:
+    if query.ndim > 4 and np.ndim(plan.token_order) > 1:
+        raise NotImplementedError(
+            f"a stacked plan goes with one batch axis, but query has shape {query.shape}: flatten its batch"
+        )
+
+
+def _check_batch_axis(query: jax.Array, name: str, axis_name: str) -> jax.sharding.AbstractMesh:
+    """The mesh in context; ValueError unless the batch can be sharded over its axis ``name``."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if name == axis_name or name not in mesh.axis_names:
+        raise ValueError(
+            f"batch_axis_name={name!r} must be a mesh axis other than {axis_name!r}; "
+            f"the mesh has {mesh.axis_names}"
+        )
+    if query.ndim != 4:
+        raise ValueError(f"batch_axis_name={name!r} needs query [B, T, N, D], got shape {query.shape}")
+    if name not in mesh.manual_axes and query.shape[0] % mesh.shape[name]:
+        raise ValueError(
+            f"a batch of {query.shape[0]} cannot be sharded over mesh axis {name!r} "
+            f"of size {mesh.shape[name]}"
+        )
+    return mesh

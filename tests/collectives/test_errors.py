@@ -90,7 +90,9 @@ def test_lse_missing_or_superfluous() -> None:
         ValueError, match="lse goes with op='lse' and only with it, but op='lse' and lse is None"
     ):
         run(lambda x, lse, spec: group_reduce(x, spec, axis_name=AXIS, op="lse"))
-    with pytest.raises(ValueError, match="lse goes with op='lse' and only with it, but op='sum'"):
+    with pytest.raises(
+        ValueError, match="lse goes with op='lse' and only with it, but op='sum' and lse is an"
+    ):
         run(lambda x, lse, spec: group_reduce(x, spec, axis_name=AXIS, lse=lse))
     with pytest.raises(ValueError, match="lse must have the shape of x without its last axis"):
         run(lambda x, lse, spec: group_reduce(x, spec, axis_name=AXIS, op="lse", lse=lse[:1]))
@@ -101,6 +103,8 @@ def test_accumulate() -> None:
         run(lambda x, lse, spec: group_reduce(x, spec, axis_name=AXIS, accumulate=x[:1]))
     with pytest.raises(ValueError, match="accumulate must be a pytree like x"):
         run(lambda x, lse, spec: group_reduce(x, spec, axis_name=AXIS, accumulate=(x, x)))
+    with pytest.raises(ValueError, match="accumulate is int32, which would cut off the sum of x in float32"):
+        run(lambda x, lse, spec: group_reduce(x, spec, axis_name=AXIS, accumulate=x.astype(np.int32)))
 
 
 def test_average_of_integers() -> None:

@@ -99,6 +99,28 @@ def test_second_derivative(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(curvature(x, direction), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("op", ["sum", "avg", "lse"])
+def test_heads_sharded_over_an_explicit_axis(op: Any, rng: np.random.Generator) -> None:
+    """A shard_map over the ranks alone leaves the heads to the mesh's other axis."""
+    transfer = random_transfer(rng, 4)
+    x = normal(rng, 4, transfer.spec.output_rows, 2, 3)
+    lse = normal(rng, 4, transfer.spec.output_rows, 2) if op == "lse" else None
+    expected = reduce_function(4, op)(x, transfer.spec, lse, None)
+
+    def local(x: Any, lse: Any) -> Any:
+        x, lse = jax.tree.map(lambda leaf: leaf[0], (x, lse))
+        result = group_reduce(x, transfer.spec, axis_name=AXIS, op=op, lse=lse)
+        return jax.tree.map(lambda leaf: leaf[None], result)
+
+    mesh = jax.make_mesh((2, 4), ("tensor", AXIS))
+    with jax.set_mesh(mesh):
+        place = jax.NamedSharding(mesh, P(AXIS, None, "tensor"))
+        x, lse = jax.tree.map(lambda leaf: jax.device_put(leaf, place), (x, lse))
+        mapped = jax.shard_map(local, in_specs=P(AXIS), out_specs=P(AXIS), axis_names={AXIS})
+        got = jax.jit(mapped)(x, lse)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
+
+
 def test_nan_of_silent_parts_stays_out_of_gradients(rng: np.random.Generator) -> None:
     transfer = random_transfer(rng, 3)
     x, lse = (normal(rng, 3, transfer.spec.output_rows, *shape) for shape in ((2, 4), (2,)))

@@ -71,6 +71,22 @@ def test_sharded_arrays(kind: AxisType, rng: np.random.Generator) -> None:
             assert jax.typeof(back).sharding.spec == P("data", None)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_sharded_plan(kind: AxisType, rng: np.random.Generator) -> None:
+    """A plan placed by P(axis_name), as it is for `context_attention`, works here too."""
+    mesh = jax.make_mesh((CP_SIZE,), (AXIS,), axis_types=(kind,), devices=jax.devices()[:CP_SIZE])
+    x = rng.normal(size=(LENGTH, 3)).astype(np.float32)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(PLAN, jax.NamedSharding(mesh, P(AXIS)))
+        out = jax.jit(dispatch)(jnp.asarray(x), placed)
+        np.testing.assert_array_equal(out, dispatch(x, PLAN))
+        back = jax.jit(undispatch)(jax.device_put(out, jax.NamedSharding(mesh, P(AXIS))), placed)
+        np.testing.assert_array_equal(back, x)
+        stacked = jax.device_put(ContextPlan.stack([PLAN, PLAN]), jax.NamedSharding(mesh, P(None, AXIS)))
+        both = jax.jit(jax.vmap(undispatch))(jnp.stack([out, out]), stacked)
+        np.testing.assert_array_equal(both, np.stack([x, x]))
+
+
 def test_explicit_sharding_of_the_tokens_stays(rng: np.random.Generator) -> None:
     plan = plan_context(masks.causal(32), CP_SIZE, chunk_size=4, num_stages=1)
     mesh = jax.make_mesh(

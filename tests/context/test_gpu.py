@@ -7,7 +7,6 @@ import pytest
 from jaxmagi import masks
 
 from .harness import (
-    LENGTH,
     check_solution,
     dispatch_problem,
     distributed,

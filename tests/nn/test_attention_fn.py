@@ -148,6 +148,60 @@ def _losses(kind: str, attention_fn: Any, x: jax.Array, mask: jax.Array) -> tupl
     return lambda x, plan: jnp.sum(ours.apply(parameters, x, mask=plan) ** 2), want
 
 
+def test_options_reach_the_local_op(rng: np.random.Generator) -> None:
+    """Scale, soft cap and sinks change the result as they do in `jaxmagi.attention`."""
+    query, key, value = (
+        jnp.asarray(rng.standard_normal((2, LENGTH, HEADS, 8)), jnp.float32) for _ in range(3)
+    )
+    mask, sinks = masks.causal(LENGTH), jnp.arange(HEADS, dtype=jnp.float32)
+    options: Any = {"scale": 0.3, "logits_soft_cap": 0.7, "sinks": sinks, "implementation": "xla"}
+    for name in ("scale", "logits_soft_cap", "sinks"):
+        one = {name: options[name]}
+        got = jaxmagi.nn.attention_fn(query, key, value, mask=mask, **one)
+        np.testing.assert_array_equal(got, jaxmagi.attention(query, key, value, mask, **one))
+        assert np.abs(got - jaxmagi.attention(query, key, value, mask)).max() > 1e-3
+    with pytest.raises(ValueError, match="implementation"):
+        jaxmagi.nn.attention_fn(query, key, value, mask=mask, implementation="cudnn")
+    text = str(jax.make_jaxpr(functools.partial(_gradient_of_sum, mask, True))(query, key, value))
+    assert "deterministic=True" in text
+
+
+def _gradient_of_sum(mask: AttnMask, deterministic: bool, query: Any, key: Any, value: Any) -> Any:
+    def total(query: jax.Array) -> jax.Array:
+        return jaxmagi.nn.attention_fn(
+            query, key, value, mask=mask, deterministic_gradients=deterministic
+        ).sum()
+
+    return jax.grad(total)(query)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("placed", [False, True])
+def test_options_reach_the_distributed_op(
+    rng: np.random.Generator, axis_type: AxisType, placed: bool
+) -> None:
+    """Also axis_name and batch_axis_name, with gradients of the sinks, for arrays placed or not."""
+    query, key, value = (
+        jnp.asarray(rng.standard_normal((2, LENGTH, HEADS, 8)), jnp.float32) for _ in range(3)
+    )
+    mask, sinks = masks.causal(LENGTH), jnp.arange(HEADS, dtype=jnp.float32)
+    options: Any = {"scale": 0.3, "logits_soft_cap": 0.7}
+    want = jax.grad(lambda s: (jaxmagi.attention(query, key, value, mask, sinks=s, **options) ** 2).sum())(
+        sinks
+    )
+    plan = jaxmagi.plan_context(mask, 4, chunk_size=4, num_stages=2)
+    arrays = [jaxmagi.dispatch(x, plan, axis=1) for x in (query, key, value)]
+    mesh = jax.make_mesh((2, 4), ("rows", "ranks"), (axis_type, axis_type))
+    attend = functools.partial(
+        jaxmagi.nn.attention_fn, mask=plan, axis_name="ranks", batch_axis_name="rows", **options
+    )
+    with jax.set_mesh(mesh):
+        if placed:
+            arrays = [jax.device_put(x, jax.NamedSharding(mesh, P("rows", "ranks"))) for x in arrays]
+        got = jax.jit(jax.grad(lambda s: (attend(*arrays, sinks=s) ** 2).sum()))(sinks)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
 QKV = jnp.zeros((2, LENGTH, HEADS, 8))
 
 
@@ -184,3 +238,19 @@ def test_decoding_raises(rng: np.random.Generator) -> None:
     layer.init_cache((2, LENGTH, WIDTH))
     with pytest.raises(NotImplementedError, match="decoding"):
         layer(inputs(rng, 2)[:, :1], decode=True)
+
+
+@pytest.mark.parametrize(
+    ("batch_axis_name", "batch", "message"),
+    [
+        ("dta", 2, "batch_axis_name='dta' must be a mesh axis .*'data', 'context'"),
+        ("context", 2, "batch_axis_name='context' must be a mesh axis other than 'context'"),
+        ("data", 3, "a batch of 3 cannot be sharded over mesh axis 'data' of size 2"),
+        ("data", None, "batch_axis_name='data' needs query .* got shape"),
+    ],
+)
+def test_batch_axis_that_does_not_fit(batch_axis_name: str, batch: int | None, message: str) -> None:
+    plan = jaxmagi.plan_context(masks.causal(LENGTH), 4)
+    x = jnp.zeros((*(() if batch is None else (batch,)), LENGTH, HEADS, 8))
+    with jax.set_mesh(jax.make_mesh((2, 4), ("data", "context"))), pytest.raises(ValueError, match=message):
+        jaxmagi.nn.attention_fn(x, x, x, mask=plan, batch_axis_name=batch_axis_name)
