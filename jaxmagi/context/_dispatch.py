@@ -1,5 +1,6 @@
 """Global token order to dispatched order and back."""
 
+import functools
 from typing import Any, overload
 
 import jax
@@ -136,8 +137,17 @@ def _take_sharded(x: jax.Array, order: jax.Array, axis: int, pad_value: ArrayLik
     names = spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
     if order.shape[0] % np.prod([sharding.mesh.shape[name] for name in names]):
         spec[axis] = None
+    return _take_over_mesh(x, order, jnp.asarray(pad_value, x.dtype), axis, sharding.mesh, P(*spec))
 
-    def take(x: jax.Array, order: jax.Array) -> jax.Array:
+
+# Jitted, since only jit finds the devices of a mesh that jax.set_mesh has not set.
+@functools.partial(jax.jit, static_argnames=("axis", "mesh", "spec"))
+def _take_over_mesh(
+    x: jax.Array, order: jax.Array, pad_value: jax.Array, axis: int, mesh: Any, spec: P
+) -> Any:
+    def take(x: jax.Array, order: jax.Array, pad_value: jax.Array) -> jax.Array:
         return _take(jnp, x, order, axis, pad_value)
 
-    return jax.sharding.auto_axes(take, out_sharding=P(*spec))(x, order)  # pyright: ignore[reportCallIssue]
+    with jax.sharding.use_abstract_mesh(mesh):
+        gather: Any = jax.sharding.auto_axes(take, out_sharding=spec)
+        return gather(x, order, pad_value)
