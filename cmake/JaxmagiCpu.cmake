@@ -27,14 +27,19 @@ nanobind_add_module(
 target_include_directories(_cpu PRIVATE "${PROJECT_SOURCE_DIR}")
 target_compile_options(_cpu PRIVATE ${jaxmagi_warnings})
 target_link_libraries(_cpu PRIVATE jaxmagi_ffi_headers)
-# libstdc++ travels inside, unexported: neither its version nor that of another module's copy matters.
-target_link_options(_cpu PRIVATE -static-libstdc++ "LINKER:--exclude-libs,ALL" "LINKER:--gc-sections")
-set_target_properties(_cpu PROPERTIES CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
+# libstdc++ and libgcc travel inside, so that their versions on the user's machine do not matter, and the version
+# script keeps their symbols to the module: some (weak and unique ones) would otherwise be merged with another
+# module's copy.
+set(exports "${CMAKE_CURRENT_LIST_DIR}/exports.map")
+target_link_options(_cpu PRIVATE -static-libstdc++ -static-libgcc "LINKER:--version-script=${exports}"
+                    "LINKER:--gc-sections")
+set_target_properties(_cpu PROPERTIES CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON
+                                      LINK_DEPENDS "${exports}")
 
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
   target_compile_options(_cpu PRIVATE -march=x86-64-v2)
   target_compile_definitions(_cpu PRIVATE JAXMAGI_X86_DISPATCH)
-  set(avx2_flags -march=x86-64-v2 -mavx2 -mfma -mf16c)
+  set(avx2_flags -march=x86-64-v2 -mavx2 -mfma)
   jaxmagi_add_kernels(generic -march=x86-64-v2)
   jaxmagi_add_kernels(avx2 ${avx2_flags})
   jaxmagi_add_kernels(avx512 ${avx2_flags} -mavx512f -mavx512bw -mavx512dq -mavx512vl)

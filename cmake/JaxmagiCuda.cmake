@@ -1,4 +1,4 @@
-# Looks for a CUDA compiler. JAXMAGI_CUDA=AUTO builds what the machine can build, ON demands it, OFF skips it.
+# Looks for a CUDA compiler. AUTO says what it found, ON demands a CUDA module, which this version does not have.
 
 set(JAXMAGI_CUDA AUTO CACHE STRING "Build for CUDA: AUTO, ON or OFF")
 set_property(CACHE JAXMAGI_CUDA PROPERTY STRINGS AUTO ON OFF)
@@ -7,7 +7,8 @@ set(JAXMAGI_MIN_NVCC 12.8)
 # Candidates in order of preference. CUDACXX is a choice, so that nothing else is tried beside it.
 function(jaxmagi_nvcc_candidates OUT)
   if(DEFINED ENV{CUDACXX})
-    set(${OUT} "$ENV{CUDACXX}" PARENT_SCOPE)
+    find_program(chosen NAMES "$ENV{CUDACXX}" NO_CACHE)  # a path, or a name in PATH
+    set(${OUT} "${chosen}" PARENT_SCOPE)
     return()
   endif()
   find_program(nvcc_in_path nvcc NO_CACHE)
@@ -15,10 +16,14 @@ function(jaxmagi_nvcc_candidates OUT)
     wheels
     "import importlib.util as u; s = u.find_spec('nvidia'); print(*(s.submodule_search_locations if s else ()), sep=';')")
   set(found ${nvcc_in_path})
-  foreach(root IN LISTS wheels ITEMS "$ENV{CUDA_HOME}")
-    list(APPEND found "${root}/cu13/bin/nvcc" "${root}/bin/nvcc")
+  foreach(root IN LISTS wheels)
+    list(APPEND found "${root}/cu13/bin/nvcc")
   endforeach()
-  set(${OUT} ${found} PARENT_SCOPE)
+  if(NOT "$ENV{CUDA_HOME}" STREQUAL "")
+    list(APPEND found "$ENV{CUDA_HOME}/bin/nvcc")
+  endif()
+  list(APPEND found /usr/local/cuda/bin/nvcc)
+  set(${OUT} "${found}" PARENT_SCOPE)
 endfunction()
 
 # Sets JAXMAGI_NVCC and JAXMAGI_NVCC_VERSION, or describes in JAXMAGI_NVCC_MISFITS what was found instead.
@@ -40,9 +45,9 @@ function(jaxmagi_find_nvcc)
     endif()
   endforeach()
   if(NOT misfits AND DEFINED ENV{CUDACXX})
-    set(misfits "CUDACXX=$ENV{CUDACXX} (no such file)")
+    set(misfits "CUDACXX=$ENV{CUDACXX} (no such program)")
   elseif(NOT misfits)
-    set(misfits "no nvcc in PATH, CUDA_HOME or the nvidia wheels of ${Python_EXECUTABLE}")
+    set(misfits "no nvcc in PATH, the nvidia wheels of ${Python_EXECUTABLE}, CUDA_HOME or /usr/local/cuda")
   endif()
   list(JOIN misfits ", " misfits)
   set(JAXMAGI_NVCC_MISFITS "${misfits}" PARENT_SCOPE)
@@ -55,7 +60,10 @@ elseif(JAXMAGI_CUDA STREQUAL "OFF")
 endif()
 
 jaxmagi_find_nvcc()
-if(JAXMAGI_NVCC)
+if(JAXMAGI_NVCC AND JAXMAGI_CUDA STREQUAL "ON")
+  message(FATAL_ERROR "JAXMAGI_CUDA=ON: this version has no CUDA module yet; use AUTO or OFF (nvcc "
+                      "${JAXMAGI_NVCC_VERSION} at ${JAXMAGI_NVCC} would fit)")
+elseif(JAXMAGI_NVCC)
   message(STATUS "CUDA: nvcc ${JAXMAGI_NVCC_VERSION} at ${JAXMAGI_NVCC}; this version has no CUDA module to build yet")
 elseif(JAXMAGI_CUDA STREQUAL "ON")
   message(FATAL_ERROR "JAXMAGI_CUDA=ON needs nvcc >= ${JAXMAGI_MIN_NVCC}; found: ${JAXMAGI_NVCC_MISFITS}")

@@ -1,5 +1,6 @@
 #include "xla_ffi/attention_cpu.h"
 
+#include <limits>
 #include <utility>
 
 #include "csrc/attention/cpu/backward.h"
@@ -29,7 +30,7 @@ cpu::DType dtype_of(const char* name, const ffi::AnyBuffer& buffer) {
     }
 }
 
-cpu::Tensor to_tensor(const char* name, const ffi::AnyBuffer& buffer) {
+template <typename Tensor> Tensor to_tensor(const char* name, const ffi::AnyBuffer& buffer) {
     check_rank(name, buffer, 4);
     const auto dims = buffer.dimensions();
     check(dims[1] <= kUnbounded, std::string(name) + " is longer than 2^30: " + to_string(shape_of(buffer)));
@@ -66,8 +67,11 @@ cpu::BandTable to_band_table(const ffi::AnyBuffer& bands, int64_t batch) {
     return {bands.typed_data<int32_t>(), dims[0], dims[1]};
 }
 
+// Kernels divide by the cap in float, on threads that may take subnormal numbers for zero.
 void check_soft_cap(double soft_cap) {
-    check(soft_cap >= 0, "soft_cap must be positive, or 0 for none, got " + std::to_string(soft_cap));
+    constexpr double kSmallest = std::numeric_limits<float>::min(), kLargest = std::numeric_limits<float>::max();
+    check(soft_cap == 0 or (kSmallest <= soft_cap and soft_cap <= kLargest),
+          "soft_cap must be a positive normal float, or 0 for none, got " + to_string(soft_cap));
 }
 
 Scheduler to_scheduler(ffi::ThreadPool& pool) {
@@ -88,10 +92,10 @@ ffi::Error forward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi
         check_shape("lse", *lse, {query[0], query[1], query[2]});
         check_type("lse", *lse, accumulation);
         const cpu::ForwardParams params{.batch = query[0],
-                                        .q = to_tensor("q", q),
-                                        .k = to_tensor("k", k),
-                                        .v = to_tensor("v", v),
-                                        .out = to_tensor("out", *out),
+                                        .q = to_tensor<cpu::Operand>("q", q),
+                                        .k = to_tensor<cpu::Operand>("k", k),
+                                        .v = to_tensor<cpu::Operand>("v", v),
+                                        .out = to_tensor<cpu::Result>("out", *out),
                                         .bands = to_band_table(bands, query[0]),
                                         .sinks = sinks.untyped_data(),
                                         .lse = lse->untyped_data(),
@@ -119,13 +123,13 @@ ffi::Error backward(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ff
         check_result("dk", *dk, shape_of(k), operand);
         check_result("dv", *dv, shape_of(v), operand);
         const cpu::BackwardParams params{.batch = query[0],
-                                         .q = to_tensor("q", q),
-                                         .k = to_tensor("k", k),
-                                         .v = to_tensor("v", v),
-                                         .dout = to_tensor("dout", dout),
-                                         .dq = to_tensor("dq", *dq),
-                                         .dk = to_tensor("dk", *dk),
-                                         .dv = to_tensor("dv", *dv),
+                                         .q = to_tensor<cpu::Operand>("q", q),
+                                         .k = to_tensor<cpu::Operand>("k", k),
+                                         .v = to_tensor<cpu::Operand>("v", v),
+                                         .dout = to_tensor<cpu::Operand>("dout", dout),
+                                         .dq = to_tensor<cpu::Result>("dq", *dq),
+                                         .dk = to_tensor<cpu::Result>("dk", *dk),
+                                         .dv = to_tensor<cpu::Result>("dv", *dv),
                                          .bands = to_band_table(bands, query[0]),
                                          .lse = lse.untyped_data(),
                                          .delta = delta.untyped_data(),

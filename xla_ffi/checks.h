@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -23,6 +24,12 @@ inline std::string to_string(const Shape& shape) {
     for (size_t i = 0; i < shape.size(); ++i)
         text += (i ? ", " : "") + std::to_string(shape[i]);
     return text + "]";
+}
+
+inline std::string to_string(double x) {
+    std::ostringstream text;  // std::to_string has 1e-50 as 0.000000
+    text << x;
+    return text.str();
 }
 
 inline void check(bool holds, const std::string& message) {

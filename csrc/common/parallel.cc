@@ -30,8 +30,13 @@ int num_workers(const Scheduler& scheduler, int64_t num_items) {
 
 void parallel_for(const Scheduler& scheduler, int64_t num_items, const std::function<void(int64_t, int)>& body) {
     const auto job = std::make_shared<Job>(num_items, &body);
-    for (int worker = 1; worker < num_workers(scheduler, num_items); ++worker)
-        scheduler.schedule([job, worker] { take_items(*job, worker); });
+    try {
+        for (int worker = 1; worker < num_workers(scheduler, num_items); ++worker)
+            scheduler.schedule([job, worker] { take_items(*job, worker); });
+    } catch (...) {
+        // Out of memory. The helpers already queued use `body`, so this call must not end before the items do; the
+        // work is done with those helpers, or with none.
+    }
     take_items(*job, 0);
     for (int64_t done = job->done; done != num_items; done = job->done)
         job->done.wait(done);

@@ -6,6 +6,7 @@
 namespace jaxmagi {
 
 // A pool that may run a task on another thread, now, later or (when it has no threads) before `schedule` returns.
+// `schedule` may throw: then there are fewer helpers.
 struct Scheduler {
     int num_threads;
     std::function<void(std::function<void()>)> schedule;

@@ -34,6 +34,11 @@ JAXMAGI_HOST_DEVICE constexpr Range intersect(Range a, Range b) {
     return {detail::larger(a.begin, b.begin), detail::smaller(a.end, b.end)};
 }
 
+// The part of [0, length) that a tile of `size` covers.
+JAXMAGI_HOST_DEVICE constexpr Range tile_range(int tile, int size, int length) {
+    return intersect({tile * size, (tile + 1) * size}, {0, length});
+}
+
 JAXMAGI_HOST_DEVICE constexpr Band crop(Band band, Range rows, Range keys) {
     const Range q = intersect({band.q0, band.q1}, rows);
     const Range k = intersect({band.k0, band.k1}, keys);

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "csrc/common/math.h"
+
 namespace jaxmagi {
 
 std::vector<Band> tighten_bands(const int32_t* rows, int64_t num_bands, int q_len, int kv_len) {
@@ -25,10 +27,10 @@ std::vector<Band> tighten_bands(const int32_t* rows, int64_t num_bands, int q_le
 }
 
 TileIndex::TileIndex(const std::vector<Band>& bands, Axis axis, int length, int tile) {
-    const int num_tiles = (length + tile - 1) / tile;
+    const int num_tiles = ceil_div(length, tile);
     const auto tiles_of = [&](const Band& band) {
         const Range range = axis == Axis::kQuery ? Range{band.q0, band.q1} : Range{band.k0, band.k1};
-        return Range{range.begin / tile, (range.end - 1) / tile + 1};
+        return Range{range.begin / tile, ceil_div(range.end, tile)};
     };
     offsets_.assign(num_tiles + 1, 0);
     for (const Band& band : bands)

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import itertools
 import types
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from jax.typing import DTypeLike
 
+from jaxmagi import _native
 from jaxmagi.attention._reference import attention_reference, attention_reference_vjp
 from tests.cases import FP32_TOLERANCE, random_bands
 
@@ -25,6 +27,8 @@ def _cpu() -> types.ModuleType:
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> None:
     """Registers the handlers under names of their own: the package registers them under the real ones."""
+    if not _native.has_handler("jaxmagi_attention_forward", "cpu"):
+        pytest.skip("the compiled extension jaxmagi._cpu is missing")
     for name, handler in _cpu().registrations().items():
         jax.ffi.register_ffi_target(f"{name}_test", handler, platform="cpu")
 
@@ -60,7 +64,7 @@ def make_inputs(
         k=rng.standard_normal((batch, kv_len, kv_heads, dim)),
         v=rng.standard_normal((batch, kv_len, kv_heads, value_dim)),
         dout=rng.standard_normal((batch, q_len, heads, value_dim)),
-        bands=np.asarray(bands, np.int32).reshape(-1, *np.shape(bands)[-2:]),
+        bands=np.asarray(bands, np.int32),
         sinks=rng.standard_normal(heads) if sinks else np.full(heads, -np.inf),
         scale=dim**-0.5,
         soft_cap=soft_cap,
@@ -243,44 +247,157 @@ def test_nothing_leaks_from_invisible_rows(rng: np.random.Generator) -> None:
             assert_close(name, grad, want[name], FP32_TOLERANCE)
 
 
-def test_nan_reaches_exactly_the_rows_that_see_it(rng: np.random.Generator) -> None:
+def nan_rows(x: np.ndarray) -> np.ndarray:
+    """Positions on axis 1 that hold NaN."""
+    return np.flatnonzero(np.isnan(x).any(axis=tuple(i for i in range(x.ndim) if i != 1)))
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_reach_of_nan_in_a_value(rng: np.random.Generator, poison: float) -> None:
+    """All rows of the tiles of 64 where some row sees it, in the output; who sees it, in the gradients."""
     bands = np.array([[0, 100, 0, 100, -UNBOUNDED, 0]], np.int32)
     inputs = make_inputs(rng, bands[None], (1, 100, 1, 8), (1, 100, 1))
-    inputs.k[0, 30] = np.nan
+    want = reference(inputs)
+    inputs.v[0, 80] = poison
+    inputs.v[0, 80, :, ::2] *= -1  # so that its product with a cotangent is inf - inf
+    inputs.dout[:] = 1
     out, lse = call_forward(inputs, jnp.float32)
-    assert np.array_equal(np.isnan(lse[0, :, 0]), np.arange(100) >= 30)
-    assert np.array_equal(np.isnan(out[0, :, 0, 0]), np.arange(100) >= 30)
+    assert_close("lse", lse, want["lse"], FP32_TOLERANCE)
+    unseeing = nan_rows(out)
+    assert set(range(64, 80)) <= set(unseeing)
+    assert unseeing.min() == 64
+    dq, dk, dv = call_backward(inputs, want["lse"], want["delta"], jnp.float32)
+    assert nan_rows(dq).tolist() == list(range(80, 100))
+    assert nan_rows(dk).tolist() == [80]
+    assert nan_rows(dv).tolist() == []
 
 
-def test_no_bands_and_empty_axes() -> None:
-    rng = np.random.default_rng(0)
-    for q_shape, kv_shape in [
+def test_reach_of_nan_in_a_key(rng: np.random.Generator) -> None:
+    """The rows that see it, in the output; all rows of their tiles of 64, in the gradient of the queries."""
+    bands = np.array([[0, 100, 0, 100, -UNBOUNDED, 0]], np.int32)
+    inputs = make_inputs(rng, bands[None], (1, 100, 1, 8), (1, 100, 1))
+    want = reference(inputs)
+    inputs.k[0, 80] = np.nan
+    out, lse = call_forward(inputs, jnp.float32)
+    assert nan_rows(lse).tolist() == nan_rows(out).tolist() == list(range(80, 100))
+    dq, dk, dv = call_backward(inputs, want["lse"], want["delta"], jnp.float32)
+    assert nan_rows(dq).tolist() == list(range(64, 100))
+    assert nan_rows(dk).tolist() == nan_rows(dv).tolist() == [80]
+
+
+def check_nothing_seen(inputs: Inputs) -> None:
+    out, lse = call_forward(inputs, jnp.float32)
+    assert not np.any(out)
+    assert np.all(np.isneginf(lse))
+    for grad in call_backward(inputs, lse, np.zeros(lse.shape), jnp.float32):
+        assert not np.any(grad)
+
+
+@pytest.mark.parametrize("capacity", [0, 8])
+@pytest.mark.parametrize(
+    ("q_shape", "kv_shape"),
+    [
         ((1, 5, 2, 4), (1, 6, 1)),
         ((1, 5, 2, 4), (1, 0, 1)),
         ((2, 0, 2, 4), (2, 3, 1)),
-    ]:
-        inputs = make_inputs(rng, np.zeros((1, 8, 6)), q_shape, kv_shape)
-        out, lse = call_forward(inputs, jnp.float32)
-        assert not np.any(out)
-        assert np.all(np.isneginf(lse))
-        for grad in call_backward(inputs, lse, np.zeros(lse.shape), jnp.float32):
-            assert not np.any(grad)
+        ((0, 5, 2, 4), (0, 6, 1)),
+    ],
+)
+def test_no_bands_and_empty_axes(
+    q_shape: tuple[int, int, int, int], kv_shape: tuple[int, int, int], capacity: int
+) -> None:
+    rng = np.random.default_rng(0)
+    check_nothing_seen(make_inputs(rng, np.zeros((1, capacity, 6)), q_shape, kv_shape))
 
 
-@pytest.mark.parametrize("name", _cpu().instruction_sets())
-def test_every_instruction_set(x64: None, rng: np.random.Generator, name: str) -> None:
+def test_no_head_dims(rng: np.random.Generator) -> None:
+    bands = np.array([[0, 70, 0, 90, -UNBOUNDED, 9]], np.int32)
+    inputs = make_inputs(rng, bands[None], (1, 70, 2, 4), (1, 90, 1), 3)
+    check(dataclasses.replace(inputs, q=inputs.q[..., :0], k=inputs.k[..., :0]))
+    check(dataclasses.replace(inputs, v=inputs.v[..., :0], dout=inputs.dout[..., :0]))
+
+
+def test_unequal_bands_per_example(rng: np.random.Generator) -> None:
+    bands = np.zeros((4, 9, 6), np.int32)
+    for example, count in enumerate((9, 0, 1, 4)):
+        if count:
+            bands[example, :count] = random_bands(rng, 300, 520, count)
+    check(make_inputs(rng, bands, (4, 300, 2, 8), (4, 520, 1)))
+
+
+@pytest.fixture(params=["avx512", "avx2", "generic"])
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test with the kernels of each set in turn."""
+    if request.param not in _cpu().instruction_sets():
+        pytest.skip(f"no {request.param} on this machine")
+    _cpu().use_instruction_set(request.param)
+    yield request.param
+    _cpu().use_instruction_set(_cpu().instruction_sets()[0])
+
+
+@pytest.mark.usefixtures("instruction_set")
+def test_every_instruction_set(x64: None, rng: np.random.Generator) -> None:
     bands = random_bands(rng, 150, 290, 5)
-    _cpu().use_instruction_set(name)
-    try:
-        for dtype, tolerance in ((jnp.float32, FP32_TOLERANCE), (jnp.float64, 1e-13)):
-            for dim, value_dim in ((24, 33), (64, 64)):
-                inputs = make_inputs(rng, bands[None], (1, 150, 2, dim), (1, 290, 1), value_dim, 4.0, True)
-                check(inputs, dtype, tolerance)
-        inputs = make_inputs(rng, bands[None], (1, 150, 2, 32), (1, 290, 1))
-        for dtype in (jnp.bfloat16, jnp.float16):
-            check(inputs, dtype)
-    finally:
-        _cpu().use_instruction_set(_cpu().instruction_sets()[0])
+    for dtype, tolerance in ((jnp.float32, FP32_TOLERANCE), (jnp.float64, 1e-13)):
+        for dim, value_dim in ((24, 33), (64, 64)):
+            inputs = make_inputs(rng, bands[None], (1, 150, 2, dim), (1, 290, 1), value_dim, 4.0, True)
+            check(inputs, dtype, tolerance)
+    inputs = make_inputs(rng, bands[None], (1, 150, 2, 32), (1, 290, 1))
+    for dtype in (jnp.bfloat16, jnp.float16):
+        check(inputs, dtype)
+
+
+def mean_of_two_values(
+    first: np.ndarray, second: np.ndarray, out_dtype: DTypeLike, sink: float
+) -> np.ndarray:
+    """[n] halves in rows of 64, averaged by attention with equal scores: exact in float32 without a sink."""
+    first, second = (x.reshape(1, -1, 1, 64) for x in (first, second))
+    rows = first.shape[1]
+    values = np.stack([first, second], axis=2).reshape(1, 2 * rows, 1, 64)
+    bands = np.array([[r, r + 1, 2 * r, 2 * r + 2, -UNBOUNDED, UNBOUNDED] for r in range(rows)], np.int32)
+    inputs = make_inputs(np.random.default_rng(0), bands[None], (1, rows, 1, 1), (1, 2 * rows, 1), 64)
+    inputs = dataclasses.replace(inputs, q=0 * inputs.q, v=values, sinks=np.array([sink]))
+    return call_forward(inputs, jnp.float16, out_dtype)[0].reshape(-1)
+
+
+@pytest.mark.usefixtures("instruction_set")
+def test_all_float16_values() -> None:
+    bits = np.arange(2**16, dtype=np.uint16)
+    magnitudes = bits & 0x7FFF
+    finite = bits[magnitudes < 0x7C00].view(np.float16)
+    above = np.nextafter(finite, np.float16(65504))
+    # Read exactly; written to the nearest, with ties between all neighbours, and into the subnormals.
+    assert np.array_equal(mean_of_two_values(finite, finite, jnp.float32, -np.inf), finite.astype(np.float32))
+    for sink in (-np.inf, 0.0, 5.0, 9.0):
+        exact = mean_of_two_values(finite, above, jnp.float32, sink)
+        assert np.array_equal(mean_of_two_values(finite, above, jnp.float16, sink), exact.astype(np.float16))
+    between = (finite.astype(np.float32) + above.astype(np.float32)) / 2
+    assert np.array_equal(mean_of_two_values(finite, above, jnp.float32, -np.inf), between)
+
+    others = bits[magnitudes >= 0x7C00].view(np.float16).reshape(1, 1, 1, -1)
+    bands = np.array([[[0, 1, 0, 1, 0, 0]]], np.int32)
+    inputs = make_inputs(np.random.default_rng(0), bands, (1, 1, 1, 1), (1, 1, 1))
+    inputs = dataclasses.replace(inputs, q=0 * inputs.q, v=others)
+    for dtype in (jnp.float16, jnp.float32):
+        assert np.array_equal(
+            call_forward(inputs, jnp.float16, dtype)[0], others.astype(dtype), equal_nan=True
+        )
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("factor", [1.0, 1.5, 3.0])
+def test_float16_overflow_is_that_of_numpy(factor: float) -> None:
+    """dv = dout · exp(-lse), beyond 65504 too."""
+    bits = np.arange(2**16, dtype=np.uint16)
+    finite = bits[(bits & 0x7FFF) < 0x7C00].view(np.float16).reshape(1, 1, 1, -1)
+    inputs = make_inputs(np.random.default_rng(0), np.array([[[0, 1, 0, 1, 0, 0]]]), (1, 1, 1, 1), (1, 1, 1))
+    inputs = dataclasses.replace(inputs, q=0 * inputs.q, v=finite, dout=finite)
+    rows = (np.full((1, 1, 1), -np.log(factor)), np.zeros((1, 1, 1)))
+    single = call_backward(inputs, *rows, jnp.float16, jnp.float32)[2]
+    with np.errstate(over="ignore"):
+        want = single.astype(np.float16)
+    assert np.isinf(want).any() == (factor > 1)
+    assert np.array_equal(call_backward(inputs, *rows, jnp.float16)[2], want)
 
 
 def test_unknown_instruction_set_is_named() -> None:
@@ -288,13 +405,12 @@ def test_unknown_instruction_set_is_named() -> None:
         _cpu().use_instruction_set("mmx")
 
 
-def test_scores_of_minus_infinity_leave_the_sink(rng: np.random.Generator) -> None:
-    inputs = make_inputs(rng, np.array([[[0, 4, 0, 5, -UNBOUNDED, 0]]]), (1, 6, 1, 1), (1, 5, 1), sinks=True)
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.usefixtures("instruction_set")
+def test_scores_of_minus_infinity_are_like_none(rng: np.random.Generator, sinks: bool) -> None:
+    inputs = make_inputs(rng, np.array([[[0, 4, 0, 5, -UNBOUNDED, 0]]]), (1, 6, 1, 1), (1, 5, 1), sinks=sinks)
     inputs.q[:], inputs.k[:] = 1.0, -np.inf
-    out, lse = call_forward(inputs, jnp.float32)
-    assert not np.any(out)
-    assert np.allclose(lse[0, :4, 0], inputs.sinks[0])
-    assert np.all(np.isneginf(lse[0, 4:, 0]))
+    check_nothing_seen(inputs)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
@@ -347,6 +463,12 @@ def test_devices_run_side_by_side(rng: np.random.Generator) -> None:
         ({"bands": np.zeros((2, 1, 6), np.int32)}, r"bands must have shape \[1 or 1, count, 6\], got \[2, "),
         ({"bands": np.zeros((1, 1, 6), np.float32)}, "bands must be s32, got f32"),
         ({"sinks": np.zeros(3)}, r"sinks must have shape \[2\], got \[3\]"),
+        ({"k": np.zeros((1, 6, 0, 4)), "v": np.zeros((1, 6, 0, 4))}, r"must be a multiple.*k \[1, 6, 0, 4\]"),
+        ({"soft_cap": -2.0}, "soft_cap must be a positive normal float, or 0 for none, got -2"),
+        ({"soft_cap": np.inf}, "soft_cap .* got inf"),
+        ({"soft_cap": np.nan}, "soft_cap .* got nan"),
+        ({"soft_cap": 1e-50}, "soft_cap .* got 1e-50"),
+        ({"soft_cap": 1e39}, r"soft_cap .* got 1e\+39"),
     ],
 )
 def test_wrong_buffers_are_named(change: dict[str, np.ndarray], message: str) -> None:

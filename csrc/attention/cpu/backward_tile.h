@@ -1,5 +1,6 @@
 #pragma once
 
+#include "csrc/attention/cpu/carver.h"
 #include "csrc/attention/cpu/gemm.h"
 #include "csrc/attention/cpu/rows.h"
 #include "csrc/attention/cpu/scores.h"
@@ -19,43 +20,27 @@ template <typename T> struct BackwardWorkspace {
     T *keys, *values, *key_grads, *value_grads;
     T *query, *query_t, *dout, *dout_t, *lse, *delta;
     T *probs, *score_grads, *query_grad_t;
-    int64_t padded_dim, padded_value_dim;
+    int64_t padded_dim, padded_value_dim, size;
 
-    static int64_t bytes(int64_t dim, int64_t value_dim) {
-        BackwardWorkspace workspace;
-        return sizeof(T) * workspace.carve(nullptr, dim, value_dim);
+    BackwardWorkspace(void* base, int64_t dim, int64_t value_dim)
+        : padded_dim(round_up(dim, kLanes<T>)), padded_value_dim(round_up(value_dim, kLanes<T>)) {
+        Carver<T> carver(base);
+        keys = carver.take(dim * kChunkKeys);
+        values = carver.take(value_dim * kChunkKeys);
+        key_grads = carver.take(padded_dim * kChunkKeys);
+        value_grads = carver.take(padded_value_dim * kChunkKeys);
+        query = carver.take(padded_dim * kTileRows);
+        query_t = carver.take(dim * kTileRows);
+        dout = carver.take(padded_value_dim * kTileRows);
+        dout_t = carver.take(value_dim * kTileRows);
+        lse = carver.take(kTileRows);
+        delta = carver.take(kTileRows);
+        probs = carver.take(kTileKeys * kTileRows);
+        score_grads = carver.take(kTileKeys * kTileRows);
+        query_grad_t = carver.take(dim * kTileRows);
+        size = carver.bytes();
     }
-    BackwardWorkspace(void* base, int64_t dim, int64_t value_dim) {
-        carve(static_cast<T*>(base), dim, value_dim);
-    }
-
-private:
-    BackwardWorkspace() = default;
-
-    int64_t carve(T* base, int64_t dim, int64_t value_dim) {
-        int64_t used = 0;
-        const auto take = [&](T*& part, int64_t count) {
-            if (base)
-                part = base + used;
-            used += round_up(count, kWorkspaceAlignment / sizeof(T));
-        };
-        padded_dim = round_up(dim, kLanes<T>);
-        padded_value_dim = round_up(value_dim, kLanes<T>);
-        take(keys, dim * kChunkKeys);
-        take(values, value_dim * kChunkKeys);
-        take(key_grads, padded_dim * kChunkKeys);
-        take(value_grads, padded_value_dim * kChunkKeys);
-        take(query, padded_dim * kTileRows);
-        take(query_t, dim * kTileRows);
-        take(dout, padded_value_dim * kTileRows);
-        take(dout_t, value_dim * kTileRows);
-        take(lse, kTileRows);
-        take(delta, kTileRows);
-        take(probs, kTileKeys * kTileRows);
-        take(score_grads, kTileKeys * kTileRows);
-        take(query_grad_t, dim * kTileRows);
-        return used;
-    }
+    static int64_t bytes(int64_t dim, int64_t value_dim) { return BackwardWorkspace(nullptr, dim, value_dim).size; }
 };
 
 template <typename T> class KeyChunkKernel {
@@ -97,7 +82,7 @@ template <typename T> class BackwardTileKernel {
 public:
     BackwardTileKernel(const BackwardTile& tile, void* workspace)
         : tile_(tile), params_(*tile.chunk.params), dim_(params_.q.dim), value_dim_(params_.v.dim),
-          ws_(workspace, dim_, value_dim_) {}
+          soft_cap_(static_cast<T>(params_.soft_cap)), ws_(workspace, dim_, value_dim_) {}
 
     void visit() {
         load_rows();
@@ -119,20 +104,28 @@ public:
             store(sum + i, grad.first ? visit : load(sum + i) + visit);
         }
         if (grad.last)
-            for (int i = 0; i < tile_.rows.end - tile_.rows.begin; ++i)
-                write_row(params_.dq, query_row(i), static_cast<T>(params_.scale), sum + i, kTileRows);
+            write_query_grad(sum);
     }
 
 private:
-    // Rows beyond the end and rows that see nothing (lse = -inf) get lse = +inf, so that their probabilities are 0,
+    void write_query_grad(const T* sum) {
+        for (int i = 0; i < tile_.rows.end - tile_.rows.begin; ++i) {
+            if (ws_.lse[i] == -kInfinity<T>)  // only scores of -inf: the sum may hold 0 · inf of a key
+                clear_row<T>(params_.dq, query_row(i));
+            else
+                write_row(params_.dq, query_row(i), static_cast<T>(params_.scale), sum + i, kTileRows);
+        }
+    }
+
+    // Rows beyond the end get lse = -inf like those without any finite score; such rows have probability 0 everywhere,
     // and zeros for Q and dO, which may hold NaN.
     void load_rows() {
         const int count = tile_.rows.end - tile_.rows.begin;
         for (int i = 0; i < kTileRows; ++i) {
             const RowId id = query_row(i);
-            const int64_t at = (id.batch * params_.q.length + id.row) * params_.q.heads + id.head;
+            const int64_t at = row_index(params_.q, id);
             const bool sees = i < count and static_cast<const T*>(params_.lse)[at] != -kInfinity<T>;
-            ws_.lse[i] = sees ? static_cast<const T*>(params_.lse)[at] : kInfinity<T>;
+            ws_.lse[i] = sees ? static_cast<const T*>(params_.lse)[at] : -kInfinity<T>;
             ws_.delta[i] = sees ? static_cast<const T*>(params_.delta)[at] : T(0);
             if (sees) {
                 read_row(params_.q, id, static_cast<T>(params_.scale), ws_.query + i * ws_.padded_dim, 1);
@@ -182,17 +175,17 @@ private:
 
     // Scores and dP of one key become P and dS.
     void differentiate_row(int i, const LaneInterval<T>& seeing) {
-        const T limit = static_cast<T>(params_.soft_cap);
         for (int column = 0; column < kTileRows; column += kLanes<T>) {
             T* prob = ws_.probs + i * kTileRows + column;
             T* grad = ws_.score_grads + i * kTileRows + column;
             vec_t<T> score = load(prob), slope = broadcast(T(1));
-            if (limit > 0) {
-                score = cap_score<T>(score, limit);
-                slope -= (score / limit) * (score / limit);
+            if (soft_cap_ > 0) {
+                score = cap_score<T>(score, soft_cap_);
+                slope -= (score / soft_cap_) * (score / soft_cap_);
             }
-            const bits_t<T> visible = seeing.contains(column);
-            const vec_t<T> p = visible ? exp<T>(score - load(ws_.lse + column)) : vec_t<T>{};
+            const vec_t<T> lse = load(ws_.lse + column);
+            const bits_t<T> visible = seeing.contains(column) & (lse != -kInfinity<T>);
+            const vec_t<T> p = visible ? exp<T>(score - lse) : vec_t<T>{};
             const vec_t<T> ds = p * (load(grad) - load(ws_.delta + column)) * slope;
             store(prob, p);
             store(grad, visible ? ds : vec_t<T>{});
@@ -204,6 +197,7 @@ private:
     const BackwardTile& tile_;
     const BackwardParams& params_;
     const int64_t dim_, value_dim_;
+    const T soft_cap_;
     const BackwardWorkspace<T> ws_;
 };
 

@@ -32,7 +32,7 @@ bool has_baseline() {
 
 #if defined(JAXMAGI_X86_DISPATCH)
 bool has_avx2() {
-    return __builtin_cpu_supports("avx2") and __builtin_cpu_supports("fma") and __builtin_cpu_supports("f16c");
+    return __builtin_cpu_supports("avx2") and __builtin_cpu_supports("fma");
 }
 
 bool has_avx512() {

@@ -2,6 +2,7 @@
 
 #include "csrc/attention/cpu/dispatch.h"
 #include "csrc/attention/cpu/workspace.h"
+#include "csrc/common/math.h"
 #include "csrc/mask/tile_index.h"
 
 namespace jaxmagi::cpu {
@@ -25,7 +26,7 @@ void attention_forward(const ForwardParams& params, const Scheduler& scheduler) 
     std::vector<TiledMask> masks;
     for (int64_t batch = 0; batch < params.bands.batch; ++batch)
         masks.emplace_back(params.bands, batch, q_len, kv_len);
-    const int64_t num_tiles = (q_len + kTileRows - 1) / kTileRows;
+    const int64_t num_tiles = ceil_div(q_len, kTileRows);
     const int64_t num_items = params.batch * heads * num_tiles;
     const KernelTable& kernels = kernel_table(params.q.dtype);
     const Workspace workspace(num_workers(scheduler, num_items),
@@ -39,7 +40,7 @@ void attention_forward(const ForwardParams& params, const Scheduler& scheduler) 
         kernels.forward_tile({.params = &params,
                               .batch = batch,
                               .head = head,
-                              .rows = intersect({tile * kTileRows, (tile + 1) * kTileRows}, {0, q_len}),
+                              .rows = tile_range(tile, kTileRows, q_len),
                               .visible = {mask.bands.data(), ids.data(), static_cast<int>(ids.size())}},
                              workspace.piece(worker));
     });

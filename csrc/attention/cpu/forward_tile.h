@@ -1,5 +1,6 @@
 #pragma once
 
+#include "csrc/attention/cpu/carver.h"
 #include "csrc/attention/cpu/gemm.h"
 #include "csrc/attention/cpu/rows.h"
 #include "csrc/attention/cpu/scores.h"
@@ -17,39 +18,29 @@ namespace jaxmagi::cpu::JAXMAGI_ISA {
 
 template <typename T> struct ForwardWorkspace {
     T *query, *keys, *values, *scores, *out, *maximum, *sum, *rescale;
+    int64_t size;
 
-    static int64_t bytes(int64_t dim, int64_t value_dim) {
-        return sizeof(T) * carve(nullptr, dim, value_dim, nullptr);
-    }
     ForwardWorkspace(void* base, int64_t dim, int64_t value_dim) {
-        carve(this, dim, value_dim, static_cast<T*>(base));
+        Carver<T> carver(base);
+        query = carver.take(dim * kTileRows);
+        keys = carver.take(dim * kTileKeys);
+        values = carver.take(value_dim * kTileKeys);
+        scores = carver.take(kTileKeys * kTileRows);
+        out = carver.take(value_dim * kTileRows);
+        maximum = carver.take(kTileRows);
+        sum = carver.take(kTileRows);
+        rescale = carver.take(kTileRows);
+        size = carver.bytes();
     }
-
-private:
-    static int64_t carve(ForwardWorkspace* into, int64_t dim, int64_t value_dim, T* base) {
-        int64_t used = 0;
-        const auto take = [&](T* ForwardWorkspace::*part, int64_t count) {
-            if (into)
-                into->*part = base + used;
-            used += round_up(count, kWorkspaceAlignment / sizeof(T));
-        };
-        take(&ForwardWorkspace::query, dim * kTileRows);
-        take(&ForwardWorkspace::keys, dim * kTileKeys);
-        take(&ForwardWorkspace::values, value_dim * kTileKeys);
-        take(&ForwardWorkspace::scores, kTileKeys * kTileRows);
-        take(&ForwardWorkspace::out, value_dim * kTileRows);
-        take(&ForwardWorkspace::maximum, kTileRows);
-        take(&ForwardWorkspace::sum, kTileRows);
-        take(&ForwardWorkspace::rescale, kTileRows);
-        return used;
-    }
+    static int64_t bytes(int64_t dim, int64_t value_dim) { return ForwardWorkspace(nullptr, dim, value_dim).size; }
 };
 
 template <typename T> class ForwardTileKernel {
 public:
     ForwardTileKernel(const ForwardTile& tile, void* workspace)
         : tile_(tile), params_(*tile.params), dim_(params_.q.dim), value_dim_(params_.v.dim),
-          kv_head_(tile.head / (params_.q.heads / params_.k.heads)), ws_(workspace, dim_, value_dim_) {}
+          kv_head_(tile.head / (params_.q.heads / params_.k.heads)), soft_cap_(static_cast<T>(params_.soft_cap)),
+          ws_(workspace, dim_, value_dim_) {}
 
     void run() {
         start();
@@ -83,7 +74,7 @@ private:
         read_rows(params_.k, first, count, T(1), ws_.keys, dim_);
         read_rows(params_.v, first, count, T(1), ws_.values, value_dim_);
         gemm<T>(count, kTileRows, dim_, {ws_.keys, dim_, 1}, {ws_.query, kTileRows}, {ws_.scores, kTileRows}, false);
-        if (params_.soft_cap > 0)
+        if (soft_cap_ > 0)
             cap(count);
         if (not covers(band, tile_.rows, keys))
             mask(band, keys);
@@ -94,9 +85,8 @@ private:
     }
 
     void cap(int count) {
-        const T limit = static_cast<T>(params_.soft_cap);
         for (int i = 0; i < count * kTileRows; i += kLanes<T>)
-            store(ws_.scores + i, cap_score<T>(load(ws_.scores + i), limit));
+            store(ws_.scores + i, cap_score<T>(load(ws_.scores + i), soft_cap_));
     }
 
     // Selects, never adds: a score of an invisible cell may be NaN.
@@ -160,8 +150,8 @@ private:
         T* lse = static_cast<T*>(params_.lse);
         for (int i = 0; i < tile_.rows.end - tile_.rows.begin; ++i) {
             const RowId id = query_row(i);
-            T& row_lse = lse[(id.batch * params_.q.length + id.row) * params_.q.heads + id.head];
-            if (ws_.sum[i] == T(0) and not sees_something(id.row)) {
+            T& row_lse = lse[row_index(params_.q, id)];
+            if (ws_.sum[i] == T(0)) {  // it sees nothing, or only scores of -inf
                 row_lse = -kInfinity<T>;
                 clear_row<T>(params_.out, id);
                 continue;
@@ -174,21 +164,12 @@ private:
         }
     }
 
-    // The sum alone does not tell: it is 0 as well where all visible scores are -inf, and then a sink counts.
-    bool sees_something(int64_t row) const {
-        for (int i = 0; i < tile_.visible.count; ++i) {
-            const Band& band = tile_.visible.bands[tile_.visible.ids[i]];
-            if (band.q0 <= row and row < band.q1)  // every row of a tight band sees a key
-                return true;
-        }
-        return false;
-    }
-
     RowId query_row(int i) const { return {tile_.batch, tile_.rows.begin + i, tile_.head}; }
 
     const ForwardTile& tile_;
     const ForwardParams& params_;
     const int64_t dim_, value_dim_, kv_head_;
+    const T soft_cap_;
     const ForwardWorkspace<T> ws_;
 };
 

@@ -15,9 +15,12 @@ inline constexpr int kBlockRows = 8;  // rows x 2 vectors of accumulators: 16 of
 #elif defined(__AVX2__)
 inline constexpr int kVectorBytes = 32;
 inline constexpr int kBlockRows = 6;  // 12 of 16
+#elif defined(__aarch64__)
+inline constexpr int kVectorBytes = 16;
+inline constexpr int kBlockRows = 8;  // 16 of 32
 #else
 inline constexpr int kVectorBytes = 16;
-inline constexpr int kBlockRows = 4;  // 8 of 16: products need registers of their own where there is no FMA
+inline constexpr int kBlockRows = 4;  // 8 of 16: without FMA, products need registers of their own
 #endif
 
 }  // namespace jaxmagi::cpu::JAXMAGI_ISA

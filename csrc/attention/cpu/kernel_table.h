@@ -60,6 +60,6 @@ struct KernelTable {
     void (*clear_query_grad)(const BackwardParams& params, int64_t batch, int64_t head, Range rows);
 };
 
-inline constexpr int64_t kWorkspaceAlignment = 64;
+inline constexpr int kWorkspaceAlignment = 64;
 
 }  // namespace jaxmagi::cpu

@@ -7,11 +7,13 @@ namespace jaxmagi::cpu {
 enum class DType { kF64, kF32, kBF16, kF16 };
 
 // A dense row-major [batch, length, heads, dim].
-struct Tensor {
-    void* data;
+template <typename Pointer> struct TensorAt {
+    Pointer data;
     DType dtype;
     int64_t length, heads, dim;
 };
+using Operand = TensorAt<const void*>;
+using Result = TensorAt<void*>;
 
 // int32 [batch, count, 6]; batch is 1 or that of the operands.
 struct BandTable {
@@ -22,7 +24,8 @@ struct BandTable {
 // lse, sinks, delta and every sum are in the accumulation type: double for double operands, else float.
 struct ForwardParams {
     int64_t batch;
-    Tensor q, k, v, out;
+    Operand q, k, v;
+    Result out;
     BandTable bands;
     const void* sinks;  // [heads of q], -inf for none
     void* lse;          // [batch, length, heads of q]
@@ -31,8 +34,8 @@ struct ForwardParams {
 
 struct BackwardParams {
     int64_t batch;
-    Tensor q, k, v, dout;
-    Tensor dq, dk, dv;
+    Operand q, k, v, dout;
+    Result dq, dk, dv;
     BandTable bands;
     const void* lse;
     const void* delta;

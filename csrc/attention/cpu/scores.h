@@ -19,7 +19,7 @@ template <typename T> struct LaneInterval {
     }
 };
 
-// The rows of the tile that starts at `first` and see `key`, as lanes.
+// Those of the tile's `rows` that see `key`, as lanes.
 inline Range seeing_lanes(const Band& band, int key, Range rows) {
     const Range seeing = rows_of_key(band, key, rows);
     return {seeing.begin - rows.begin, seeing.end - rows.begin};

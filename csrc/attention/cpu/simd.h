@@ -36,7 +36,7 @@ template <typename T> inline void store(T* p, vec_t<T> x) {
 }
 
 template <typename T> inline vec_t<T> broadcast(T x) {
-    return vec_t<T>{} + x;
+    return x - vec_t<T>{};  // exact also for -0, unlike a sum with 0, so no instruction is left of it
 }
 
 template <typename T> inline bits_t<T> lane_indices() {
@@ -44,10 +44,6 @@ template <typename T> inline bits_t<T> lane_indices() {
     for (int i = 0; i < kLanes<T>; ++i)
         lanes[i] = i;
     return lanes;
-}
-
-constexpr int64_t round_up(int64_t x, int64_t multiple) {
-    return (x + multiple - 1) / multiple * multiple;
 }
 
 }  // namespace jaxmagi::cpu::JAXMAGI_ISA

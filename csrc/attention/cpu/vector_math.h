@@ -5,10 +5,11 @@
 namespace jaxmagi::cpu::JAXMAGI_ISA {
 
 // exp(x) = 2^n exp(r) with |r| <= ln(2) / 2. The float polynomial is that of Cephes' expf, the double one Taylor's.
+// 0 below kMin; +inf where n is beyond the exponents: from 88.38 on in float, from 709.44 on in double.
 template <typename T> struct ExpTraits;
 
 template <> struct ExpTraits<float> {
-    static constexpr float kMin = -87.33f, kMax = 89.0f;  // 0 below, +inf above
+    static constexpr float kMin = -87.33f, kMax = 89.0f;  // kMax keeps n small enough to be shifted
     static constexpr float kRound = 12582912.0f;          // 1.5 * 2^23: adding it leaves n in the low mantissa bits
     static constexpr float kLn2Hi = 0.693359375f, kLn2Lo = -2.12194440e-4f;
     static constexpr int kMantissaBits = 23, kBias = 127;

@@ -5,6 +5,7 @@
 #include <new>
 
 #include "csrc/attention/cpu/kernel_table.h"
+#include "csrc/common/math.h"
 
 namespace jaxmagi::cpu {
 
@@ -12,7 +13,7 @@ namespace jaxmagi::cpu {
 class Workspace {
 public:
     Workspace(int64_t pieces, int64_t piece_bytes)
-        : piece_bytes_((piece_bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment),
+        : piece_bytes_(round_up(piece_bytes, kWorkspaceAlignment)),
           data_(static_cast<std::byte*>(::operator new(pieces * piece_bytes_, kAlignment))) {}
 
     void* piece(int64_t index) const { return data_.get() + index * piece_bytes_; }

@@ -1,0 +1,26 @@
+#pragma once
+
+#include "csrc/attention/cpu/kernel_table.h"
+#include "csrc/attention/cpu/simd.h"
+#include "csrc/common/math.h"
+
+namespace jaxmagi::cpu::JAXMAGI_ISA {
+
+// Cuts a workspace into aligned arrays, one after another. Without a workspace it only adds up their size.
+template <typename T> class Carver {
+public:
+    explicit Carver(void* base) : base_(static_cast<T*>(base)) {}
+
+    T* take(int64_t count) {
+        T* part = base_ ? base_ + used_ : nullptr;
+        used_ += round_up(count, kWorkspaceAlignment / static_cast<int>(sizeof(T)));
+        return part;
+    }
+    int64_t bytes() const { return used_ * static_cast<int64_t>(sizeof(T)); }
+
+private:
+    T* base_;
+    int64_t used_ = 0;
+};
+
+}  // namespace jaxmagi::cpu::JAXMAGI_ISA
