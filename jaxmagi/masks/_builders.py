@@ -101,7 +101,8 @@ def from_segment_ids(segment_ids: Any, *, causal: bool = True, padding_id: int =
         padding_id: the id of padding (0 in MaxText and T5X, -1 in kvax).
 
     Raises:
-        NotImplementedError: when runs of one id form more than 2**22 pairs.
+        NotImplementedError: when runs of one id form more than 2**22 pairs (of a query's and a key's run, the
+            key's not after the query's if causal).
 
     >>> from_segment_ids([1, 2, 1, 0]).to_dense().astype(int)
     array([[1, 0, 0, 0],
@@ -116,8 +117,7 @@ def from_segment_ids(segment_ids: Any, *, causal: bool = True, padding_id: int =
     ends = np.append(starts[1:], len(ids))
     kept = ids[starts] != padding_id
     starts, ends = starts[kept], ends[kept]
-    q, k = _pairs_of_equal(ids[starts])
-    q, k = (q[k <= q], k[k <= q]) if causal else (q, k)
+    q, k = _pairs_of_equal(ids[starts], causal=causal)
     hi = 0 if causal else UNBOUNDED
     return _mask([_band(starts[q], ends[q], starts[k], ends[k], hi=hi)], len(ids), len(ids))
 
@@ -195,9 +195,9 @@ def video(num_chunks: int, tokens_per_chunk: int, kv_range: int | None = None) -
         tokens_per_chunk: tokens of each chunk.
         kv_range: how many chunks a chunk sees, its own included, at least 1; by default all up to its own.
     """
-    size = integer(tokens_per_chunk, "tokens_per_chunk")
-    chunk = np.arange(integer(num_chunks, "num_chunks"))
-    length = integer(len(chunk) * size, "num_chunks * tokens_per_chunk")
+    size, count = integer(tokens_per_chunk, "tokens_per_chunk"), integer(num_chunks, "num_chunks")
+    length = integer(count * size, "num_chunks * tokens_per_chunk")
+    chunk = np.arange(count if length else 0)
     seen = UNBOUNDED if kv_range is None else integer(kv_range, "kv_range", minimum=1)
     first = np.maximum(0, chunk + 1 - seen)
     return _mask([_band(chunk * size, (chunk + 1) * size, first * size, (chunk + 1) * size)], length, length)
@@ -241,12 +241,12 @@ def _blocks(length: int, block: int, name: str) -> tuple[np.ndarray, np.ndarray]
     return starts, np.minimum(starts + block, length)
 
 
-def _pairs_of_equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All ordered pairs of indices ``(i, j)`` with ``values[i] == values[j]``, ``i == j`` included."""
+def _pairs_of_equal(values: np.ndarray, *, causal: bool) -> tuple[np.ndarray, np.ndarray]:
+    """All ordered pairs of indices ``(i, j)`` with ``values[i] == values[j]``; only ``j <= i`` if causal."""
     order = np.argsort(values, kind="stable")
     _, group, counts = np.unique(values[order], return_inverse=True, return_counts=True)
     begins = np.cumsum(counts) - counts
-    partners = counts[group]
+    partners = np.arange(len(values)) - begins[group] + 1 if causal else counts[group]
     if partners.sum() > _MAX_PAIRS:
         raise NotImplementedError(
             f"{len(values)} runs of {len(counts)} segments need {partners.sum()} bands, "

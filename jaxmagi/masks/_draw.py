@@ -4,19 +4,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .._drawing import BACKGROUND, MUTED, color, new_axes, style_token_axes
 from ._geometry import area, columns, tighten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _CELLS_UP_TO = 64  # tokens up to which single cells are drawn, with a grid between them
-_COLORS = ("#3b6fb6", "#e2803a", "#3f9c78", "#b8496b", "#7a64b0", "#c9a227", "#4aa3b8", "#8a5a44")
-_BACKGROUND, _INK, _MUTED = "#f3f4f6", "#374151", "#6b7280"
 
 
 def draw_bands(bands: np.ndarray, q_len: int, kv_len: int, ax: "Axes | None" = None) -> "Axes":
     """Draws bands ``[S, 6]``; see `AttnMask.draw`."""
-    ax = _new_axes(q_len, kv_len) if ax is None else ax
+    if ax is None:
+        ratio = np.clip(q_len / max(kv_len, 1), 0.25, 4.0)
+        ax = new_axes(figsize=(6.0, 1.2 + 4.8 * ratio), layout="constrained")
     bands = tighten(bands)
     bands = bands[bands.any(axis=-1)]
     cells = max(q_len, kv_len) <= _CELLS_UP_TO
@@ -25,17 +26,7 @@ def draw_bands(bands: np.ndarray, q_len: int, kv_len: int, ax: "Axes | None" = N
     _decorate(ax, q_len, kv_len)
     if cells:
         _draw_grid(ax, q_len, kv_len)
-    ax.set_title(_summary(bands, q_len, kv_len), loc="left", fontsize=9, color=_MUTED, pad=8)
-    return ax
-
-
-def _new_axes(q_len: int, kv_len: int) -> "Axes":
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError("draw() needs matplotlib: pip install jaxmagi[plot]") from error
-    ratio = np.clip(q_len / max(kv_len, 1), 0.25, 4.0)
-    _, ax = plt.subplots(figsize=(6.0, 1.2 + 4.8 * ratio), layout="constrained")
+    ax.set_title(_summary(bands, q_len, kv_len), loc="left", fontsize=9, color=MUTED, pad=8)
     return ax
 
 
@@ -43,7 +34,7 @@ def _fill(ax: "Axes", outlines: list[np.ndarray], *, outlined: bool) -> None:
     """Adds the shapes; their outlines keep shapes thinner than a pixel visible."""
     from matplotlib.collections import PolyCollection
 
-    colors = [_COLORS[i % len(_COLORS)] for i in range(len(outlines))]
+    colors = [color(i) for i in range(len(outlines))]
     edges = colors if outlined else "none"
     ax.add_collection(PolyCollection(outlines, facecolors=colors, edgecolors=edges, linewidths=0.6))
 
@@ -71,20 +62,10 @@ def _outlines(bands: np.ndarray) -> list[np.ndarray]:
 
 
 def _decorate(ax: "Axes", q_len: int, kv_len: int) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    ax.set(xlim=(0, max(kv_len, 1)), ylim=(max(q_len, 1), 0), facecolor=_BACKGROUND)
+    ax.set(xlim=(0, max(kv_len, 1)), ylim=(max(q_len, 1), 0), facecolor=BACKGROUND)
     if 0.25 <= q_len / max(kv_len, 1) <= 4.0:
         ax.set_aspect("equal")
-    ax.xaxis.tick_top()
-    ax.xaxis.set_label_position("top")
-    ax.set_xlabel("key (tokens)", color=_INK)
-    ax.set_ylabel("query (tokens)", color=_INK)
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
-        axis.set_major_formatter(FuncFormatter(_tokens))
-    ax.tick_params(colors=_MUTED, labelsize=8, length=3)
-    ax.spines[:].set(color=_MUTED, linewidth=0.6)
+    style_token_axes(ax, "query (tokens)")
 
 
 def _draw_grid(ax: "Axes", q_len: int, kv_len: int) -> None:
@@ -92,17 +73,8 @@ def _draw_grid(ax: "Axes", q_len: int, kv_len: int) -> None:
     ax.vlines(np.arange(1, kv_len), 0, q_len, colors="white", linewidth=0.8)
 
 
-def _tokens(value: float, position: int | None = None) -> str:
-    """A number of tokens in powers of 1000: 512, 4k, 1.5M."""
-    del position
-    for unit, suffix in ((10**6, "M"), (10**3, "k")):
-        if value >= unit:
-            return f"{value / unit:g}{suffix}"
-    return f"{value:g}"
-
-
 def _summary(bands: np.ndarray, q_len: int, kv_len: int) -> str:
-    cells = int(area(bands).sum())
+    cells = sum(area(bands).tolist())
     share = cells / max(1, q_len * kv_len)
     noun = "band" if len(bands) == 1 else "bands"
     return f"{len(bands):,} {noun}, {cells:,} cells visible ({share:.2%})"

@@ -21,7 +21,7 @@ _MIN_CAPACITY = 8
 class MaskType(enum.IntEnum):
     """Which cells of a slice ``q_range x k_range`` are visible (MagiAttention's mask types).
 
-    With ``i`` and ``j`` counted from the beginnings of the ranges and ``sq``, ``sk`` their lengths:
+    Below, ``i`` and ``j`` count from the beginnings of the ranges, and ``sq`` and ``sk`` are their lengths.
     """
 
     FULL = 0
@@ -180,7 +180,7 @@ class AttnMask:
 
     def area(self) -> int:
         """The number of visible cells, in closed form (summed over the examples of a stacked mask)."""
-        return int(_geometry.area(self._host_bands()).sum())
+        return sum(_geometry.area(self._host_bands()).ravel().tolist())
 
     def to_dense(self) -> np.ndarray:
         """The visible cells as bool ``[q_len, kv_len]`` (``[B, q_len, kv_len]`` for a stacked mask)."""
@@ -195,13 +195,13 @@ class AttnMask:
         """The same mask with room for exactly ``capacity`` bands, so that masks share a compilation.
 
         Raises:
-            ValueError: when ``capacity`` is smaller than the number of bands.
+            ValueError: when ``capacity`` is smaller than the rows that the bands take.
         """
         bands = self._host_bands()
         used = 1 + np.flatnonzero(bands.any(axis=-1).reshape(-1, bands.shape[-2]).any(axis=0)).max(initial=-1)
         capacity = _validation.integer(capacity, "capacity")
         if capacity < used:
-            raise ValueError(f"capacity {capacity} is too small: the mask has {used} bands.")
+            raise ValueError(f"capacity {capacity} is too small: the mask's bands take {used} rows.")
         return dataclasses.replace(self, bands=_pad(bands[..., :used, :], capacity))
 
     def draw(self, ax: "Axes | None" = None) -> "Axes":
@@ -241,7 +241,7 @@ def _single_bands(masks: Sequence[AttnMask], purpose: str) -> list[np.ndarray]:
 
 def _bucket(count: int) -> int:
     """The power of two that holds ``count`` bands, so that jit sees few shapes."""
-    return max(_MIN_CAPACITY, 1 << (count - 1).bit_length()) if count else _MIN_CAPACITY
+    return max(_MIN_CAPACITY, 1 << (count - 1).bit_length())
 
 
 def _pad(bands: np.ndarray, capacity: int) -> np.ndarray:

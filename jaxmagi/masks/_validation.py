@@ -4,16 +4,24 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 from jax.core import Tracer
 
 from ._geometry import UNBOUNDED
 from ._overlap import find_overlap
 
+_LARGEST = np.iinfo(np.int64).max
+
+
+def is_traced(tree: Any) -> bool:
+    """Whether a leaf of the pytree is traced, so that it has no values on the host."""
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
+
 
 def host_array(value: Any, name: str) -> np.ndarray:
-    """``value`` as a numpy array; ValueError when it is traced."""
-    if isinstance(value, Tracer):
+    """``value`` as a numpy array; ValueError when it is traced, or a list with something traced."""
+    if is_traced(value):
         raise ValueError(
             f"{name} is traced: masks are built and inspected on the host, outside jit, grad and vmap."
         )
@@ -26,6 +34,7 @@ def integer_array(value: Any, name: str, *, columns: int | None = None) -> np.nd
     row = () if columns is None else (columns,)
     if array.shape == (0,):  # an empty list, whose dtype and columns nobody could state
         return np.zeros((0, *row), np.int64)
+    _check_int64(value, array, name)
     if array.dtype.kind not in "iu":
         raise ValueError(f"{name} must hold integers, but its dtype is {array.dtype}.")
     if array.ndim != 1 + len(row) or array.shape[1:] != row:
@@ -36,8 +45,8 @@ def integer_array(value: Any, name: str, *, columns: int | None = None) -> np.nd
 
 def integer(value: Any, name: str, *, minimum: int = 0, maximum: int = UNBOUNDED) -> int:
     """``value`` as an int between ``minimum`` and ``maximum``."""
-    if isinstance(value, Tracer):
-        raise ValueError(f"{name} is traced: masks are built on the host, from Python integers.")
+    if is_traced(value):
+        raise ValueError(f"{name} is traced: masks and plans are built on the host, from Python integers.")
     refusal = f"{name} must be an integer, but it is {value!r}."
     if isinstance(value, bool):
         raise ValueError(refusal)
@@ -48,6 +57,17 @@ def integer(value: Any, name: str, *, minimum: int = 0, maximum: int = UNBOUNDED
     if not minimum <= number <= maximum:
         raise ValueError(f"{name} must be between {minimum} and {maximum}, but it is {number}.")
     return number
+
+
+def _check_int64(value: Any, array: np.ndarray, name: str) -> None:
+    """ValueError naming an integer beyond int64 (of which numpy makes uint64, floats or objects)."""
+    if array.dtype.kind == "u":
+        numbers = [int(array.max(initial=0))]
+    else:
+        numbers = [] if array.dtype.kind in "bi" or value is array else jax.tree.leaves(value)
+    for number in numbers:
+        if isinstance(number, int) and not -_LARGEST - 1 <= number <= _LARGEST:
+            raise ValueError(f"{name} must fit into int64, but it holds {number}.")
 
 
 def lengths(value: Any, name: str) -> np.ndarray:

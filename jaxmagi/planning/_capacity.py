@@ -4,6 +4,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from ..masks._validation import integer
+
 _MINIMUM = 8
 
 
@@ -18,12 +20,19 @@ class PlanCapacity:
         copies: row ranges per rank in the tables of a transfer.
         pair_rows: rows that one rank can send another in one transfer.
         output_rows: rows that one rank can receive in one transfer.
+
+    Raises:
+        ValueError: a size is not an integer from 0 to 2**30.
     """
 
     bands: int
     copies: int
     pair_rows: int
     output_rows: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            integer(value, f"PlanCapacity.{name}")
 
     def bucketed(self) -> "PlanCapacity":
         """Each size rounded up to an eighth of an octave, and to 8 at least."""
@@ -43,7 +52,7 @@ class PlanCapacity:
             if getattr(self, field.name) < getattr(needed, field.name)
         ]
         if short:
-            raise ValueError(f"capacity is too small for this plan: {', '.join(short)}.")
+            raise ValueError(f"capacity is too small: {', '.join(short)}.")
 
 
 def bucket(size: int) -> int:
@@ -54,8 +63,21 @@ def bucket(size: int) -> int:
     return -(-size // step) * step
 
 
-def pad_axis(array: np.ndarray, size: int, axis: int) -> np.ndarray:
-    """``array`` with zeros appended along ``axis`` up to ``size``."""
+def resize_axis(array: np.ndarray, size: int, axis: int) -> np.ndarray:
+    """A copy of ``array``, cut off or filled up with zeros along ``axis`` to ``size``."""
+    kept = [slice(None)] * array.ndim
+    kept[axis] = slice(size)
     widths = [(0, 0)] * array.ndim
-    widths[axis] = (0, size - array.shape[axis])
-    return np.pad(array, widths)
+    widths[axis] = (0, max(0, size - array.shape[axis]))
+    return frozen(np.pad(array[tuple(kept)], widths))
+
+
+def used_length(used: np.ndarray) -> int:
+    """One past the last index of the last axis that is used somewhere, from bool ``[..., n]``."""
+    return int(1 + np.flatnonzero(used.reshape(-1, used.shape[-1]).any(axis=0)).max(initial=-1))
+
+
+def frozen(array: np.ndarray) -> np.ndarray:
+    """The array made read-only, because jax may alias it."""
+    array.flags.writeable = False
+    return array

@@ -23,6 +23,9 @@ class CostModel:
         num_kv_heads: key heads of a rank.
         head_dim: dimension of a query, key and value head.
         bytes_per_element: of keys and values.
+
+    Raises:
+        ValueError: one of them is not a positive number (``latency_us`` may be 0).
     """
 
     tflops: float = 600.0
@@ -36,8 +39,9 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 0 or (value == 0 and name != "latency_us"):
-                raise ValueError(f"CostModel.{name} must be positive, but it is {value}.")
+            number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+            if not number or not (value > 0 or (value == 0 and name == "latency_us")):
+                raise ValueError(f"CostModel.{name} must be a positive number, but it is {value!r}.")
 
     def compute_seconds(self, area: np.ndarray) -> np.ndarray:
         """Attention calls over ``area`` cells."""

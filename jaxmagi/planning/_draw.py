@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .._drawing import BACKGROUND, INK, MUTED, color, new_axes, style_token_axes
 from ..masks.geometry import columns
 from ._report import received_tokens
 
@@ -13,48 +14,29 @@ if TYPE_CHECKING:
     from ._plan import ContextPlan
 
 _PIXELS = 512
-_COLORS = ("#3b6fb6", "#e2803a", "#3f9c78", "#b8496b", "#7a64b0", "#c9a227", "#4aa3b8", "#8a5a44")
-_BACKGROUND, _INK, _MUTED, _RECEIVED = "#f3f4f6", "#374151", "#6b7280", "#9ca3af"
+_RECEIVED = "#9ca3af"
 
 
 def draw_plan(plan: "ContextPlan", ax: "Axes | None" = None) -> "Axes":
     """Draws a plan with host arrays; see `ContextPlan.draw`."""
-    ax = _new_axes() if ax is None else ax
+    if ax is None:
+        margins = {"left": 0.07, "right": 0.98, "bottom": 0.06, "top": 0.88}
+        ax = new_axes(figsize=(9.6, 5.4), gridspec_kw=margins)
     _draw_mask(plan, ax)
     _draw_bars(plan, ax)
     return ax
 
 
-def _new_axes() -> "Axes":
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError("draw() needs matplotlib: pip install jaxmagi[plot]") from error
-    _, ax = plt.subplots(
-        figsize=(9.6, 5.4), gridspec_kw={"left": 0.07, "right": 0.98, "bottom": 0.06, "top": 0.88}
-    )
-    return ax
-
-
 def _draw_mask(plan: "ContextPlan", ax: "Axes") -> None:
     from matplotlib.colors import to_rgb
-    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     owner, shade = _rasterise(plan)
-    rgb = np.array([to_rgb(_COLORS[rank % len(_COLORS)]) for rank in range(plan.cp_size)])
-    background = np.array(to_rgb(_BACKGROUND))
+    rgb = np.array([to_rgb(color(rank)) for rank in range(plan.cp_size)])
+    background = np.array(to_rgb(BACKGROUND))
     image = background + shade[..., None] * (rgb[owner][:, None] - background)
     extent = (0, max(plan.length, 1), max(plan.length, 1), 0)
     ax.imshow(image, extent=extent, interpolation="nearest", aspect="equal")
-    ax.xaxis.tick_top()
-    ax.xaxis.set_label_position("top")
-    ax.set_xlabel("key (tokens)", color=_INK)
-    ax.set_ylabel("query (tokens), coloured by rank", color=_INK)
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-        axis.set_major_formatter(EngFormatter(sep=""))
-    ax.tick_params(colors=_MUTED, labelsize=8, length=3)
-    ax.spines[:].set(color=_MUTED, linewidth=0.6)
+    style_token_axes(ax, "query (tokens), coloured by rank")
 
 
 def _draw_bars(plan: "ContextPlan", ax: "Axes") -> None:
@@ -65,21 +47,21 @@ def _draw_bars(plan: "ContextPlan", ax: "Axes") -> None:
     divider = make_axes_locatable(ax)
     bars = [divider.append_axes("right", size="30%", pad=0.4) for _ in range(2)]
     ranks = np.arange(plan.cp_size)
-    colors = [_COLORS[rank % len(_COLORS)] for rank in ranks]
+    colors = [color(rank) for rank in range(plan.cp_size)]
     mean = max(report.area.mean(), 1)
     bars[0].barh(ranks, report.area / mean, color=colors)
-    bars[0].axvline(1, color=_INK, linewidth=0.8, linestyle=(0, (3, 2)))
-    bars[0].set_title(f"area / mean\nlargest {report.imbalance:.3f}", fontsize=9, color=_INK)
+    bars[0].axvline(1, color=INK, linewidth=0.8, linestyle=(0, (3, 2)))
+    bars[0].set_title(f"area / mean\nlargest {report.imbalance:.3f}", fontsize=9, color=INK)
     share = report.rows_received / plan.shard_length
     bars[1].barh(ranks, share, color=_RECEIVED)
-    bars[1].set_title(f"received / own rows\nmean {share.mean():.2f}", fontsize=9, color=_INK)
+    bars[1].set_title(f"received / own rows\nmean {share.mean():.2f}", fontsize=9, color=INK)
     for bar in bars:
         bar.set(ylim=(plan.cp_size - 0.4, -0.6), facecolor="none")
         bar.set_yticks(ranks[:: -(-plan.cp_size // 16)])
-        bar.tick_params(colors=_MUTED, labelsize=8, length=2)
+        bar.tick_params(colors=MUTED, labelsize=8, length=2)
         bar.spines[["top", "right"]].set_visible(False)
-        bar.spines[["left", "bottom"]].set(color=_MUTED, linewidth=0.6)
-    bars[0].set_ylabel("rank", color=_MUTED, fontsize=8, labelpad=3)
+        bar.spines[["left", "bottom"]].set(color=MUTED, linewidth=0.6)
+    bars[0].set_ylabel("rank", color=MUTED, fontsize=8, labelpad=3)
 
 
 def _rasterise(plan: "ContextPlan") -> tuple[np.ndarray, np.ndarray]:
@@ -104,7 +86,7 @@ def _rasterise(plan: "ContextPlan") -> tuple[np.ndarray, np.ndarray]:
 
 def _key_buffers(plan: "ContextPlan") -> list[list[np.ndarray]]:
     """The tokens in each rank's and stage's key buffer."""
-    own = plan.token_order.reshape(plan.cp_size, -1).astype(np.int64)
+    own = np.asarray(plan.token_order, np.int64).reshape(plan.cp_size, -1)
     received = [received_tokens(plan, i) for i in range(len(plan.transfers))]
     if plan.num_stages == 1:
         return [[np.concatenate(both)] for both in zip(own, received[0], strict=True)]

@@ -4,8 +4,10 @@ from typing import Any
 
 import numpy as np
 
+from ..masks._validation import integer, is_traced
+from ..masks.geometry import UNBOUNDED
 from ._balance import balanced_owners
-from ._tracing import is_traced
+from ._swaps import MOST_CHUNKS
 
 _TILE = 128
 _FEWEST_CHUNKS_PER_RANK, _MOST_CHUNKS_PER_RANK = 10, 16
@@ -26,9 +28,8 @@ def make_layout(
         return _deal_chunks(np.concatenate([ranks, ranks[::-1]]), length, _ceil_div(length, 2 * cp_size))
     if layout == "balanced":
         chunk = default_chunk_size(length, cp_size) if chunk_size is None else chunk_size
-        if isinstance(chunk, bool) or not isinstance(chunk, int | np.integer) or chunk < 1:
-            raise ValueError(f"chunk_size must be a positive integer, but it is {chunk!r}.")
-        return _deal_chunks(balanced_owners(bands, length, cp_size, int(chunk)), length, int(chunk))
+        chunk = _checked_chunk_size(chunk, length, cp_size)
+        return _deal_chunks(balanced_owners(bands, length, cp_size, chunk), length, chunk)
     raise ValueError(f'layout must be "balanced", "zigzag", "contiguous" or an array, but it is {layout!r}.')
 
 
@@ -36,16 +37,33 @@ def default_chunk_size(length: int, cp_size: int) -> int:
     """The multiple of 128 with 10 to 16 chunks per rank that pads least, the largest of equals.
 
     128 is a tile of the GPU kernels. Where it gives fewer than 10 chunks per rank it is the size, and where
-    it would give fewer than 2 the size is half a shard.
+    it would give fewer than 2 the size is half a shard. So many ranks that this makes more chunks than the
+    search for swaps takes get fewer chunks each, 1 at least.
     """
     shard = _ceil_div(length, cp_size)
+    most = int(np.clip(MOST_CHUNKS // cp_size, 1, _MOST_CHUNKS_PER_RANK))
     if shard < 2 * _TILE:
-        return _ceil_div(shard, 2)
-    smallest = _ceil_div(_ceil_div(shard, _MOST_CHUNKS_PER_RANK), _TILE)
+        return _ceil_div(shard, min(2, most))
+    smallest = _ceil_div(_ceil_div(shard, most), _TILE)
     largest = max(smallest, shard // (_FEWEST_CHUNKS_PER_RANK * _TILE))
     sizes = np.arange(largest, smallest - 1, -1) * _TILE
     padded_shard = np.ceil(np.ceil(length / sizes) / cp_size) * sizes
     return int(sizes[padded_shard.argmin()])
+
+
+def _checked_chunk_size(chunk: Any, length: int, cp_size: int) -> int:
+    chunk, shard = integer(chunk, "chunk_size", minimum=1), _ceil_div(length, cp_size)
+    if chunk > shard:
+        raise ValueError(
+            f"chunk_size must be at most a rank's share of the tokens, ceil({length} / {cp_size}) = {shard}, "
+            f"but it is {chunk}: larger chunks only add padding."
+        )
+    return chunk
+
+
+def _check_padded_length(padded: int) -> None:
+    if padded > UNBOUNDED:
+        raise ValueError(f"a layout has at most {UNBOUNDED} positions, padding included, but has {padded}.")
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -55,6 +73,7 @@ def _ceil_div(a: int, b: int) -> int:
 
 def _deal_chunks(owner: np.ndarray, length: int, chunk: int) -> np.ndarray:
     """The token order of chunks given to their owners, in ascending order within each."""
+    _check_padded_length(len(owner) * chunk)
     order = np.argsort(owner, kind="stable")
     tokens = order[:, None] * chunk + np.arange(chunk)
     return np.where(tokens < length, tokens, -1).astype(np.int32).ravel()
@@ -72,6 +91,7 @@ def _own_order(layout: Any, length: int, cp_size: int) -> np.ndarray:
             f"layout has {order.size} positions, which is no positive multiple of "
             f"cp_size={cp_size}: pad it with -1."
         )
+    _check_padded_length(order.size)
     outside = order[(order < -1) | (order >= length)]
     if outside.size:
         raise ValueError(f"layout has {outside[0]}, which is neither -1 nor a token below {length}.")

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from ._capacity import PlanCapacity, pad_axis
+from ..masks._validation import is_traced
+from ._capacity import PlanCapacity, frozen, resize_axis, used_length
 from ._cost import CostModel
 from ._draw import draw_plan
 from ._report import PlanReport, report_plan
 from ._spec import GroupCastSpec
-from ._tracing import is_traced
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,9 +45,9 @@ class ContextPlan:
         num_stages: attention calls of a rank. Static.
     """
 
-    token_order: np.ndarray
-    position_ids: np.ndarray
-    bands: np.ndarray
+    token_order: jax.Array | np.ndarray
+    position_ids: jax.Array | np.ndarray
+    bands: jax.Array | np.ndarray
     transfers: tuple[GroupCastSpec, ...]
     length: int = field(metadata={"static": True})
     cp_size: int = field(metadata={"static": True})
@@ -87,26 +87,37 @@ class ContextPlan:
                 raise ValueError(f"the plans to stack differ in {name}: {values}.")
         capacity = functools.reduce(PlanCapacity.union, [plan.capacity for plan in hosts])
         padded = [plan.pad_to(capacity) for plan in hosts]
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *padded)
+        return jax.tree.map(lambda *leaves: frozen(np.stack(leaves)), *padded)
 
     def pad_to(self, capacity: PlanCapacity) -> "ContextPlan":
         """The same plan (or stacked plans) with the static sizes of ``capacity``, to share a compilation.
 
+        Sizes may also shrink, to what the plan uses at least.
+
         Raises:
-            ValueError: a size is too small for the plan, or the plan is traced.
+            ValueError: a size is smaller than what the plan uses, or the plan is traced.
         """
         _reject_traced(self, "pad_to")
-        capacity.require(self.capacity)
+        bands = np.asarray(self.bands)
+        capacity.require(_used(bands, self.transfers))
         transfers = tuple(
             spec.padded(
                 copies=capacity.copies, output_rows=capacity.output_rows, pair_rows=capacity.pair_rows
             )
             for spec in self.transfers
         )
-        return replace(self, bands=pad_axis(self.bands, capacity.bands, -2), transfers=transfers)
+        return replace(self, bands=resize_axis(bands, capacity.bands, -2), transfers=transfers)
 
     def report(self, cost: CostModel = CostModel()) -> PlanReport:  # noqa: B008 (frozen, so safe to share)
-        """What each rank computes, sends and receives, and the time that ``cost`` predicts."""
+        """What each rank computes, sends and receives, and the time that a model of the machine predicts.
+
+        Args:
+            cost: the model for ``predicted_seconds``. A plan does not keep the one that it was planned with:
+                pass that again to see the prediction that ``num_stages="auto"`` went by.
+
+        Raises:
+            ValueError: the plan is traced, stacked or a part.
+        """
         return report_plan(_on_host(self, "report"), cost)
 
     def draw(self, ax: "Axes | None" = None) -> "Axes":
@@ -122,6 +133,12 @@ class ContextPlan:
             ImportError: matplotlib is not installed.
         """
         return draw_plan(_on_host(self, "draw"), ax)
+
+
+def _used(bands: np.ndarray, transfers: tuple[GroupCastSpec, ...]) -> PlanCapacity:
+    """The smallest sizes that hold what is in the arrays."""
+    used = PlanCapacity(used_length(bands.any(axis=-1)), copies=0, pair_rows=0, output_rows=0)
+    return functools.reduce(PlanCapacity.union, [spec.used for spec in transfers], used)
 
 
 def _reject_traced(plan: ContextPlan, method: str) -> None:

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 
 from ..masks import AttnMask
-from ._capacity import PlanCapacity, pad_axis
+from ..masks._validation import integer, is_traced
+from ._capacity import PlanCapacity, frozen, resize_axis
 from ._cost import CostModel, predict_seconds
 from ._layout import make_layout
 from ._merge import merge
@@ -14,12 +15,11 @@ from ._plan import ContextPlan
 from ._runs import Runs
 from ._spec import CopyTable, GroupCastSpec, largest_pair, longest, pack_spec
 from ._stages import Shard, key_buffers, local_bands, make_shard, split_remote, stage_area
-from ._tracing import is_traced
 from ._transfers import transfer_tables
 
 _MAX_AUTO_STAGES = 4
 
-type Layout = Literal["balanced", "zigzag", "contiguous"] | np.ndarray
+type Layout = Literal["balanced", "zigzag", "contiguous"] | np.ndarray | jax.Array
 """How tokens are dealt to ranks."""
 
 
@@ -45,28 +45,38 @@ def plan_context(
         cp_size: the number of ranks.
         chunk_size: for ``layout="balanced"``, the tokens of a chunk, the unit that is dealt to ranks. By
             default the multiple of 128 with 10 to 16 chunks per rank that needs least padding; smaller for
-            short sequences.
+            short sequences. At most a rank's share of the tokens. Smaller chunks help only where areas vary
+            much within a chunk: while areas allow, 8 to 16 groups of chunks per rank are dealt instead, if a
+            rank's number of chunks has such a divisor. The search for few rows takes time that grows with
+            the square of the number of chunks or groups, and is not made beyond 2048: then ranks get
+            neighbouring or zigzag ones if those have nearly equal areas, and else ones dealt by area alone,
+            with which nearly every key travels.
         layout: ``"balanced"`` deals chunks so that the areas of ranks differ little (the largest is at most 1
             to 2 % above the mean, where chunks are small enough for that) and few rows travel. ``"zigzag"``
             cuts the sequence into ``2 * cp_size`` chunks and gives rank ``r`` the ``r``-th from either end.
             ``"contiguous"`` gives rank ``r`` the ``r``-th of ``cp_size`` chunks. Or integers ``[T_padded]``,
             the global index of the token at each position (-1 for padding), ranks one after the other: the
-            ``token_order`` of another plan, or an order of your own.
+            ``token_order`` of another plan, or an order of your own (in runs of consecutive tokens that are
+            not too short: each rank's mask is cut at the ends of runs).
         num_stages: attention calls of a rank (see `jaxmagi.ContextPlan`). ``"auto"`` takes the number from 1
-            to 4 with the smallest time that ``cost`` predicts, the smaller one of equals.
+            to 4 with the smallest time that ``cost`` predicts, the smaller one of equals. The number is part
+            of what is compiled: give it as an integer for plans that are to share a compilation.
         cost: the machine that ``"auto"`` is for.
         capacity: static sizes to build the plan with; by default just enough, rounded up to an eighth of an
-            octave.
+            octave. Needs an integer ``num_stages``.
 
     Raises:
         ValueError: the mask is traced, stacked or not square, another argument is out of range, ``layout`` is
             not a permutation of the tokens and padding, or ``capacity`` is too small.
+        NotImplementedError: the layout cuts a rank's mask into more than 2**22 pieces.
     """
     bands = merge(_mask_bands(mask))
-    cp_size = _positive(cp_size, "cp_size")
+    cp_size = integer(cp_size, "cp_size", minimum=1)
+    counts = _stage_counts(num_stages, capacity)
+    _require_type(cost, CostModel, "cost")
     token_order = make_layout(bands, mask.q_len, cp_size, layout, chunk_size)
     shards = [make_shard(bands, tokens) for tokens in token_order.reshape(cp_size, -1)]
-    draft = _choose_draft(shards, _stage_counts(num_stages), token_order.size // cp_size, cost)
+    draft = _choose_draft(shards, counts, token_order.size // cp_size, cost)
     local = [
         [local_bands(shard, keys) for keys in stages]
         for shard, stages in zip(shards, draft.keys, strict=True)
@@ -84,7 +94,7 @@ def plan_context(
         cp_size=cp_size,
         num_stages=len(draft.keys[0]),
     )
-    return jax.tree.map(_frozen, plan)
+    return jax.tree.map(frozen, plan)
 
 
 class _Draft(NamedTuple):
@@ -116,17 +126,23 @@ def _mask_bands(mask: AttnMask) -> np.ndarray:
     return np.asarray(mask.bands)
 
 
-def _positive(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, but it is {value!r}.")
-    return int(value)
+def _require_type(value: Any, kind: type, name: str) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be a {kind.__name__}, but it is {value!r}.")
 
 
-def _stage_counts(num_stages: int | str) -> list[int]:
+def _stage_counts(num_stages: int | str, capacity: PlanCapacity | None) -> list[int]:
     """The numbers of stages to choose from."""
-    if num_stages == "auto":
-        return list(range(1, _MAX_AUTO_STAGES + 1))
-    return [_positive(num_stages, 'num_stages (if not "auto")')]
+    if capacity is not None:
+        _require_type(capacity, PlanCapacity, "capacity")
+    if num_stages != "auto":
+        return [integer(num_stages, 'num_stages (if not "auto")', minimum=1)]
+    if capacity is not None:
+        raise ValueError(
+            'capacity is for plans that share a compilation, but num_stages="auto" would compile one program '
+            "for each number of stages that it takes: give num_stages as an integer."
+        )
+    return list(range(1, _MAX_AUTO_STAGES + 1))
 
 
 def _choose_draft(shards: list[Shard], counts: list[int], shard_length: int, cost: CostModel) -> _Draft:
@@ -178,7 +194,7 @@ def _needed_capacity(local: list[list[np.ndarray]], draft: _Draft, cp_size: int)
 
 
 def _pack_bands(local: list[list[np.ndarray]], capacity: int) -> np.ndarray:
-    return np.stack([np.stack([pad_axis(bands, capacity, 0) for bands in stages]) for stages in local])
+    return np.stack([np.stack([resize_axis(bands, capacity, 0) for bands in stages]) for stages in local])
 
 
 def _pack_transfer(draft: _Draft, index: int, capacity: PlanCapacity) -> GroupCastSpec:
@@ -192,9 +208,3 @@ def _pack_transfer(draft: _Draft, index: int, capacity: PlanCapacity) -> GroupCa
         output_rows=capacity.output_rows,
         pair_rows=capacity.pair_rows,
     )
-
-
-def _frozen(array: np.ndarray) -> np.ndarray:
-    """The array made read-only, because jax may alias it."""
-    array.flags.writeable = False
-    return array

@@ -26,7 +26,8 @@ class PlanReport:
         redundant_rows: received rows that no query of the rank sees, and rows received again; 0 in every
             plan.
         num_stages: attention calls of a rank.
-        predicted_seconds: forward time under a `CostModel`.
+        predicted_seconds: forward time under the `CostModel` given to `jaxmagi.ContextPlan.report`, which
+            need not be the one that the plan was made with.
     """
 
     area: np.ndarray
@@ -40,7 +41,7 @@ class PlanReport:
 
 def report_plan(plan: "ContextPlan", cost: CostModel) -> PlanReport:
     """The report of a plan with host arrays."""
-    cells = area(plan.bands).sum(axis=-1)
+    cells = area(np.asarray(plan.bands)).sum(axis=-1)
     sent = np.stack([spec.sends[..., 3].sum(axis=1, dtype=np.int64) for spec in plan.transfers], axis=1)
     received = np.stack(
         [spec.receives[..., 3].sum(axis=1, dtype=np.int64) for spec in plan.transfers], axis=1
@@ -103,5 +104,5 @@ def _seen_rows(plan: "ContextPlan", rank: int) -> np.ndarray:
     """Whether the rank sees each output row of its transfers, one transfer after the other."""
     rows = plan.transfers[0].output_rows
     if plan.num_stages == 1:
-        return seen_keys(plan.bands[rank, 0], plan.shard_length + rows)[plan.shard_length :]
-    return np.concatenate([seen_keys(bands, rows) for bands in plan.bands[rank, 1:]])
+        return seen_keys(np.asarray(plan.bands)[rank, 0], plan.shard_length + rows)[plan.shard_length :]
+    return np.concatenate([seen_keys(bands, rows) for bands in np.asarray(plan.bands)[rank, 1:]])

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+_MOST_MEETINGS = 2**22
+
 
 class Runs(NamedTuple):
     """Disjoint global ranges ``[begin, end)`` in ascending order, each contiguous in some local buffer.
@@ -56,10 +58,19 @@ def meetings(
 
     Returns:
         Indices of ranges and of runs, sorted by range, then run.
+
+    Raises:
+        NotImplementedError: there are more than 2**22 pairs.
     """
     first = np.searchsorted(run_end, begin, "right")
     last = np.searchsorted(run_begin, end, "left")
-    return expand(first, np.where(begin < end, np.maximum(last - first, 0), 0))
+    lengths = np.where(begin < end, np.maximum(last - first, 0), 0)
+    if lengths.sum() > _MOST_MEETINGS:
+        raise NotImplementedError(
+            f"the layout's {len(run_begin)} runs of consecutive tokens cut {len(begin)} pieces of the mask "
+            f"into {lengths.sum()}, more than {_MOST_MEETINGS}: use longer runs (larger chunks)."
+        )
+    return expand(first, lengths)
 
 
 def expand(begin: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

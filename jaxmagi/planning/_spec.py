@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from ._capacity import bucket, pad_axis
+from ..masks._validation import integer
+from ..masks.geometry import UNBOUNDED
+from ._capacity import PlanCapacity, bucket, frozen, resize_axis, used_length
 
 
 @jax.tree_util.register_dataclass
@@ -32,8 +34,8 @@ class GroupCastSpec:
         pair_rows: the slots of a pair of ranks. Static.
     """
 
-    sends: np.ndarray
-    receives: np.ndarray
+    sends: jax.Array | np.ndarray
+    receives: jax.Array | np.ndarray
     input_rows: int = field(metadata={"static": True})
     output_rows: int = field(metadata={"static": True})
     pair_rows: int = field(metadata={"static": True})
@@ -57,19 +59,20 @@ class GroupCastSpec:
             src_ranks: for each rank and output split, the rank that it comes from.
 
         Raises:
-            ValueError: the lists disagree, a length is negative or a rank is out of range.
+            ValueError: there is no rank, the lists disagree or are not nested as above, a length or the sum
+                of a rank's is not an integer from 0 to 2**30, or a rank is out of range.
         """
-        cp_size = len(input_split_sizes)
-        for name, value in (
-            ("dst_ranks", dst_ranks),
-            ("output_split_sizes", output_split_sizes),
-            ("src_ranks", src_ranks),
-        ):
+        inputs = _sizes(input_split_sizes, "input_split_sizes")
+        outputs = _sizes(output_split_sizes, "output_split_sizes")
+        cp_size = integer(len(inputs), "the number of ranks in input_split_sizes", minimum=1)
+        targets = _nested(dst_ranks, "dst_ranks", depth=3, maximum=cp_size - 1)
+        sources = _nested(src_ranks, "src_ranks", depth=2, maximum=cp_size - 1)
+        for name, value in (("dst_ranks", targets), ("output_split_sizes", outputs), ("src_ranks", sources)):
             if len(value) != cp_size:
                 raise ValueError(f"{name} is for {len(value)} ranks, input_split_sizes is for {cp_size}.")
-        sources = [[[src] for src in ranks] for ranks in src_ranks]
-        sent = _split_copies("input_split_sizes", input_split_sizes, "dst_ranks", dst_ranks)
-        received = _split_copies("output_split_sizes", output_split_sizes, "src_ranks", sources)
+        sent = _split_copies("input_split_sizes", inputs, "dst_ranks", targets)
+        sources = [[[src] for src in ranks] for ranks in sources]
+        received = _split_copies("output_split_sizes", outputs, "src_ranks", sources)
         _check_totals(sent, received, cp_size)
         sends, receives = copy_table(sent), copy_table(received, by_row=True)
         return pack_spec(
@@ -77,17 +80,33 @@ class GroupCastSpec:
             receives,
             cp_size=cp_size,
             copies=bucket(max(longest(sends, cp_size), longest(receives, cp_size))),
-            input_rows=max((sum(sizes) for sizes in input_split_sizes), default=0),
-            output_rows=max((sum(sizes) for sizes in output_split_sizes), default=0),
+            input_rows=max(map(sum, inputs)),
+            output_rows=max(map(sum, outputs)),
             pair_rows=bucket(largest_pair(sends)),
         )
 
+    @property
+    def used(self) -> PlanCapacity:
+        """The smallest static sizes that hold what the host arrays transfer (``bands`` is 0)."""
+        sends, receives = np.asarray(self.sends), np.asarray(self.receives)
+        return PlanCapacity(
+            bands=0,
+            copies=max(used_length(table[..., 3] > 0) for table in (sends, receives)),
+            pair_rows=int((sends[..., 1] + sends[..., 3]).max(initial=0)),
+            output_rows=int((receives[..., 2] + receives[..., 3]).max(initial=0)),
+        )
+
     def padded(self, *, copies: int, output_rows: int, pair_rows: int) -> "GroupCastSpec":
-        """The same transfer with larger static sizes."""
+        """The same transfer with other static sizes.
+
+        Raises:
+            ValueError: a size is smaller than what the transfer uses.
+        """
+        PlanCapacity(0, copies, pair_rows, output_rows).require(self.used)
         return replace(
             self,
-            sends=pad_axis(self.sends, copies, -2),
-            receives=pad_axis(self.receives, copies, -2),
+            sends=resize_axis(np.asarray(self.sends), copies, -2),
+            receives=resize_axis(np.asarray(self.receives), copies, -2),
             output_rows=output_rows,
             pair_rows=pair_rows,
         )
@@ -172,7 +191,26 @@ def _pack_table(table: CopyTable, cp_size: int, copies: int) -> np.ndarray:
     packed = np.zeros((cp_size, copies, 4), np.int32)
     place = np.arange(len(table.rank)) - np.searchsorted(table.rank, table.rank)
     packed[table.rank, place] = np.column_stack(table[1:])
-    return packed
+    return frozen(packed)
+
+
+def _sizes(value: Any, name: str) -> list[list[int]]:
+    """The lengths of each rank's splits."""
+    sizes = _nested(value, name, depth=2, maximum=UNBOUNDED)
+    for rank, own in enumerate(sizes):
+        integer(sum(own), f"the sum of {name}[{rank}]")
+    return sizes
+
+
+def _nested(value: Any, name: str, *, depth: int, maximum: int) -> Any:
+    """Lists in lists, ``depth`` deep, of integers from 0 to ``maximum``."""
+    if depth == 0:
+        return integer(value, name, maximum=maximum)
+    try:
+        items = list(value)
+    except TypeError as error:
+        raise ValueError(f"{name} must be a list, but it is {value!r}.") from error
+    return [_nested(item, f"{name}[{i}]", depth=depth - 1, maximum=maximum) for i, item in enumerate(items)]
 
 
 def _split_copies(
@@ -189,13 +227,8 @@ def _split_copies(
                 f"rank {rank} has {len(rank_sizes)} {sizes_name} but {len(rank_peers)} {peers_name}."
             )
         row = 0
-        for i, (size, split_peers) in enumerate(zip(rank_sizes, rank_peers, strict=True)):
-            if size < 0:
-                raise ValueError(f"{sizes_name}[{rank}][{i}] = {size} is negative.")
-            for peer in split_peers:
-                if not 0 <= peer < len(sizes):
-                    raise ValueError(f"{peers_name}[{rank}][{i}]: {peer} is not a rank below {len(sizes)}.")
-                entries.append((rank, peer, row, size))
+        for size, split_peers in zip(rank_sizes, rank_peers, strict=True):
+            entries += [(rank, peer, row, size) for peer in split_peers]
             row += size
     return Copies(*np.array(entries, np.int64).reshape(-1, 4).T)
 

@@ -84,9 +84,17 @@ def test_packed_segments_take_one_band_each() -> None:
 
 
 def test_scattered_segments_are_refused_before_they_fill_the_memory() -> None:
-    with pytest.raises(NotImplementedError, match=r"10000 runs of 2 segments need 50000000 bands"):
+    with pytest.raises(NotImplementedError, match=r"10000 runs of 2 segments need 25005000 bands"):
         masks.from_segment_ids(np.tile([1, 2], 5000))
+    with pytest.raises(NotImplementedError, match=r"4096 runs of 2 segments need 8388608 bands"):
+        masks.from_segment_ids(np.tile([1, 2], 2048), causal=False)
+    assert masks.from_segment_ids(np.tile([1, 2], 2000)).num_bands == 2 * 2000 * 2001 // 2
     assert masks.from_segment_ids(np.arange(1, 100_001)).num_bands == 100_000
+
+
+def test_video_without_tokens_takes_no_memory() -> None:
+    mask = masks.video(2**30, 0)
+    assert (mask.q_len, mask.num_bands) == (0, 0)
 
 
 def test_blocks(rng: np.random.Generator) -> None:
@@ -133,6 +141,15 @@ def test_video(kv_range: int | None, rng: np.random.Generator) -> None:
             lambda: masks.documents(_any([[1], [2]])),
             r"lengths must have shape \[n\], but its shape is \(2, 1\)",
         ),
+        (
+            lambda: masks.documents([2, 2**64 - 1]),
+            r"lengths must fit into int64, but it holds 18446744073709551615",
+        ),
+        (
+            lambda: masks.from_segment_ids(np.array([1, 2**63], np.uint64)),
+            r"but it holds 9223372036854775808",
+        ),
+        (lambda: masks.video(2**30, 2), r"num_chunks \* tokens_per_chunk must be .* but it is 2147483648"),
         (lambda: masks.documents([2**29] * 3), r"the sum of lengths must be between .* 1610612736"),
         (lambda: masks.documents([3], "casual"), r"inner must be .* but it is 'casual'"),
         (lambda: masks.documents([3], _any((1, 2, 3))), r"inner must be .* but it is \(1, 2, 3\)"),

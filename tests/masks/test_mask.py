@@ -87,7 +87,8 @@ _ROW = (0, 4, 0, 4, -UNBOUNDED, UNBOUNDED)
         (np.zeros((2, 5), int), r"bands must have shape \[n, 6\], but its shape is \(2, 5\)"),
         (np.zeros((5, 0), int), r"but its shape is \(5, 0\)"),
         (np.zeros((1, 2, 6), int), r"but its shape is \(1, 2, 6\)"),
-        ([[2**70] * 6], r"dtype is object"),
+        ([[2**70] * 6], r"bands must fit into int64, but it holds 1180591620717411303424"),
+        ([[0, 1, 0, 1, 2**63, 2**63]], r"bands must fit into int64, but it holds 9223372036854775808"),
     ],
 )
 def test_bad_bands(bands: object, message: str) -> None:
@@ -120,7 +121,13 @@ def test_unchecked_overlaps_count_per_band() -> None:
     assert mask.to_dense().sum() == 16
 
 
-def test_bands_are_stored_compactly(rng: np.random.Generator) -> None:
+def test_area_is_exact_beyond_int64() -> None:
+    row = (0, 2**30, 0, 2**30, -UNBOUNDED, UNBOUNDED)
+    mask = AttnMask.from_bands([row] * 16, q_len=2**30, kv_len=2**30, check=False)
+    assert mask.area() == 2**64
+
+
+def test_bands_are_stored_compactly() -> None:
     limits = np.array(
         [(0, 4, 0, 4, -(2**40), 2**40), (1, 1, 0, 4, 0, 0), (0, 4, 4, 8, 9, 9), (0, 1, 4, 5, 4, 4)]
     )
@@ -181,7 +188,7 @@ def test_stack() -> None:
     assert mask.area() == sum(part.area() for part in parts)
     assert mask.num_bands == 1 + 20
     np.testing.assert_array_equal(mask.pad_to(20).to_dense(), mask.to_dense())
-    with pytest.raises(ValueError, match=r"capacity 19 is too small: the mask has 20 bands"):
+    with pytest.raises(ValueError, match=r"capacity 19 is too small: the mask's bands take 20 rows"):
         mask.pad_to(19)
 
 
@@ -191,7 +198,7 @@ def test_pad_to() -> None:
         padded = mask.pad_to(capacity)
         assert padded.bands.shape == (capacity, 6) and padded.bands.dtype == np.int32
         np.testing.assert_array_equal(padded.to_dense(), mask.to_dense())
-    with pytest.raises(ValueError, match=r"capacity 2 is too small: the mask has 3 bands"):
+    with pytest.raises(ValueError, match=r"capacity 2 is too small: the mask's bands take 3 rows"):
         mask.pad_to(2)
     assert masks.full(0).pad_to(0).bands.shape == (0, 6)
 

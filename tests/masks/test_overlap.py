@@ -100,8 +100,11 @@ def _hard_sets() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", _hard_sets())
 def test_many_bands_are_fast(name: str) -> None:
     bands = np.random.default_rng(1).permutation(_hard_sets()[name])
-    start = time.perf_counter()
-    mask = AttnMask.from_bands(bands, q_len=2**21, kv_len=2**21)
-    seconds = time.perf_counter() - start
-    assert mask.num_bands > 0.99 * _MANY
-    assert seconds < 4.0, f"{seconds=}"  # about 0.1 s, and 1 s for random rows, on an idle core
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        mask = AttnMask.from_bands(bands, q_len=2**21, kv_len=2**21)
+        seconds.append(time.perf_counter() - start)
+        assert mask.num_bands > 0.99 * _MANY
+    # On an idle core the slowest set takes 0.93 s; the best of three allows for a shared machine.
+    assert min(seconds) < 2.0, f"{seconds=}"

@@ -13,7 +13,7 @@ from jaxmagi.masks import AttnMask
 
 
 def _visible(mask: AttnMask) -> jax.Array:
-    q, k = jnp.arange(mask.q_len)[:, None], jnp.arange(mask.kv_len)
+    q, k = jnp.arange(mask.q_len)[None, :, None], jnp.arange(mask.kv_len)[None, None]
     q0, q1, k0, k1, lo, hi = jnp.asarray(mask.bands).T[:, :, None, None]
     inside = (q0 <= q) & (q < q1) & (k0 <= k) & (k < k1)
     return (inside & (lo <= k - q) & (k - q <= hi)).any(0)
@@ -71,10 +71,15 @@ def test_device_masks_have_host_methods() -> None:
         lambda mask: AttnMask.from_bands(mask.bands, q_len=4, kv_len=4),
         lambda mask: masks.documents(mask.bands[:, 0]),
         lambda mask: masks.full(mask.bands[0, 0]),
+        lambda mask: masks.documents([1, mask.bands[0, 1]]),
+        lambda mask: masks.from_segment_ids([mask.bands[0, 0]]),
+        lambda mask: AttnMask.from_bands([[0, 1, 0, 1, 0, mask.bands[0, 5]]], q_len=4, kv_len=4),
     ],
 )
 def test_traced_masks_say_so(method: Callable[[AttnMask], Any]) -> None:
-    with pytest.raises(ValueError, match=r"is traced: masks are built (and inspected )?on the host"):
+    with pytest.raises(
+        ValueError, match=r"is traced: masks (and plans )?are built (and inspected )?on the host"
+    ):
         jax.jit(lambda mask: method(mask) and None)(masks.causal(4))
 
 

@@ -34,7 +34,7 @@ def builder_masks() -> dict[str, AttnMask]:
 
 def cast_tokens(plan: ContextPlan) -> list[np.ndarray]:
     """The token in each output row ``[cp, R]`` of each transfer, by carrying out the transfers."""
-    shards = plan.token_order.reshape(plan.cp_size, -1)
+    shards = np.asarray(plan.token_order).reshape(plan.cp_size, -1)
     return [group_cast(spec, shards, fill=-1) for spec in plan.transfers]
 
 
@@ -77,7 +77,7 @@ def check_spec(spec: GroupCastSpec) -> None:
 
 def key_tokens(plan: ContextPlan) -> list[list[np.ndarray]]:
     """The token of every key of every rank and stage, -1 for none."""
-    shards = plan.token_order.reshape(plan.cp_size, -1)
+    shards = np.asarray(plan.token_order).reshape(plan.cp_size, -1)
     received = cast_tokens(plan)
     if plan.num_stages == 1:
         return [[np.concatenate([shards[r], received[0][r]])] for r in range(plan.cp_size)]
@@ -88,9 +88,10 @@ def computed_cells(plan: ContextPlan) -> np.ndarray:
     """How often the plan computes each cell of the mask: ``[T, T]``; padding must compute nothing."""
     counts = np.zeros((plan.length + 1, plan.length + 1), np.int32)
     shards = plan.token_order.reshape(plan.cp_size, -1)
+    bands = np.asarray(plan.bands)
     for rank, buffers in enumerate(key_tokens(plan)):
         for stage, tokens in enumerate(buffers):
-            local = masks.geometry.to_dense(plan.bands[rank, stage], len(shards[rank]), len(tokens))
+            local = masks.geometry.to_dense(bands[rank, stage], len(shards[rank]), len(tokens))
             np.add.at(counts, (shards[rank][:, None], tokens[None]), local)
     assert not counts[-1].any() and not counts[:, -1].any(), "a padding row or key is visible"
     return counts[:-1, :-1]

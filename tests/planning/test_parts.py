@@ -88,6 +88,8 @@ def test_buckets() -> None:
         (1 << 20, 64, 1024),
         (4096, 8, 128),
         (1024, 4, 128),
+        (1 << 20, 256, 512),
+        (1 << 18, 2048, 128),
         (100, 4, 13),
         (1, 8, 1),
         (0, 2, 1),
@@ -104,7 +106,7 @@ def test_default_chunk_size_pads_little() -> None:
         assert padded <= 1.07 * length
 
 
-@pytest.mark.parametrize("chunk", [512, 1024, 3000])
+@pytest.mark.parametrize("chunk", [128, 512, 1024, 3000])
 def test_ranks_get_equal_counts_and_areas(chunk: int) -> None:
     length, cp_size = 1 << 16, 4
     bands = np.asarray(masks.documents(document_lengths(length)).bands)

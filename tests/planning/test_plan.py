@@ -1,6 +1,7 @@
 """The plan as a pytree, its reports and pictures."""
 
 import builtins
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxmagi import masks
-from jaxmagi.planning import ContextPlan, CostModel, PlanCapacity, plan_context
+from jaxmagi.planning import ContextPlan, CostModel, GroupCastSpec, PlanCapacity, plan_context
 
 from .oracle import builder_masks, check_plan
 
@@ -73,8 +74,45 @@ def test_pad_to_keeps_what_the_plan_does_and_refuses_less() -> None:
     assert larger.capacity == capacity
     for name in ("area", "rows_sent", "rows_received"):
         np.testing.assert_array_equal(getattr(larger.report(), name), getattr(plan.report(), name))
-    with pytest.raises(ValueError, match=r"capacity is too small for this plan: bands=1 \(needs"):
+    with pytest.raises(ValueError, match=r"capacity is too small: bands=1 \(needs \d+\)"):
         plan.pad_to(PlanCapacity(1, 30, 20, 50))
+
+
+def test_pad_to_cuts_off_what_is_unused() -> None:
+    mask = masks.documents([50, 14])
+    plans = [plan_context(mask, 4, chunk_size=4, num_stages=n) for n in (1, 2)]
+    for plan in (*plans, ContextPlan.stack(plans[:1] * 2)):
+        tight = plan.pad_to(PlanCapacity(*map(smallest_size, [plan] * 4, range(4))))
+        assert tight.capacity != plan.capacity
+        if tight.bands.ndim == 4:
+            check_plan(mask, tight)
+
+
+def smallest_size(plan: ContextPlan, index: int) -> int:
+    """The smallest value of a size that pad_to takes."""
+    sizes = list(dataclasses.astuple(plan.capacity))
+    while sizes[index] > 0:
+        sizes[index] -= 1
+        try:
+            plan.pad_to(PlanCapacity(*sizes))
+        except ValueError:
+            return sizes[index] + 1
+    return 0
+
+
+def test_host_arrays_are_read_only() -> None:
+    plan = plan_context(masks.causal(100), 4, num_stages=2)
+    spec = GroupCastSpec.from_splits([[2], [1]], [[[1]], [[]]], [[], [2]], [[], [0]])
+    larger = plan.capacity.union(PlanCapacity(200, 200, 200, 200))
+    made = (
+        plan,
+        plan.pad_to(larger),
+        plan.pad_to(plan.capacity),
+        ContextPlan.stack([plan, plan]),
+        spec,
+        spec.padded(copies=20, output_rows=30, pair_rows=40),
+    )
+    assert not any(leaf.flags.writeable for leaf in jax.tree.leaves(made))
 
 
 def test_stack_errors() -> None:
@@ -119,7 +157,7 @@ def test_report_of_a_known_plan() -> None:
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_report_counts_redundant_rows(num_stages: int) -> None:
     plan = plan_context(masks.causal(8), 2, layout="contiguous", num_stages=num_stages)
-    bands = plan.bands.copy()
+    bands = np.array(plan.bands)
     bands[1, -1] = masks.geometry.crop(bands[1, -1], 0, 4, 0, 4 if num_stages == 1 else 1)
     unseen = jax.tree.unflatten(
         jax.tree.structure(plan),
@@ -159,10 +197,19 @@ def test_predicted_seconds_of_a_known_plan() -> None:
 
 
 def test_cost_model_refuses_nonsense() -> None:
-    with pytest.raises(ValueError, match=r"CostModel.tflops must be positive, but it is 0"):
+    with pytest.raises(ValueError, match=r"CostModel.tflops must be a positive number, but it is 0"):
         CostModel(tflops=0)
     with pytest.raises(ValueError, match=r"latency_us .* -1"):
         CostModel(latency_us=-1)
+    for value in (float("nan"), True, "fast", None):
+        with pytest.raises(ValueError, match=rf"head_dim must be a positive number, but it is {value!r}"):
+            CostModel(head_dim=value)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("value", [-1, 2.0, True, 2**30 + 1])
+def test_capacity_refuses_nonsense(value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"PlanCapacity.copies must be .* but it is {value}"):
+        PlanCapacity(8, value, 8, 8)
 
 
 @pytest.mark.parametrize("name", builder_masks())

@@ -1,5 +1,7 @@
 """Plans compute every visible cell once and receive every needed row once."""
 
+import hashlib
+
 import jax
 import numpy as np
 import pytest
@@ -54,7 +56,7 @@ def test_builder_masks(name: str, layout: Layout) -> None:
         check_plan(mask, plan_context(mask, cp_size, layout=layout, num_stages=num_stages))
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 16, 100, 1000])
+@pytest.mark.parametrize("chunk_size", [1, 7, 16, 33])
 @pytest.mark.parametrize("name", ["causal", "two_sided_window", "causal_documents", "shared_prefix"])
 def test_chunk_sizes(name: str, chunk_size: int) -> None:
     mask = BUILDERS[name]
@@ -71,8 +73,8 @@ def test_random_masks(seed: int) -> None:
     bands = random_bands(rng, length, length, int(rng.integers(1, 12)))
     mask = AttnMask.from_bands(bands, q_len=length, kv_len=length)
     layout = NAMED_LAYOUTS[seed % 3]
-    chunk_size = int(rng.integers(1, 20)) if layout == "balanced" else None
     cp_size, num_stages = int(rng.integers(1, 9)), int(rng.integers(1, 6))
+    chunk_size = int(rng.integers(1, min(20, -(-length // cp_size) + 1))) if layout == "balanced" else None
     check_plan(mask, plan_context(mask, cp_size, chunk_size=chunk_size, layout=layout, num_stages=num_stages))
 
 
@@ -133,6 +135,15 @@ def test_two_runs_are_identical() -> None:
         assert_same(*runs)
 
 
+def test_plans_are_the_same_on_every_host() -> None:
+    """The arrays' SHA-256, so that other machines and hash seeds are compared with this one."""
+    mask = masks.documents(document_lengths(1 << 15))
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(plan_context(mask, 8, num_stages=3)):
+        digest.update(np.ascontiguousarray(leaf, "<i4").tobytes())
+    assert digest.hexdigest() == "904ae0170c0df21febe59d3bd4a4718a3f3f9ac25b5ca385fc050e685b40dc59"
+
+
 def test_equal_masks_in_other_pieces_give_equal_plans() -> None:
     pieces = [[0, 40, 0, 30, -(2**30), 2**30], [0, 40, 30, 80, -(2**30), 2**30], [40, 80, 0, 80, -80, 80]]
     mask = AttnMask.from_bands(pieces, q_len=80, kv_len=80)
@@ -153,7 +164,7 @@ def test_num_stages_sets_the_shapes() -> None:
 
 def test_stages_split_the_remote_area_equally() -> None:
     plan = plan_context(masks.causal(4096), 4, layout="contiguous", num_stages=4)
-    remote = masks.geometry.area(plan.bands).sum(axis=-1)[3, 1:]
+    remote = masks.geometry.area(np.asarray(plan.bands)).sum(axis=-1)[3, 1:]
     assert remote.max() < 1.01 * remote.mean()
 
 
@@ -181,8 +192,21 @@ def test_documents_are_balanced_with_few_remote_rows(inner: str) -> None:
         check_spec(spec)
 
 
-def test_windows_exchange_halos_only() -> None:
-    plan = plan_context(masks.sliding_window(1 << 16, 511), 8)
+def test_small_chunks_are_dealt_in_groups() -> None:
+    mask = masks.documents(document_lengths(131072))
+    coarse, fine = (plan_context(mask, 8, chunk_size=chunk, num_stages=1) for chunk in (1024, 64))
+    np.testing.assert_array_equal(fine.token_order, coarse.token_order)
+
+
+def test_small_chunks_are_dealt_singly_where_groups_differ() -> None:
+    mask = masks.documents([100] + [1] * 412, inner="full")
+    plan = plan_context(mask, 4, chunk_size=1, num_stages=1)
+    assert plan.report().imbalance < 1.02  # groups of 8: 1.23
+
+
+@pytest.mark.parametrize("chunk_size", [None, 13, 16])
+def test_windows_exchange_halos_only(chunk_size: int | None) -> None:
+    plan = plan_context(masks.sliding_window(1 << 16, 511), 8, chunk_size=chunk_size)
     report = plan.report()
     assert report.rows_received.max() == 511
     assert report.imbalance < 1.01
@@ -200,8 +224,9 @@ def test_capacity_is_used_exactly() -> None:
 @pytest.mark.parametrize("name", ["bands", "copies", "pair_rows", "output_rows"])
 def test_capacity_too_small(name: str) -> None:
     large = {"bands": 99, "copies": 99, "pair_rows": 999, "output_rows": 999}
+    capacity = PlanCapacity(**{**large, name: 1})
     with pytest.raises(ValueError, match=rf"{name}=1 \(needs \d+\)"):
-        plan_context(masks.causal(500), 4, chunk_size=16, capacity=PlanCapacity(**{**large, name: 1}))
+        plan_context(masks.causal(500), 4, chunk_size=16, num_stages=2, capacity=capacity)
 
 
 def bad_layout(*tokens: int) -> dict:
@@ -211,11 +236,16 @@ def bad_layout(*tokens: int) -> dict:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"cp_size": 0}, "cp_size must be a positive integer, but it is 0"),
+        ({"cp_size": 0}, "cp_size must be between 1 and 1073741824, but it is 0"),
         ({"cp_size": 2.0}, "cp_size .* 2.0"),
         ({"num_stages": 0}, "num_stages .* 0"),
         ({"num_stages": "best"}, "num_stages .* 'best'"),
         ({"chunk_size": 0}, "chunk_size .* 0"),
+        ({"chunk_size": True}, "chunk_size must be an integer, but it is True"),
+        ({"chunk_size": 3}, r"at most .* ceil\(4 / 2\) = 2, but it is 3"),
+        ({"capacity": PlanCapacity(8, 8, 8, 8)}, 'num_stages="auto" .* give num_stages as an integer'),
+        ({"capacity": (8, 8, 8, 8), "num_stages": 1}, r"capacity must be a PlanCapacity, but it is \(8, 8"),
+        ({"cost": 600.0}, "cost must be a CostModel, but it is 600.0"),
         ({"chunk_size": 4, "layout": "zigzag"}, "chunk_size is for"),
         ({"layout": "ring"}, "'ring'"),
         (bad_layout(0, 1, 2), "3 positions"),
@@ -231,6 +261,17 @@ def bad_layout(*tokens: int) -> dict:
 def test_bad_arguments(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_context(masks.causal(4), **{"cp_size": 2, **arguments})
+
+
+def test_padded_length_beyond_the_indices() -> None:
+    with pytest.raises(ValueError, match=r"at most 1073741824 positions, .* but has 1073741826"):
+        plan_context(masks.full(2**30), 3, layout="contiguous")
+
+
+def test_too_many_pieces() -> None:
+    order = np.random.default_rng(0).permutation(8192).astype(np.int32)
+    with pytest.raises(NotImplementedError, match=r"into \d+, more than 4194304: .* longer runs"):
+        plan_context(masks.full(8192), 2, layout=order, num_stages=1)
 
 
 def test_bad_masks() -> None:

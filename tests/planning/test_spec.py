@@ -61,6 +61,22 @@ def test_nothing_to_send() -> None:
     assert spec.output_rows == 0
 
 
+def test_unsigned_sizes_do_not_wrap() -> None:
+    sizes, ranks = np.array([[200, 100]], np.uint8), np.array([[0, 0]], np.uint8)
+    spec = GroupCastSpec.from_splits(list(sizes), [[[0], [0]]], list(sizes), list(ranks))
+    assert (spec.input_rows, spec.output_rows) == (300, 300)
+    np.testing.assert_array_equal(spec.sends[0, 0], [0, 0, 0, 300])
+
+
+def test_padded_keeps_what_is_sent() -> None:
+    spec = GroupCastSpec.from_splits([[3], [0]], [[[1]], [[]]], [[], [3]], [[], [0]])
+    tight = spec.padded(copies=1, output_rows=3, pair_rows=3)
+    assert tight.sends.shape == (2, 1, 4)
+    check_spec(tight)
+    with pytest.raises(ValueError, match=r"too small: copies=0 \(needs 1\), pair_rows=2 \(needs 3\)"):
+        spec.padded(copies=0, output_rows=3, pair_rows=2)
+
+
 def test_spec_is_a_pytree() -> None:
     spec = GroupCastSpec.from_splits([[2], [1]], [[[1]], [[]]], [[], [2]], [[], [0]])
     leaves, structure = jax.tree.flatten(spec)
@@ -74,9 +90,26 @@ def test_spec_is_a_pytree() -> None:
         (([[1], [1]], [[[]]], [[], []], [[], []]), "dst_ranks is for 1 ranks, input_split_sizes is for 2"),
         (([[1]], [[[], []]], [[]], [[]]), "rank 0 has 1 input_split_sizes but 2 dst_ranks"),
         (([[1]], [[[]]], [[2]], [[]]), "rank 0 has 1 output_split_sizes but 0 src_ranks"),
-        (([[-1]], [[[]]], [[]], [[]]), r"input_split_sizes\[0\]\[0\] = -1"),
-        (([[1]], [[[1]]], [[]], [[]]), r"dst_ranks\[0\]\[0\]: 1 is not a rank below 1"),
-        (([[1]], [[[0]]], [[1]], [[-1]]), r"src_ranks\[0\]\[0\]: -1 is not a rank below 1"),
+        (([[-1]], [[[]]], [[]], [[]]), r"input_split_sizes\[0\]\[0\] must be between 0 and .* it is -1"),
+        (([], [], [], []), "the number of ranks in input_split_sizes must be between 1 and"),
+        (
+            ([[True]], [[[0]]], [[1]], [[0]]),
+            r"input_split_sizes\[0\]\[0\] must be an integer, .* True",
+        ),
+        (([[1.0]], [[[0]]], [[1]], [[0]]), r"input_split_sizes\[0\]\[0\] must be an integer, but it is 1.0"),
+        (([[1]], [[[0]]], [[1]], [[0.0]]), r"src_ranks\[0\]\[0\] must be an integer, but it is 0.0"),
+        (
+            ([[1], [1]], [[1], [0]], [[1], [1]], [[1], [0]]),
+            r"dst_ranks\[0\]\[0\] must be a list, .* 1\.",
+        ),
+        (([4], [[[]]], [[]], [[]]), r"input_split_sizes\[0\] must be a list, but it is 4"),
+        (([[2**30, 1]], [[[], []]], [[]], [[]]), r"sum of input_split_sizes\[0\] must .* it is 1073741825"),
+        (
+            ([[1]], [[[]]], [[2**30] * 8], [[0] * 8]),
+            r"sum of output_split_sizes\[0\] must .* 8589934592",
+        ),
+        (([[1]], [[[1]]], [[]], [[]]), r"dst_ranks\[0\]\[0\]\[0\] must be between 0 and 0, but it is 1"),
+        (([[1]], [[[0]]], [[1]], [[-1]]), r"src_ranks\[0\]\[0\] must be between 0 and 0, but it is -1"),
         (([[3], [0]], [[[1]], [[]]], [[], [2]], [[], [0]]), "rank 0 sends 3 rows to rank 1, which expects 2"),
         (([[3], [0]], [[[]], [[]]], [[], [2]], [[], [0]]), "rank 0 sends 0 rows to rank 1, which expects 2"),
     ],
