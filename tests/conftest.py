@@ -1,6 +1,7 @@
-"""Session set-up: eight CPU devices, strict dtype promotion, GPU tests skipped where there is no GPU."""
+"""Session set-up: eight CPU devices, strict promotion, GPU tests skipped where there is no GPU."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,6 +32,20 @@ def x64() -> Iterator[None]:
     """Runs the test with 64-bit types enabled (they are off by default, as they are for users)."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """What JAX traces, lowers and compiles while the test runs: an event for each. May be cleared."""
+    events: list[str] = []
+
+    def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
+        if event.startswith("/jax/core/compile/"):
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def attention(
     Softmax over the keys that each query sees, computed block by block: no [T, S] array is ever made, and
     what the mask hides is skipped. Logits and sums are in float32 (float64 for float64 operands), the
     matrix products in the dtype of the operands. Differentiable in query, key, value and sinks, through the
-    output and the residual.
+    output and the residual, in reverse mode and once: neither ``jax.jvp`` nor second derivatives.
 
     A query that sees nothing has output exactly 0, residual exactly -inf and gradient exactly 0. NaN in keys
     that no query sees, and in queries that see nothing, stays where it is.
@@ -94,7 +94,7 @@ def attention(
         value: [S, K, Dv] or [B, S, K, Dv].
         mask: which query sees which key, of lengths (T, S). With bands [B, C, 6] (`AttnMask.stack`) each
             example has its own; otherwise all share it.
-        scale: factor of q·k, D**-0.5 by default. Static.
+        scale: factor of q·k, finite, D**-0.5 by default. Static.
         logits_soft_cap: c, to use c · tanh(logits / c) as logits. Static.
         sinks: [N], per head a logit that takes part in the softmax and has no value.
         deterministic: whether gradients must be bitwise reproducible. On CPU they always are.
@@ -109,11 +109,20 @@ def attention(
 
     Raises:
         ValueError: for arguments that do not fit together, and for a sharded length or head dimension.
-        NotImplementedError: for an explicit implementation that the platform does not have.
+        NotImplementedError: for an explicit implementation that the platform does not have, for key heads
+            that cannot be split over the mesh as the query heads are, and for second derivatives.
     """
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     sinks = None if sinks is None else jnp.asarray(sinks)
-    check_operands(query, key, value, soft_cap=logits_soft_cap, sinks=sinks, implementation=implementation)
+    check_operands(
+        query,
+        key,
+        value,
+        scale=scale,
+        soft_cap=logits_soft_cap,
+        sinks=sinks,
+        implementation=implementation,
+    )
     check_mask(mask, query, key)
     options = _Options(
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),

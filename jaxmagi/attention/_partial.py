@@ -32,7 +32,8 @@ def merge(first: Partial[jax.Array], second: Partial[jax.Array]) -> Partial[jax.
 
 def add_sinks(partial: Partial[jax.Array], sinks: jax.Array) -> Partial[jax.Array]:
     """The attention with sinks [N] (or what broadcasts), -inf for none. Rows that see nothing stay as is."""
-    lse = jnp.where(jnp.isneginf(partial.lse), -jnp.inf, jnp.logaddexp(partial.lse, sinks))
+    with_sinks = jnp.logaddexp(partial.lse, jax.lax.broadcast_to_rank(sinks, partial.lse.ndim))
+    lse = jnp.where(jnp.isneginf(partial.lse), -jnp.inf, with_sinks)
     return Partial(_share(partial.lse, lse) * partial.out, lse)
 
 
@@ -46,5 +47,6 @@ def row_delta(result: Partial[jax.Array], cotangents: Partial[jax.Array]) -> jax
 
 def sink_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
     """[N]: a sink lowers every probability of its rows by its share in their sum."""
-    share = jnp.exp(sinks.astype(lse.dtype) - jnp.where(jnp.isneginf(lse), jnp.inf, lse))
+    logits = jax.lax.broadcast_to_rank(sinks.astype(lse.dtype), lse.ndim)
+    share = jnp.exp(logits - jnp.where(jnp.isneginf(lse), jnp.inf, lse))
     return -(share * delta).sum(axis=range(lse.ndim - 1)).astype(sinks.dtype)

@@ -6,13 +6,13 @@ Operands always have a batch axis: q [B, T, N, D], k [B, S, K, D], v [B, S, K, D
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from .. import _native
 from . import _xla
@@ -30,18 +30,28 @@ def _expect(name: str, x: Any, shape: Sequence[int], dtype: jax.typing.DTypeLike
         raise ValueError(f"{name} must be {wanted}, but is {x.dtype.name}{list(x.shape)}.")
 
 
-def _check_common(q: Any, k: Any, v: Any, bands: Any, implementation: str | None) -> None:
+def is_soft_cap(value: float) -> bool:
+    """Whether float32 has it as a positive normal number: the kernels divide by it there."""
+    limits = jnp.finfo(jnp.float32)
+    return float(limits.tiny) <= value <= float(limits.max)
+
+
+def _check_common(q: Any, k: Any, v: Any, bands: Any, *, soft_cap: float, implementation: str | None) -> None:
     if q.dtype.name not in DTYPES:
         raise ValueError(f"The dtype of query must be one of {', '.join(DTYPES)}, but is {q.dtype.name}.")
     batch, _, heads, dim = q.shape
     _, length, kv_heads, v_dim = v.shape
     _expect("key", k, (batch, length, kv_heads, dim), q.dtype)
     _expect("value", v, (batch, length, kv_heads, v_dim), q.dtype)
-    if heads % max(1, kv_heads):
+    if 0 in (heads, kv_heads):
+        raise ValueError(f"There must be heads, but query has {heads} and key has {kv_heads}.")
+    if heads % kv_heads:
         raise ValueError(f"The number of query heads {heads} is no multiple of that of key heads {kv_heads}.")
     if bands.ndim != 3 or bands.shape[0] not in (1, batch) or bands.shape[2] != 6 or bands.dtype != jnp.int32:
         wanted = f"int32[1, C, 6] or int32[{batch}, C, 6]"
         raise ValueError(f"bands must be {wanted}, but is {bands.dtype.name}{list(bands.shape)}.")
+    if soft_cap != 0 and not is_soft_cap(soft_cap):
+        raise ValueError(f"soft_cap must be a positive normal float32, or 0 for none, but is {soft_cap}.")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, but is {implementation!r}.")
 
@@ -61,10 +71,11 @@ def _forward_types(
     sinks: Any,
     *,
     out_dtype: jnp.dtype,
+    soft_cap: float,
     implementation: str | None,
     **_: float,
 ) -> tuple[Any, Any]:
-    _check_common(q, k, v, bands, implementation)
+    _check_common(q, k, v, bands, soft_cap=soft_cap, implementation=implementation)
     accumulate = accumulator_dtype(q.dtype)
     _expect("sinks", sinks, q.shape[2:3], accumulate)
     _check_result_dtype("out_dtype", out_dtype, q.dtype)
@@ -89,10 +100,11 @@ def _backward_types(
     delta: Any,
     *,
     grad_dtype: jnp.dtype,
+    soft_cap: float,
     implementation: str | None,
     **_: float,
 ) -> tuple[Any, Any, Any]:
-    _check_common(q, k, v, bands, implementation)
+    _check_common(q, k, v, bands, soft_cap=soft_cap, implementation=implementation)
     accumulate = accumulator_dtype(q.dtype)
     _expect("dout", dout, (*q.shape[:3], v.shape[3]), q.dtype)
     _expect("lse", lse, q.shape[:3], accumulate)
@@ -101,11 +113,19 @@ def _backward_types(
     return q.update(dtype=grad_dtype), k.update(dtype=grad_dtype), v.update(dtype=grad_dtype)
 
 
+def _no_derivative(*_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(
+        "Attention can be differentiated once and in reverse mode (jax.grad, jax.vjp): there are no second "
+        "derivatives, nor derivatives of attention_forward and attention_backward."
+    )
+
+
 def _primitive(name: str, types: Callable[..., tuple[Any, ...]], static: Sequence[str]) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(types)
     primitive.def_impl(jax.jit(primitive.bind, static_argnames=static))
+    ad.primitive_jvps[primitive] = _no_derivative
     return primitive
 
 
@@ -140,13 +160,13 @@ def attention_forward(
         bands: int32 [1, C, 6] or [B, C, 6].
         sinks: [N] in accumulator dtype, -inf for no sink.
         scale: factor of q·k.
-        soft_cap: c of c · tanh(logits / c), 0 for none.
+        soft_cap: c of c · tanh(logits / c), a normal number of float32; 0 for none.
         out_dtype: dtype of the output, that of q or the accumulator dtype.
         implementation: "ffi", "xla", or None for the best that the platform has.
 
     Returns:
-        The output [B, T, N, Dv] and the log-sum-exp [B, T, N] in accumulator dtype. A row that sees nothing
-        has output 0 and log-sum-exp -inf, also where it has a sink.
+        The output [B, T, N, Dv] and the log-sum-exp [B, T, N] in accumulator dtype. A row that sees nothing,
+        or nothing but logits of -inf, has output 0 and log-sum-exp -inf, also where it has a sink.
 
     Raises:
         ValueError: for shapes or dtypes other than these.

@@ -28,17 +28,18 @@ def _counts(bands: NDArray[np.integer], q_len: int, kv_len: int) -> _Float:
 
 
 def _scores(q: _Float, k: _Float, count: _Float, scale: float, soft_cap: float | None) -> _Scores:
-    logits = scale * (q @ k.T)
+    with np.errstate(invalid="ignore"):  # 0 · inf in cells that the mask hides
+        logits = np.where(count > 0, scale * (q @ k.T), -np.inf)
     slope = np.ones_like(logits)
     if soft_cap is not None:
         capped = np.tanh(logits / soft_cap)
-        logits, slope = soft_cap * capped, 1 - capped**2
-    return _Scores(count, np.where(count > 0, logits, -np.inf), slope)
+        logits, slope = np.where(count > 0, soft_cap * capped, -np.inf), 1 - capped**2
+    return _Scores(count, logits, slope)
 
 
 def _log_sum_exp(scores: _Scores, sink: float) -> _Float:
-    """Per row, over the cells it sees and the sink; -inf where it sees nothing."""
-    seen = (scores.counts > 0).any(axis=1)
+    """Per row, over the cells it sees and the sink; -inf where it sees nothing but logits of -inf."""
+    seen = ~np.isneginf(scores.logits).all(axis=1)
     peak = np.maximum(np.where(seen, scores.logits.max(axis=1, initial=-np.inf), 0.0), sink)
     total = (scores.counts * np.exp(scores.logits - peak[:, None])).sum(axis=1) + np.exp(sink - peak)
     return np.where(seen, peak + np.log(np.where(seen, total, 1.0)), -np.inf)
@@ -177,14 +178,13 @@ def attention_reference_vjp(
         q, k, v = problem.q[b, :, n], problem.k[b, :, h], problem.v[b, :, h]
         scores = problem.head_scores(b, n, h)
         lse = _log_sum_exp(scores, problem.sinks[n])
-        blind = np.isneginf(lse)
-        grad = np.where(blind[:, None], 0.0, dout[b, :, n])
-        p = _probabilities(scores, lse)
-        delta = (grad * (p @ v)).sum(axis=1) - np.where(blind, 0.0, dlse[b, :, n])
-        ds = problem.scale * p * scores.slope * (grad @ v.T - delta[:, None])
-        dq[b, :, n] = ds @ k
-        dk[b, :, h] += ds.T @ q
+        rows = ~np.isneginf(lse)
+        grad, p = dout[b, rows, n], _probabilities(scores, lse)[rows]
+        delta = (grad * (p @ v)).sum(axis=1) - dlse[b, rows, n]
+        ds = problem.scale * p * scores.slope[rows] * (grad @ v.T - delta[:, None])
+        dq[b, rows, n] = ds @ k
+        dk[b, :, h] += ds.T @ q[rows]
         dv[b, :, h] += p.T @ grad
-        dsinks[n] -= (np.exp(problem.sinks[n] - lse[~blind]) * delta[~blind]).sum()
+        dsinks[n] -= (np.exp(problem.sinks[n] - lse[rows]) * delta).sum()
     dq, dk, dv = (problem.drop_batch(x) for x in (dq, dk, dv))
     return ReferenceGradients(dq, dk, dv, dsinks)

@@ -6,13 +6,15 @@ shard_map, of the user or of this module, operands may vary over different mesh 
 mix by themselves.
 """
 
+import functools
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, PartitionSpec as P
 
 from .._varying import vary_alike, varying_axes
 
@@ -20,39 +22,52 @@ type _Axes = str | tuple[str, ...] | None
 
 
 def bind_over_shards(primitive: Primitive, *operands: jax.Array, **params: Any) -> list[jax.Array]:
-    """Binds a primitive whose operands begin with query, key and value on each shard that query has.
+    """Binds a primitive whose operands begin with query, key and value on each shard that these have.
+
+    Batch and heads are split as in the first of the three that has them split; the others follow.
 
     Raises:
-        ValueError: for ranks other than 4, for a sharded length or head dimension, for key or value sharded
-            otherwise than query, and for key heads that do not divide.
+        ValueError: for ranks other than 4, for a sharded length or head dimension, and for batches or heads
+            sharded in different ways.
+        NotImplementedError: for key heads that do not divide.
     """
-    named = dict(zip(("query", "key", "value"), operands[:3], strict=True))
+    named: Mapping[str, jax.Array] = dict(zip(("query", "key", "value"), operands[:3], strict=True))
     for name, x in named.items():
         if x.ndim != 4:
             raise ValueError(f"{name} must have rank 4, but has shape {x.shape}.")
-    batch, _, heads, _ = _spec(operands[0])
-    for name, x in named.items():
-        _check(name, _spec(x), batch, heads)
-
-    def bind(*shards: jax.Array) -> list[jax.Array]:
-        return primitive.bind(*vary_alike(shards), **params)
-
-    axes = frozenset(_names(batch) + _names(heads))
+        _check_whole(name, _spec(x))
+    batch, heads = (_agreed(named, dimension) for dimension in ("batch", "heads"))
+    axes = _names(batch) + _names(heads)
     if not axes:
-        return bind(*operands)
-    mesh = jax.typeof(operands[0]).sharding.mesh
+        return primitive.bind(*vary_alike(operands), **params)
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"Batch and heads are sharded over the same mesh axis: {batch!r} and {heads!r}.")
+    mesh = next(jax.typeof(x).sharding.mesh for x in operands if any(_spec(x)))
     _check_divisible(operands[1], heads, math.prod(mesh.shape[name] for name in _names(heads)))
+    return _bind_on_shards(operands, primitive, tuple(sorted(params.items())), mesh, batch, heads)
+
+
+# Jitted by static arguments, not as a closure made anew, so that calls outside of jit compile only once. And
+# without a mesh in context (jax.set_mesh), only jit can find the devices of an abstract mesh.
+@functools.partial(jax.jit, static_argnums=range(1, 6))
+def _bind_on_shards(
+    operands: Sequence[jax.Array],
+    primitive: Primitive,
+    params: tuple[tuple[str, Any], ...],
+    mesh: AbstractMesh,
+    batch: _Axes,
+    heads: _Axes,
+) -> list[jax.Array]:
+    def bind(*shards: jax.Array) -> list[jax.Array]:
+        return primitive.bind(*vary_alike(shards), **dict(params))
+
     specs = tuple(_shard_spec(x, batch, heads) for x in operands)
     results = jax.eval_shape(bind, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands))
     out_specs = [_shard_spec(x, batch, heads) for x in results]
-
-    def run(*operands: jax.Array) -> list[jax.Array]:
-        with jax.sharding.use_abstract_mesh(mesh):
-            placed = map(jax.sharding.reshard, operands, specs)
-            return jax.shard_map(bind, in_specs=specs, out_specs=out_specs, axis_names=axes)(*placed)
-
-    # Without a mesh in context (jax.set_mesh), only jit can find the devices of an abstract mesh.
-    return jax.jit(run)(*operands) if jax.sharding.get_abstract_mesh().empty else run(*operands)
+    axes = frozenset(_names(batch) + _names(heads))
+    with jax.sharding.use_abstract_mesh(mesh):
+        placed = map(jax.sharding.reshard, operands, specs)
+        return jax.shard_map(bind, in_specs=specs, out_specs=out_specs, axis_names=axes)(*placed)
 
 
 def like_operand(gradient: jax.Array | None, operand: jax.Array | None) -> jax.Array | None:
@@ -81,22 +96,33 @@ def _shard_spec(x: jax.Array | jax.ShapeDtypeStruct, batch: _Axes, heads: _Axes)
     return {4: P(batch, None, heads, None), 3: P(batch, None, heads), 1: P(heads)}[x.ndim]
 
 
-def _check(name: str, spec: tuple[_Axes, ...], q_batch: _Axes, q_heads: _Axes) -> None:
-    batch, length, heads, dim = spec
+def _check_whole(name: str, spec: tuple[_Axes, ...]) -> None:
+    _, length, _, dim = spec
     if length is not None or dim is not None:
         where = f"length over {length!r}" if length is not None else f"head dimension over {dim!r}"
         raise ValueError(
             f"{name} is sharded in its {where}: attention works on whole sequences and heads. For a sequence "
             "over a mesh axis use jaxmagi.context_attention."
         )
-    for what, axes, expected in (("batch", batch, q_batch), ("heads", heads, q_heads)):
-        if axes not in (None, expected):
-            raise ValueError(f"{name} has its {what} sharded over {axes!r}, but query over {expected!r}.")
+
+
+def _agreed(named: Mapping[str, jax.Array], dimension: Literal["batch", "heads"]) -> _Axes:
+    """The mesh axes of a dimension, None if all have it whole. Raises ValueError where operands disagree."""
+    index = {"batch": 0, "heads": 2}[dimension]
+    found = [(name, axes) for name, x in named.items() if (axes := _spec(x)[index]) is not None]
+    first, agreed = found[0] if found else ("", None)
+    for name, axes in found:
+        if axes != agreed:
+            raise ValueError(
+                f"{name} has its {dimension} sharded over {axes!r}, but {first} over {agreed!r}."
+            )
+    return agreed
 
 
 def _check_divisible(key: jax.Array, heads: _Axes, shards: int) -> None:
     if key.shape[2] % shards:
-        raise ValueError(
-            f"The {key.shape[2]} key heads cannot be split over mesh axis {heads!r} of size {shards}, "
-            "over which the query heads are sharded."
+        raise NotImplementedError(
+            f"The {key.shape[2]} key heads cannot be split over mesh axis {heads!r} of size {shards}, over "
+            "which the query heads are sharded: repeat the key and value heads (jnp.repeat), or do not shard "
+            "the query heads."
         )

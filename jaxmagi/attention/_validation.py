@@ -4,9 +4,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from ..masks import AttnMask
-from ._primitive import DTYPES, IMPLEMENTATIONS
+from ._primitive import DTYPES, IMPLEMENTATIONS, is_soft_cap
 
 
 def check_operands(
@@ -14,6 +15,7 @@ def check_operands(
     key: jax.Array,
     value: jax.Array,
     *,
+    scale: float | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
     implementation: str | None,
@@ -21,7 +23,7 @@ def check_operands(
     """Raises ValueError, with the values, for arguments that do not fit together."""
     _check_shapes(query, key, value)
     _check_dtypes(query, key, value)
-    _check_options(soft_cap, implementation)
+    _check_options(scale, soft_cap, implementation)
     if sinks is not None:
         _check_sinks(sinks, query.shape[-2])
 
@@ -84,9 +86,20 @@ def _check_mask_fits(mask: AttnMask, query: jax.Array, key: jax.Array) -> None:
         )
 
 
-def _check_options(soft_cap: float | None, implementation: str | None) -> None:
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"logits_soft_cap must be positive, or None for none, but is {soft_cap}.")
+def _check_options(scale: float | None, soft_cap: float | None, implementation: str | None) -> None:
+    for name, number in (("scale", scale), ("logits_soft_cap", soft_cap)):
+        if isinstance(number, Tracer):
+            raise ValueError(
+                f"{name} is static, a number that gets compiled into the program, but it is traced: "
+                f"{number}. Give a Python number, or make it a static argument of jax.jit."
+            )
+    if scale is not None and not np.isfinite(scale):
+        raise ValueError(f"scale must be finite, or None for D**-0.5, but is {scale}.")
+    if soft_cap is not None and not is_soft_cap(soft_cap):
+        raise ValueError(
+            "logits_soft_cap must be positive and a normal number of float32, or None for none, but is "
+            f"{soft_cap}."
+        )
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, but is {implementation!r}.")
 

@@ -77,14 +77,15 @@ def _visible_keys(x: jax.Array, key_block: jax.Array, count: jax.Array) -> jax.A
     """A block of keys or values; those no row of the tile sees are 0, for NaN in them must not spread."""
     size = count.shape[1]
     tile = jax.lax.dynamic_slice_in_dim(x, key_block * size, size, axis=2)
-    return jnp.where((count > 0).any(axis=0)[:, None], tile, jnp.zeros((), x.dtype))
+    seen = jax.lax.broadcast_to_rank((count > 0).any(axis=0)[:, None], x.ndim)
+    return jnp.where(seen, tile, jnp.zeros((), x.dtype))
 
 
 def _logits(q: jax.Array, k: jax.Array, count: jax.Array, how: Logits) -> jax.Array:
     s = how.scale * _einsum("bkgqd,bksd->bkgqs", q, k)
     if how.soft_cap > 0:
         s = how.soft_cap * jnp.tanh(s / how.soft_cap)
-    return jnp.where(count > 0, s, -jnp.inf)
+    return jnp.where(jax.lax.broadcast_to_rank(count > 0, s.ndim), s, -jnp.inf)
 
 
 def _finite(x: jax.Array) -> jax.Array:
@@ -96,15 +97,16 @@ def _visit(state: _Softmax, s: jax.Array, v: jax.Array, count: jax.Array) -> _So
     """Takes one tile of logits and values into the running softmax."""
     peak = jnp.maximum(state.peak, s.max(axis=-1))
     shift = _finite(peak)
-    p = count.astype(s.dtype) * jnp.exp(s - shift[..., None])
+    p = jax.lax.broadcast_to_rank(count.astype(s.dtype), s.ndim) * jnp.exp(s - shift[..., None])
     fade = jnp.exp(state.peak - shift)
     out = fade[..., None] * state.out + _einsum("bkgqs,bksd->bkgqd", p.astype(v.dtype), v)
     return _Softmax(out, peak, fade * state.total + p.sum(axis=-1))
 
 
 def _finish(state: _Softmax, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Output and log-sum-exp of a block of rows; sinks [K, G, 1]."""
-    blind = jnp.isneginf(state.peak)
+    """Output and log-sum-exp of a block of rows; sinks [1, K, G, 1]."""
+    # XLA's max on CPU may drop NaN, and leave a row of NaN with the peak -inf: the total has the NaN.
+    blind = jnp.isneginf(state.peak) & (state.total == 0)
     peak = jnp.where(blind, 0, jnp.maximum(state.peak, sinks))
     fade = jnp.exp(state.peak - peak)
     total = jnp.where(blind, 1, fade * state.total + jnp.exp(sinks - peak))
@@ -128,6 +130,8 @@ def _per_example[Results](
 
     Examples with different bands visit different tiles: side by side, each would wait for the longest.
     """
+    if bands.shape[1] == 0:  # no bands at all are as good as an empty one, and that can be indexed
+        bands = jax.lax.full_like(bands, 0, shape=(bands.shape[0], 1, 6))
     if bands.shape[0] == 1:
         return function(bands[0], *operands)
 
@@ -169,7 +173,7 @@ def _forward(
     _, kv_len, kv_heads, v_dim = v.shape
     blocks = cut(q_len, kv_len, b * n)
     k, v = _keys_outside(k, blocks), _keys_outside(v, blocks)
-    sinks = sinks.reshape(kv_heads, n // kv_heads, 1)
+    sinks = sinks.reshape(1, kv_heads, n // kv_heads, 1)
 
     def rows(block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         index, q_rows = block
@@ -205,7 +209,7 @@ class _Rows(NamedTuple):
 
 
 def _hide_blind_rows(rows: _Rows) -> _Rows:
-    """Zeroes what belongs to rows that see nothing, for NaN in it must not spread."""
+    """Zeroes what belongs to rows that see nothing or only logits of -inf: NaN in it must not spread."""
     blind = jnp.isneginf(rows.lse)
 
     def hide(x: jax.Array) -> jax.Array:
@@ -219,7 +223,8 @@ def _logit_gradients(
 ) -> tuple[jax.Array, jax.Array]:
     """Probabilities and the gradients of scale · q·k of one tile [B, K, G, q, s], in the input dtype."""
     s = _logits(rows.q, k, count, how)
-    # A row with lse = -inf sees nothing, even where the bands say that it does.
+    # A row with lse = -inf has no finite logit, even where the bands say that it sees something.
+    count = jax.lax.broadcast_to_rank(count, s.ndim)
     visible = (count > 0) & ~jnp.isneginf(rows.lse)[..., None]
     p = jnp.where(visible, count.astype(s.dtype) * jnp.exp(s - _finite(rows.lse)[..., None]), 0)
     ds = p * (_einsum("bkgqd,bksd->bkgqs", rows.dout, v) - rows.delta[..., None])
@@ -289,7 +294,9 @@ def _backward(
 
         init = (zero(rows.q), *carry)
         dq, dk, dv = _visit_key_blocks(todo, tile, init)
-        return (dk, dv), (how.scale * dq).astype(grad_dtype)
+        # 0 · inf of a key makes dq NaN where the row has only logits of -inf.
+        dq = jnp.where(jnp.isneginf(rows.lse)[..., None], 0, how.scale * dq)
+        return (dk, dv), dq.astype(grad_dtype)
 
     row_operands = _Rows(*(_split_rows(x, kv_heads, blocks) for x in (q, dout, lse, delta)))
     (dk, dv), dq = jax.lax.scan(

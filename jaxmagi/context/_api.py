@@ -63,7 +63,8 @@ def context_attention(
     Each rank computes the rows of its own queries. It gets the keys and values that these see, and no others,
     by `group_cast`; their gradients return by `group_reduce`, added up in float32 (float64 for float64) in a
     fixed order. The meaning of all other arguments, and what queries get that see nothing, is that of
-    `jaxmagi.attention`. Padding sees nothing and nothing sees it.
+    `jaxmagi.attention`. Padding sees nothing and nothing sees it. Derivatives are in reverse mode and once,
+    as there.
 
     Inside ``jax.shard_map`` over ``axis_name`` the arrays are the local shards. Outside, with the mesh of
     ``jax.set_mesh``, they are global arrays in dispatched order, and the function maps itself over the mesh.
@@ -85,7 +86,7 @@ def context_attention(
         plan: by `jaxmagi.plan_context`, whole or sharded by ``PartitionSpec(axis_name)``. With a batch, one
             for all or a stacked one.
         axis_name: mesh axis over which the tokens are spread.
-        scale: factor of q·k, D**-0.5 by default. Static.
+        scale: factor of q·k, finite, D**-0.5 by default. Static.
         logits_soft_cap: c, to use c · tanh(logits / c) as logits. Static.
         sinks: ``[N]``, per head a logit that takes part in the softmax and has no value.
         deterministic: whether gradients must be bitwise reproducible. On CPU they always are.
@@ -100,12 +101,20 @@ def context_attention(
     Raises:
         ValueError: the axis is unknown, the plan is for another number of ranks or another length, or
             arguments do not fit together.
-        NotImplementedError: for an explicit implementation that the platform does not have.
+        NotImplementedError: for an explicit implementation that the platform does not have, for key heads
+            that cannot be split over the mesh as the query heads are, and for second derivatives.
     """
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     sinks = None if sinks is None else jnp.asarray(sinks)
     check_arguments(
-        query, key, value, plan, soft_cap=logits_soft_cap, sinks=sinks, implementation=implementation
+        query,
+        key,
+        value,
+        plan,
+        scale=scale,
+        soft_cap=logits_soft_cap,
+        sinks=sinks,
+        implementation=implementation,
     )
     size, inside = find_axis(axis_name)
     check_lengths(query, key, value, plan, axis_name, size=size, inside=inside)

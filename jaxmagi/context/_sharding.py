@@ -124,13 +124,14 @@ def _checks_vma() -> bool:
 
 
 def check_heads(layout: Layout, heads: int) -> None:
-    """Raises ValueError unless key heads can be split as the query heads are."""
+    """Raises NotImplementedError unless key heads can be split as the query heads are."""
     mesh = jax.sharding.get_abstract_mesh()
     shards = math.prod(mesh.shape[name] for name in _names(layout.heads))
     if heads % shards:
-        raise ValueError(
+        raise NotImplementedError(
             f"The {heads} key heads cannot be split over mesh axis {layout.heads!r} of size {shards}, over "
-            "which the query heads are sharded."
+            "which the query heads are sharded: repeat the key and value heads (jnp.repeat), or do not shard "
+            "the query heads."
         )
 
 
@@ -153,8 +154,6 @@ def map_over_mesh[**Args, Result](
     """``function`` on every device's part, over the axes that the surroundings have not mapped over yet."""
     if not layout.mapped:
         return function
-    sharded = jax.shard_map(
+    return jax.shard_map(
         function, in_specs=in_specs, out_specs=out_specs, axis_names=layout.mapped, check_vma=layout.check_vma
     )
-    # Without jit, shard_map over some of the axes fails when check_vma is off (jax 0.11.2 and 0.12.0).
-    return jax.jit(sharded)

@@ -23,13 +23,16 @@ def check_arguments(
     value: jax.Array,
     plan: ContextPlan,
     *,
+    scale: float | None,
     soft_cap: float | None,
     sinks: jax.Array | None,
     implementation: str | None,
 ) -> None:
     """Raises ValueError, with the values, for arguments that do not fit together."""
     check_plan(plan)
-    check_operands(query, key, value, soft_cap=soft_cap, sinks=sinks, implementation=implementation)
+    check_operands(
+        query, key, value, scale=scale, soft_cap=soft_cap, sinks=sinks, implementation=implementation
+    )
     _check_batch(query, plan)
 
 

@@ -31,6 +31,9 @@ def _on_rank(operands: Operands, options: Options) -> Operands:
     return vary_alike(operands._replace(stages=stages))
 
 
+# Jitted by static arguments, not by closures made anew, so that calls outside of jit compile only once. And
+# without jit, shard_map over some of the axes fails when check_vma is off (jax 0.11.2 and 0.12.0).
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _forward(operands: Operands, layout: Layout, options: Options) -> Partial[jax.Array]:
     def one(operands: Operands) -> Partial[jax.Array]:
         return forward(_on_rank(operands, options), options)
@@ -42,6 +45,35 @@ def _forward(operands: Operands, layout: Layout, options: Options) -> Partial[ja
         out_specs=Partial(layout.rows, layout.row_numbers),
     )
     return mapped(operands)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _backward(
+    operands: Operands,
+    result: Partial[jax.Array],
+    cotangents: Partial[jax.Array],
+    layout: Layout,
+    options: Options,
+) -> Operands:
+    def one(operands: Operands, result: Partial[jax.Array], cotangents: Partial[jax.Array]) -> Operands:
+        return backward(_on_rank(operands, options), result, cotangents, options)
+
+    def local(*args: Any) -> Operands:
+        gradients = _over_batch(one, *args)
+        return gradients._replace(sinks=_sum_of_sharers(gradients.sinks, layout))
+
+    rows = Partial(layout.rows, layout.row_numbers)
+    specs = layout.specs(operands)
+    mapped = map_over_mesh(local, layout, in_specs=(specs, rows, rows), out_specs=specs._replace(stages=None))
+    return mapped(operands, result, cotangents)
+
+
+def _sum_of_sharers(gradient: jax.Array | None, layout: Layout) -> jax.Array | None:
+    """The gradient of the sinks, from [N] or those of a batch [B, N] on each device."""
+    if gradient is None:
+        return None
+    gradient = gradient.sum(axis=0) if gradient.ndim > 1 else gradient
+    return jax.lax.psum(gradient, layout.sharers) if layout.sharers else gradient
 
 
 attend = jax.custom_vjp(_forward, nondiff_argnums=(1, 2))
@@ -58,27 +90,7 @@ def _attend_fwd(
 def _attend_bwd(
     layout: Layout, options: Options, residuals: tuple[Operands, Partial[jax.Array]], cotangents: Partial
 ) -> tuple[Operands]:
-    operands, result = residuals
-
-    def one(operands: Operands, result: Partial[jax.Array], cotangents: Partial[jax.Array]) -> Operands:
-        return backward(_on_rank(operands, options), result, cotangents, options)
-
-    def local(*args: Any) -> Operands:
-        gradients = _over_batch(one, *args)
-        return gradients._replace(sinks=_sum_of_sharers(gradients.sinks, layout))
-
-    rows = Partial(layout.rows, layout.row_numbers)
-    specs = layout.specs(operands)
-    mapped = map_over_mesh(local, layout, in_specs=(specs, rows, rows), out_specs=specs._replace(stages=None))
-    return (mapped(operands, result, cotangents),)
-
-
-def _sum_of_sharers(gradient: jax.Array | None, layout: Layout) -> jax.Array | None:
-    """The gradient of the sinks, from [N] or those of a batch [B, N] on each device."""
-    if gradient is None:
-        return None
-    gradient = gradient.sum(axis=0) if gradient.ndim > 1 else gradient
-    return jax.lax.psum(gradient, layout.sharers) if layout.sharers else gradient
+    return (_backward(*residuals, cotangents, layout, options),)
 
 
 attend.defvjp(_attend_fwd, _attend_bwd)

@@ -16,7 +16,7 @@ def zeros(*shape: int, dtype: Any = np.float32) -> Any:
     return jnp.zeros(shape, dtype)
 
 
-GOOD = {
+GOOD: dict[str, Any] = {
     "query": zeros(2, 8, 4, 16),
     "key": zeros(2, 9, 2, 16),
     "value": zeros(2, 9, 2, 12),
@@ -33,7 +33,7 @@ GOOD = {
         ({"mask": masks.causal(7, 9)}, r"\(q_len, kv_len\) = \(7, 9\).*lengths \(8, 9\)"),
         (
             {"mask": AttnMask.stack([masks.causal(8, 9)] * 3)},
-            r"bands \(3, 8, 6\).*query \(2, 8, 4, 16\)|bands",
+            r"Per-example bands \(3, 8, 6\) need query \[3, T, N, D\].*has shape \(2, 8, 4, 16\)",
         ),
         ({"query": zeros(8, 16)}, r"query \(8, 16\), key \(2, 9, 2, 16\)"),
         ({"query": zeros(8, 4, 16)}, r"query \(8, 4, 16\), key \(2, 9, 2, 16\)"),
@@ -41,8 +41,14 @@ GOOD = {
         ({"value": zeros(2, 9, 1, 12)}, r"agree in batch, length and heads.*\(2, 9, 1, 12\)"),
         ({"query": zeros(2, 8, 4, 15)}, r"same head dimension.*\(2, 8, 4, 15\)"),
         ({"query": zeros(2, 8, 0, 16)}, r"There must be heads.*\(2, 8, 0, 16\)"),
+        ({"scale": np.nan}, r"scale must be finite.*but is nan"),
+        ({"scale": -np.inf}, r"scale must be finite.*but is -inf"),
         ({"logits_soft_cap": 0.0}, r"logits_soft_cap must be positive.*0\.0"),
         ({"logits_soft_cap": -3.0}, r"logits_soft_cap must be positive.*-3\.0"),
+        ({"logits_soft_cap": np.inf}, r"logits_soft_cap must be positive.*inf"),
+        ({"logits_soft_cap": np.nan}, r"logits_soft_cap must be positive.*nan"),
+        ({"logits_soft_cap": 1e39}, r"normal number of float32.*1e\+39"),
+        ({"logits_soft_cap": 1e-50}, r"normal number of float32.*1e-50"),
         ({"sinks": zeros(2)}, r"sinks must have shape \(4,\).*\(2,\)"),
         ({"sinks": zeros(4, dtype=jnp.int32)}, r"sinks must be floating-point, but are int32"),
         ({"implementation": "cudnn"}, r"implementation must be one of .*'cudnn'"),
@@ -71,6 +77,28 @@ def test_per_example_mask_without_batch() -> None:
 def test_errors_come_while_tracing() -> None:
     with pytest.raises(ValueError, match="must be a multiple"):
         jax.eval_shape(lambda q: attention(**(GOOD | {"query": q})), zeros(2, 8, 3, 16))
+
+
+@pytest.mark.parametrize("name", ["scale", "logits_soft_cap"])
+def test_numbers_are_static(name: str) -> None:
+    def call(number: Any) -> Any:
+        arguments: Any = GOOD | {name: number}
+        return attention(**arguments)
+
+    with pytest.raises(ValueError, match=rf"^{name} is static, .* but it is traced: .*float32"):
+        jax.jit(call)(1.0)
+
+
+def test_differentiable_once_in_reverse_mode(implementation: str) -> None:
+    def loss(query: jax.Array) -> jax.Array:
+        key, value, mask = GOOD["key"], GOOD["value"], GOOD["mask"]
+        return (attention(query, key, value, mask, implementation=implementation) ** 2).sum()
+
+    query = GOOD["query"]
+    with pytest.raises(NotImplementedError, match=r"once and in reverse mode.*no second derivatives"):
+        jax.grad(lambda query: jax.grad(loss)(query).sum())(query)
+    with pytest.raises(TypeError, match=r"forward-mode autodiff \(jvp\)"):
+        jax.jvp(loss, (query,), (query,))
 
 
 FORWARD = {
@@ -108,6 +136,11 @@ BACKWARD = {name: x for name, x in FORWARD.items() if name not in ("sinks", "out
         ({"bands": zeros(1, 8, 6)}, r"bands must be .*float32\[1, 8, 6\]"),
         ({"sinks": zeros(4, dtype=jnp.bfloat16)}, r"sinks must be float32\[4\], but is bfloat16\[4\]"),
         ({"out_dtype": jnp.bfloat16}, r"out_dtype must be float32 for operands in float32.*bfloat16"),
+        ({"q": zeros(2, 8, 0, 16)}, r"There must be heads, but query has 0 and key has 2"),
+        ({"k": zeros(2, 9, 0, 16), "v": zeros(2, 9, 0, 12)}, r"There must be heads, but .* key has 0"),
+        ({"soft_cap": -1.0}, r"soft_cap must be a positive normal float32, or 0 for none, but is -1\.0"),
+        ({"soft_cap": np.inf}, r"soft_cap must be .*inf"),
+        ({"soft_cap": 1e-50}, r"soft_cap must be .*1e-50"),
         ({"implementation": "triton"}, r"implementation must be one of .*'triton'"),
     ],
 )
@@ -123,6 +156,8 @@ def test_forward_primitive(change: dict[str, Any], message: str) -> None:
         ({"lse": zeros(2, 8, 2)}, r"lse must be float32\[2, 8, 4\], but is float32\[2, 8, 2\]"),
         ({"delta": zeros(2, 4, 8)}, r"delta must be float32\[2, 8, 4\], but is float32\[2, 4, 8\]"),
         ({"grad_dtype": jnp.float16}, r"grad_dtype must be float32 .*float16"),
+        ({"k": zeros(2, 9, 0, 16), "v": zeros(2, 9, 0, 12)}, r"There must be heads, but .* key has 0"),
+        ({"soft_cap": np.nan}, r"soft_cap must be .*nan"),
     ],
 )
 def test_backward_primitive(change: dict[str, Any], message: str) -> None:

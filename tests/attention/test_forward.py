@@ -70,8 +70,9 @@ def test_soft_cap_and_sinks_together(rng: np.random.Generator, implementation: s
 
 
 def test_per_example_masks(rng: np.random.Generator, implementation: str) -> None:
-    mask = AttnMask.stack([random_mask(rng), masks.causal(Q_LEN, KV_LEN), random_mask(rng)])
-    x = make_inputs(rng, batch=(3,))
+    empty = AttnMask.from_bands(np.zeros((0, 6), np.int32), q_len=Q_LEN, kv_len=KV_LEN)
+    mask = AttnMask.stack([random_mask(rng), masks.causal(Q_LEN, KV_LEN), empty, random_mask(rng)])
+    x = make_inputs(rng, batch=(4,))
     got = run(x, mask, with_sinks=True, implementation=implementation)
     assert_close(got, run_reference(x, mask, with_sinks=True), FP32_TOLERANCE)
 
@@ -174,6 +175,25 @@ def test_empty_mask(rng: np.random.Generator, implementation: str) -> None:
     got = run(make_inputs(rng), mask, with_sinks=True, implementation=implementation)
     assert np.isneginf(got.lse).all()
     assert all((x == 0).all() for x in got._replace(lse=np.zeros(1)))
+
+
+def test_no_bands(rng: np.random.Generator, implementation: str) -> None:
+    """Bands of capacity 0, shared and per example."""
+    x = make_inputs(rng).replace_with(jnp.asarray)
+    for examples in (1, 2):
+        out, lse = attention_forward(
+            x.query,
+            x.key,
+            x.value,
+            jnp.zeros((examples, 0, 6), jnp.int32),
+            x.sinks,
+            scale=0.25,
+            soft_cap=0.0,
+            out_dtype=jnp.float32,
+            implementation=implementation,
+        )
+        assert not np.any(out)
+        assert np.isneginf(lse).all()
 
 
 def test_huge_logits(rng: np.random.Generator, implementation: str) -> None:

@@ -74,6 +74,67 @@ def test_poison_that_nothing_sees_stays(rng: np.random.Generator, implementation
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_rows_of_overflowing_scores_are_blind(
+    rng: np.random.Generator, implementation: str, with_sinks: bool
+) -> None:
+    """Logits of -inf from finite operands: as if the band of those rows were not there."""
+    bands = [[60, 90, 50, 100, -(2**30), 2**30], [20, 60, 5, 50, -(2**30), 2**30]]
+    both, rest = (
+        AttnMask.from_bands(some, q_len=Q_LEN, kv_len=KV_LEN).pad_to(CAPACITY) for some in (bands, bands[:1])
+    )
+    x = make_inputs(rng)
+    x.query[:, 20:60], x.key[:, 5:50] = 1e30, -1e30
+    got, want = (run(x, m, with_sinks=with_sinks, implementation=implementation) for m in (both, rest))
+    assert np.isneginf(got.lse[:, 20:60]).all()
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_rows_of_infinite_keys_are_blind(
+    rng: np.random.Generator, implementation: str, with_sinks: bool
+) -> None:
+    """A key head of one example is -inf: its rows get nothing and give nothing, all others are as ever."""
+    x, mask = make_inputs(rng), mask_with_holes()
+    x = x._replace(query=abs(x.query) + 0.1)
+    x.key[0, :, 1] = -np.inf
+    got = run(x, mask, with_sinks=with_sinks, implementation=implementation)
+    assert np.isneginf(got.lse[0, :, 2:]).all()
+    for rows in (got.out[0, :, 2:], got.query[0, :, 2:], got.key[0, :, 1], got.value[0, :, 1]):
+        assert (rows == 0).all()
+    assert_close(got, run_reference(x, mask, with_sinks=with_sinks), FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_nan_in_one_query(rng: np.random.Generator, implementation: str, with_sinks: bool) -> None:
+    """It reaches that row, and nothing of the others."""
+    clean, mask = make_inputs(rng, kv_len=Q_LEN), masks.causal(Q_LEN)
+    bad = clean.replace_with(np.copy)
+    bad.query[:, 70] = np.nan
+    got = run(bad, mask, with_sinks=with_sinks, implementation=implementation)
+    want = run(clean, mask, with_sinks=with_sinks, implementation=implementation)
+    for a, b in zip(got[:3], want[:3], strict=True):
+        assert np.isnan(a[:, 70]).all()
+        np.testing.assert_array_equal(np.delete(a, 70, axis=1), np.delete(b, 70, axis=1))
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("holes", [False, True])
+def test_nan_in_all_operands(
+    rng: np.random.Generator, implementation: str, with_sinks: bool, holes: bool
+) -> None:
+    """It reaches exactly the rows that see something."""
+    mask = mask_with_holes() if holes else masks.causal(Q_LEN)
+    x = make_inputs(rng, kv_len=mask.kv_len)
+    x = x._replace(**{name: np.full_like(getattr(x, name), np.nan) for name in ("query", "key", "value")})
+    got = run(x, mask, with_sinks=with_sinks, implementation=implementation)
+    sees = mask.to_dense().any(axis=1)
+    for rows in (got.out, got.query):
+        assert np.isnan(rows[:, sees]).all() and (rows[:, ~sees] == 0).all()
+    assert np.isnan(got.lse[:, sees]).all() and np.isneginf(got.lse[:, ~sees]).all()
+
+
 def test_padding_inside_a_batch(rng: np.random.Generator, implementation: str) -> None:
     """What one example hides, another may see: poison stays in the example that has it."""
     mask = AttnMask.stack([mask_with_holes(), masks.full(Q_LEN, KV_LEN).pad_to(CAPACITY)])

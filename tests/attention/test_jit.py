@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 
 from jaxmagi import _native, masks
-from jaxmagi.attention import attention, attention_reference
+from jaxmagi.attention import attention, attention_reference, attention_reference_vjp
 from jaxmagi.masks import AttnMask
 from tests.cases import FP32_TOLERANCE, random_bands
 
 from .helpers import CAPACITY, KV_LEN, Q_LEN, make_inputs, max_error
 
+LEARNING_RATE = 0.1
+
+type Operands = tuple[Any, Any, Any]
 TARGETS = ("jaxmagi_attention_forward", "jaxmagi_attention_backward")
 
 
@@ -40,20 +43,31 @@ def gradients(implementation: str | None) -> Any:
 
 
 def test_one_trace_for_many_masks(rng: np.random.Generator, implementation: str) -> None:
+    """Twenty steps of training, each with another mask."""
     traces = 0
+    x = make_inputs(rng)
+
+    def score(operands: Operands, mask: AttnMask) -> jax.Array:
+        return (attention(*operands, mask, implementation=implementation) * x.dout).sum()
 
     @jax.jit
-    def traced(query: jax.Array, key: jax.Array, value: jax.Array, mask: AttnMask) -> jax.Array:
+    def train_step(operands: Operands, mask: AttnMask) -> tuple[jax.Array, Operands]:
         nonlocal traces
         traces += 1
-        return attention(query, key, value, mask, implementation=implementation)
+        value, gradients = jax.value_and_grad(score)(operands, mask)
+        return value, jax.tree.map(lambda x, gradient: x - LEARNING_RATE * gradient, operands, gradients)
 
-    x = make_inputs(rng)
+    operands: Operands = x[:3]
     for count in range(1, 21):
         bands = random_bands(rng, Q_LEN, KV_LEN, min(count, CAPACITY))
         mask = AttnMask.from_bands(bands, q_len=Q_LEN, kv_len=KV_LEN, check=False).pad_to(CAPACITY)
-        want, _ = attention_reference(*x[:3], mask)
-        assert max_error(traced(*x[:3], mask), want) <= FP32_TOLERANCE
+        out, _ = attention_reference(*operands, mask)
+        gradients = attention_reference_vjp(*operands, mask, x.dout, np.zeros(x.dlse.shape))
+        value, updated = train_step(operands, mask)
+        np.testing.assert_allclose(value, (out * x.dout).sum(), rtol=FP32_TOLERANCE, atol=1e-3)
+        for old, new, gradient in zip(operands, updated, gradients[:3], strict=True):
+            assert max_error(new, old - LEARNING_RATE * gradient) <= FP32_TOLERANCE
+        operands = jax.device_get(updated)
     assert traces == 1
 
 

@@ -179,7 +179,14 @@ def test_vmap_over_a_sharded_axis(
             [P("data"), P("tensor"), P("data")],
             r"key has its batch sharded over 'tensor', but query over 'data'",
         ),
-        ([P(None, None, "data"), P(), P()], r"2 key heads cannot be split over mesh axis 'data' of size 4"),
+        (
+            [P(), P("data"), P("tensor")],
+            r"value has its batch sharded over 'tensor', but key over 'data'",
+        ),
+        (
+            [P("tensor"), P(None, None, "tensor"), P()],
+            r"Batch and heads are sharded over the same mesh axis: 'tensor' and 'tensor'",
+        ),
     ],
 )
 def test_shardings_that_cannot_work(rng: np.random.Generator, specs: list[P], message: str) -> None:
@@ -188,3 +195,66 @@ def test_shardings_that_cannot_work(rng: np.random.Generator, specs: list[P], me
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         query, key, value = place(mesh, tuple(args), *specs)
         attention(query, key, value, SHARED)
+
+
+def test_key_heads_that_do_not_divide(rng: np.random.Generator) -> None:
+    mesh = make_mesh(AxisType.Explicit)
+    *args, _ = operands(rng)
+    message = r"2 key heads cannot be split over mesh axis 'data' of size 4.*repeat the key and value heads"
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match=message):
+        query, key, value = place(mesh, tuple(args), P(None, None, "data"), P(), P())
+        attention(query, key, value, SHARED)
+
+
+@pytest.mark.parametrize(
+    "rows", [P("data", None, "tensor"), P("data"), P(None, None, "tensor")], ids=["both", "batch", "heads"]
+)
+def test_only_keys_are_sharded(wanted: Any, implementation: str, rows: P) -> None:
+    """Query and sinks are whole on every device; so are their gradients."""
+    args, want = wanted
+    mesh = make_mesh(AxisType.Explicit)
+    placed = place(mesh, args, P(), rows, rows, P())
+    with jax.set_mesh(mesh):
+        grads, (out, lse) = gradients(make_loss(PER_EXAMPLE, implementation))(*placed)
+    assert_same((grads, (out, lse)), want(PER_EXAMPLE, implementation))
+    assert jax.typeof(out).sharding.spec == P(*rows, *[None] * (4 - len(rows)))
+    for gradient, operand in zip(grads, placed, strict=True):
+        assert jax.typeof(gradient).sharding.spec == jax.typeof(operand).sharding.spec
+
+
+def test_vmap_of_a_shared_query_over_sharded_keys(rng: np.random.Generator, implementation: str) -> None:
+    mesh = make_mesh(AxisType.Explicit)
+    query, key, value, sinks = operands(rng)
+    args = (query[0], key, value, sinks)
+
+    def mapped(query: Any, key: Any, value: Any, sinks: Any) -> Any:
+        def op(key: Any, value: Any) -> Any:
+            return attention(
+                query, key, value, SHARED, sinks=sinks, return_residual=True, implementation=implementation
+            )
+
+        return score(jax.vmap(op)(key, value))
+
+    want = gradients(mapped)(*args)
+    with jax.set_mesh(mesh):
+        got = gradients(mapped)(*place(mesh, args, P(), P("data"), P("data"), P()))
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("rows", [None, P("data", None, "tensor")], ids=["one", "explicit"])
+def test_second_call_outside_jit_compiles_nothing(
+    rng: np.random.Generator, implementation: str, compilations: list[str], rows: P | None
+) -> None:
+    mesh = make_mesh(AxisType.Explicit)
+    *args, sinks = operands(rng)
+    placed = args if rows is None else place(mesh, tuple(args), *[rows] * 3)
+
+    def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return attention(query, key, value, SHARED, sinks=sinks, implementation=implementation).sum()
+
+    with jax.set_mesh(mesh):
+        for function in (loss, jax.grad(loss, argnums=(0, 1, 2))):
+            function(*placed)
+            compilations.clear()
+            function(*placed)
+            assert not compilations

@@ -108,6 +108,36 @@ def test_outside_without_jit(kind: AxisType, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_second_call_without_jit_compiles_nothing(
+    kind: AxisType, num_stages: int, compilations: list[str], rng: np.random.Generator
+) -> None:
+    plan = plans(num_stages=num_stages)[0]
+    query, key, value, sinks, _, _ = dispatch_problem(random_problem(rng, LENGTH, np.float32), plan)
+
+    def loss(query: Any, key: Any, value: Any) -> jax.Array:
+        return attend(query, key, value, sinks, plan)[0].sum()
+
+    with jax.set_mesh(make_mesh(4, kind)):
+        for function in (loss, jax.grad(loss, argnums=(0, 1, 2))):
+            function(query, key, value)
+            compilations.clear()
+            function(query, key, value)
+            assert not compilations
+
+
+def test_equal_meshes_of_other_devices(rng: np.random.Generator) -> None:
+    """What the first call compiles serves other devices only as far as it may."""
+    plan = plans()[0]
+    query, key, value, sinks, _, _ = dispatch_problem(random_problem(rng, LENGTH, np.float32), plan)
+    for devices in (jax.devices()[:4], jax.devices()[4:8]):
+        mesh = jax.make_mesh((4,), (AXIS,), axis_types=(AxisType.Explicit,), devices=devices)
+        with jax.set_mesh(mesh):
+            out, _ = attend(query, key, value, sinks, plan)
+        assert out.devices() == set(devices)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_heads_over_another_axis(kind: AxisType, x64: None, rng: np.random.Generator) -> None:
     mesh = jax.make_mesh((2, 4), ("tensor", AXIS), axis_types=(kind, kind))
     run = functools.partial(solve, attend)
