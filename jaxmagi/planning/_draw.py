@@ -74,11 +74,11 @@ def _rasterise(plan: "ContextPlan") -> tuple[np.ndarray, np.ndarray]:
     position = np.full(max(plan.length, 1), 0)
     position[plan.token_order[plan.token_order >= 0]] = np.flatnonzero(plan.token_order >= 0)
     owner, row = np.divmod(position[sampled], plan.shard_length)
-    buffers = _key_buffers(plan)
+    rank_bands, buffers = np.asarray(plan.bands), _key_buffers(plan)
     edges = np.arange(size + 1) * plan.length // size
     shade = np.zeros((size, size))
     for pixel in range(size):
-        for bands, tokens in zip(plan.bands[owner[pixel]], buffers[owner[pixel]], strict=True):
+        for bands, tokens in zip(rank_bands[owner[pixel]], buffers[owner[pixel]], strict=True):
             seen = _visible_tokens(bands, int(row[pixel]), tokens)
             shade[pixel] += np.histogram(seen, edges)[0]
     return owner, np.minimum(shade / np.maximum(np.diff(edges), 1), 1)

@@ -64,13 +64,13 @@ def received_tokens(plan: "ContextPlan", transfer: int) -> np.ndarray:
     spec, cp_size = plan.transfers[transfer], plan.cp_size
     rank = np.repeat(np.arange(cp_size), spec.sends.shape[1])
     # The buffers of all pairs one after the other, in the order of the sends.
-    dst, _, row, length = spec.sends.reshape(-1, 4).astype(np.int64).T
+    dst, _, row, length = np.asarray(spec.sends, np.int64).reshape(-1, 4).T
     entry, sent_row = expand(row, length)
     buffers = plan.token_order.reshape(cp_size, -1)[rank[entry], sent_row]
     sizes = np.zeros(cp_size * cp_size, np.int64)
     np.add.at(sizes, rank * cp_size + dst, length)
     starts = np.cumsum(sizes) - sizes
-    src, slot, row, length = spec.receives.reshape(-1, 4).astype(np.int64).T
+    src, slot, row, length = np.asarray(spec.receives, np.int64).reshape(-1, 4).T
     entry, position = expand(starts[src * cp_size + rank] + slot, length)
     tokens = np.full((cp_size, spec.output_rows), -1, np.int64)
     tokens[rank[entry], expand(row, length)[1]] = buffers[position]

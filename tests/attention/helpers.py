@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 from numpy.typing import ArrayLike, NDArray
 
 from jaxmagi.attention import attention, attention_reference, attention_reference_vjp
@@ -117,12 +117,14 @@ def equations(jaxpr: Jaxpr) -> Iterator[Any]:
     """All equations of a jaxpr, those of inner jaxprs included."""
     for equation in jaxpr.eqns:
         yield equation
-        for parameter in jax.tree.leaves(
-            equation.params, is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
-        ):
-            inner = parameter.jaxpr if isinstance(parameter, ClosedJaxpr) else parameter
-            if isinstance(inner, Jaxpr):
-                yield from equations(inner)
+        for parameter in jax.tree.leaves(equation.params, is_leaf=_holds_jaxpr):
+            if _holds_jaxpr(parameter):
+                yield from equations(getattr(parameter, "jaxpr", parameter))
+
+
+def _holds_jaxpr(x: Any) -> bool:
+    """Whether x is a jaxpr, closed or not."""
+    return isinstance(getattr(x, "jaxpr", x), Jaxpr)
 
 
 def count_primitives(function: Callable[..., Any], *args: Any) -> dict[str, int]:

@@ -112,7 +112,7 @@ def needed_keys(mask: AttnMask, tokens: np.ndarray) -> np.ndarray:
 def check_rows(mask: AttnMask, plan: ContextPlan) -> None:
     """Every rank receives exactly the keys that it needs and does not own, once; the report agrees."""
     received = np.concatenate(cast_tokens(plan), axis=1)
-    shards = plan.token_order.reshape(plan.cp_size, -1).astype(np.int64)
+    shards = np.asarray(plan.token_order, np.int64).reshape(plan.cp_size, -1)
     report = plan.report()
     for rank, shard in enumerate(shards):
         needed = np.setdiff1d(np.flatnonzero(needed_keys(mask, shard[shard >= 0])), shard)
