@@ -25,4 +25,9 @@ from ._reference import (
     attention_reference as attention_reference,
     attention_reference_vjp as attention_reference_vjp,
 )
+from ._sharding import (
+    MeshAxes as MeshAxes,
+    axis_names as axis_names,
+    check_key_heads as check_key_heads,
+)
 from ._validation import check_operands as check_operands

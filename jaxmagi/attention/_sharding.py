@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, PartitionSpec as P
 
 from .._varying import vary_alike, varying_axes
 
-type _Axes = str | tuple[str, ...] | None
+type MeshAxes = str | tuple[str, ...] | None
 
 
 def bind_over_shards(primitive: Primitive, *operands: jax.Array, **params: Any) -> list[jax.Array]:
@@ -37,13 +37,13 @@ def bind_over_shards(primitive: Primitive, *operands: jax.Array, **params: Any) 
             raise ValueError(f"{name} must have rank 4, but has shape {x.shape}.")
         _check_whole(name, _spec(x))
     batch, heads = (_agreed(named, dimension) for dimension in ("batch", "heads"))
-    axes = _names(batch) + _names(heads)
+    axes = axis_names(batch) + axis_names(heads)
     if not axes:
         return primitive.bind(*vary_alike(operands), **params)
     if len(set(axes)) < len(axes):
         raise ValueError(f"Batch and heads are sharded over the same mesh axis: {batch!r} and {heads!r}.")
     mesh = next(jax.typeof(x).sharding.mesh for x in operands if any(_spec(x)))
-    _check_divisible(operands[1], heads, math.prod(mesh.shape[name] for name in _names(heads)))
+    check_key_heads(operands[1].shape[2], heads, mesh)
     return _bind_on_shards(operands, primitive, tuple(sorted(params.items())), mesh, batch, heads)
 
 
@@ -55,8 +55,8 @@ def _bind_on_shards(
     primitive: Primitive,
     params: tuple[tuple[str, Any], ...],
     mesh: AbstractMesh,
-    batch: _Axes,
-    heads: _Axes,
+    batch: MeshAxes,
+    heads: MeshAxes,
 ) -> list[jax.Array]:
     def bind(*shards: jax.Array) -> list[jax.Array]:
         return primitive.bind(*vary_alike(shards), **dict(params))
@@ -64,7 +64,7 @@ def _bind_on_shards(
     specs = tuple(_shard_spec(x, batch, heads) for x in operands)
     results = jax.eval_shape(bind, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands))
     out_specs = [_shard_spec(x, batch, heads) for x in results]
-    axes = frozenset(_names(batch) + _names(heads))
+    axes = frozenset(axis_names(batch) + axis_names(heads))
     with jax.sharding.use_abstract_mesh(mesh):
         placed = map(jax.sharding.reshard, operands, specs)
         return jax.shard_map(bind, in_specs=specs, out_specs=out_specs, axis_names=axes)(*placed)
@@ -80,23 +80,24 @@ def like_operand(gradient: jax.Array | None, operand: jax.Array | None) -> jax.A
     return total if same else jax.sharding.reshard(total, jax.typeof(operand).sharding)
 
 
-def _spec(x: jax.Array) -> tuple[_Axes, ...]:
+def _spec(x: jax.Array) -> tuple[MeshAxes, ...]:
     """The mesh axes of each dimension, as far as they are Explicit."""
     return tuple(jax.typeof(x).sharding.spec)
 
 
-def _names(axes: _Axes) -> tuple[str, ...]:
+def axis_names(axes: MeshAxes) -> tuple[str, ...]:
+    """The names of the mesh axes that an entry of a PartitionSpec stands for."""
     return axes if isinstance(axes, tuple) else () if axes is None else (axes,)
 
 
-def _shard_spec(x: jax.Array | jax.ShapeDtypeStruct, batch: _Axes, heads: _Axes) -> P:
+def _shard_spec(x: jax.Array | jax.ShapeDtypeStruct, batch: MeshAxes, heads: MeshAxes) -> P:
     """By what an operand or result is: [B, L, heads, D], bands, [B, T, heads], or [heads]."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return P(batch if x.shape[0] > 1 else None, None, None)
     return {4: P(batch, None, heads, None), 3: P(batch, None, heads), 1: P(heads)}[x.ndim]
 
 
-def _check_whole(name: str, spec: tuple[_Axes, ...]) -> None:
+def _check_whole(name: str, spec: tuple[MeshAxes, ...]) -> None:
     _, length, _, dim = spec
     if length is not None or dim is not None:
         where = f"length over {length!r}" if length is not None else f"head dimension over {dim!r}"
@@ -106,7 +107,7 @@ def _check_whole(name: str, spec: tuple[_Axes, ...]) -> None:
         )
 
 
-def _agreed(named: Mapping[str, jax.Array], dimension: Literal["batch", "heads"]) -> _Axes:
+def _agreed(named: Mapping[str, jax.Array], dimension: Literal["batch", "heads"]) -> MeshAxes:
     """The mesh axes of a dimension, None if all have it whole. Raises ValueError where operands disagree."""
     index = {"batch": 0, "heads": 2}[dimension]
     found = [(name, axes) for name, x in named.items() if (axes := _spec(x)[index]) is not None]
@@ -119,10 +120,12 @@ def _agreed(named: Mapping[str, jax.Array], dimension: Literal["batch", "heads"]
     return agreed
 
 
-def _check_divisible(key: jax.Array, heads: _Axes, shards: int) -> None:
-    if key.shape[2] % shards:
+def check_key_heads(heads: int, axes: MeshAxes, mesh: AbstractMesh) -> None:
+    """Raises NotImplementedError unless key heads can be split over mesh axes as the query heads are."""
+    shards = math.prod(mesh.shape[name] for name in axis_names(axes))
+    if heads % shards:
         raise NotImplementedError(
-            f"The {key.shape[2]} key heads cannot be split over mesh axis {heads!r} of size {shards}, over "
-            "which the query heads are sharded: repeat the key and value heads (jnp.repeat), or do not shard "
-            "the query heads."
+            f"The {heads} key heads cannot be split over mesh axis {axes!r} of size {shards}, over which the "
+            "query heads are sharded: repeat the key and value heads (jnp.repeat), or do not shard the query "
+            "heads."
         )

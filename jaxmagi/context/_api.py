@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from .._varying import vary_alike
-from ..attention import accumulator_dtype
+from ..attention import accumulator_dtype, check_key_heads
 from ..planning import ContextPlan
-from ._sharding import Operands, Stages, check_heads, find_axis, find_layout, place
+from ._sharding import Operands, Stages, find_axis, find_layout, place
 from ._stages import Options
 from ._validation import check_arguments, check_lengths
 from ._vjp import attend
@@ -119,7 +119,7 @@ def context_attention(
     size, inside = find_axis(axis_name)
     check_lengths(query, key, value, plan, axis_name, size=size, inside=inside)
     layout = find_layout(query, axis_name)
-    check_heads(layout, key.shape[-2])
+    check_key_heads(key.shape[-2], layout.heads, jax.sharding.get_abstract_mesh())
     options = Options(
         axis_name=axis_name,
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),

@@ -1,6 +1,7 @@
 """Global token order to dispatched order and back."""
 
 import functools
+import math
 from typing import Any, overload
 
 import jax
@@ -10,6 +11,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
+from ..attention import axis_names
 from ..planning import ContextPlan
 from ._validation import check_plan
 
@@ -134,8 +136,7 @@ def _take_sharded(x: jax.Array, order: jax.Array, axis: int, pad_value: ArrayLik
     axis %= x.ndim
     if spec[axis] is None:
         return _take(jnp, x, order, axis, pad_value)
-    names = spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
-    if order.shape[0] % np.prod([sharding.mesh.shape[name] for name in names]):
+    if order.shape[0] % math.prod(sharding.mesh.shape[name] for name in axis_names(spec[axis])):
         spec[axis] = None
     return _take_over_mesh(x, order, jnp.asarray(pad_value, x.dtype), axis, sharding.mesh, P(*spec))
 

@@ -1,6 +1,5 @@
 """Maps the distributed op over what the surrounding code has left to the compiler of the mesh."""
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,9 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from ..attention import MeshAxes, axis_names
 from ..planning import GroupCastSpec
-
-type _Axes = str | tuple[str, ...] | None
 
 
 class Stages(NamedTuple):
@@ -38,9 +36,9 @@ class Operands(NamedTuple):
 class Layout(NamedTuple):
     """The mesh axes over which the dimensions of query are sharded, and those to map over. Static."""
 
-    batch: tuple[_Axes, ...]  # of length 0 or 1
-    tokens: _Axes  # None inside a shard_map over the tokens
-    heads: _Axes
+    batch: tuple[MeshAxes, ...]  # of length 0 or 1
+    tokens: MeshAxes  # None inside a shard_map over the tokens
+    heads: MeshAxes
     mapped: frozenset[str]
     check_vma: bool
 
@@ -57,7 +55,7 @@ class Layout(NamedTuple):
     @property
     def sharers(self) -> tuple[str, ...]:
         """The axes whose devices share the sinks of a head."""
-        return tuple(name for axes in (*self.batch, self.tokens) for name in _names(axes))
+        return tuple(name for axes in (*self.batch, self.tokens) for name in axis_names(axes))
 
     def specs(self, operands: Operands) -> Operands:
         """Of all operands."""
@@ -82,10 +80,6 @@ def find_axis(axis_name: str) -> tuple[int, bool]:
     return mesh.shape[axis_name], axis_name in mesh.manual_axes
 
 
-def _names(axes: _Axes) -> tuple[str, ...]:
-    return axes if isinstance(axes, tuple) else () if axes is None else (axes,)
-
-
 def find_layout(query: jax.Array, axis_name: str) -> Layout:
     """How query is sharded over Explicit axes, its tokens over ``axis_name``, and what is left to map over.
 
@@ -106,7 +100,7 @@ def find_layout(query: jax.Array, axis_name: str) -> Layout:
             f"query {query.shape} is sharded over {spec}: only its tokens may be, over {axis_name!r}, and "
             "its heads and batch, over other axes."
         )
-    mapped = {name for axes in (*batch, heads) for name in _names(axes)}
+    mapped = {name for axes in (*batch, heads) for name in axis_names(axes)}
     if axis_name in mapped:
         raise ValueError(f"query has its batch or heads sharded over {axis_name!r}, which is for the tokens.")
     if not inside:
@@ -123,18 +117,6 @@ def _checks_vma() -> bool:
     return any(name in jax.typeof(jax.lax.axis_index(name)).manual_axis_type.varying for name in names)
 
 
-def check_heads(layout: Layout, heads: int) -> None:
-    """Raises NotImplementedError unless key heads can be split as the query heads are."""
-    mesh = jax.sharding.get_abstract_mesh()
-    shards = math.prod(mesh.shape[name] for name in _names(layout.heads))
-    if heads % shards:
-        raise NotImplementedError(
-            f"The {heads} key heads cannot be split over mesh axis {layout.heads!r} of size {shards}, over "
-            "which the query heads are sharded: repeat the key and value heads (jnp.repeat), or do not shard "
-            "the query heads."
-        )
-
-
 def place(operands: Operands, layout: Layout) -> Operands:
     """The operands sharded by the layout over Explicit axes. Auto axes are left to the compiler."""
     explicit = set(jax.sharding.get_abstract_mesh().explicit_axes)
@@ -142,7 +124,7 @@ def place(operands: Operands, layout: Layout) -> Operands:
     def put(x: Any, spec: P) -> jax.Array:
         if not explicit:
             return jnp.asarray(x)
-        kept = P(*(axes if set(_names(axes)) <= explicit else None for axes in spec))
+        kept = P(*(axes if set(axis_names(axes)) <= explicit else None for axes in spec))
         return jax.sharding.reshard(jnp.asarray(x), kept)
 
     return jax.tree.map(put, operands, layout.specs(operands))

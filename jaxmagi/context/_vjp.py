@@ -1,7 +1,7 @@
 """The distributed op with its derivative, on all devices and with or without a batch.
 
-The derivative is defined around the shard_map, not inside, for autodiff of a shard_map within another fails
-in JAX 0.11.2 and 0.12.0.
+The derivative is defined around the shard_map, not inside, for autodiff of a shard_map within another failed
+in JAX 0.11.2.
 """
 
 import functools
@@ -32,7 +32,7 @@ def _on_rank(operands: Operands, options: Options) -> Operands:
 
 
 # Jitted by static arguments, not by closures made anew, so that calls outside of jit compile only once. And
-# without jit, shard_map over some of the axes fails when check_vma is off (jax 0.11.2 and 0.12.0).
+# without jit, shard_map over some of the axes failed when check_vma is off (jax 0.11.2).
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _forward(operands: Operands, layout: Layout, options: Options) -> Partial[jax.Array]:
     def one(operands: Operands) -> Partial[jax.Array]:
