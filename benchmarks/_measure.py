@@ -40,6 +40,40 @@ def time_interleaved(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[
     return {name: Timing(statistics.median(times), min(times), max(times)) for name, times in seconds.items()}
 
 
+@dataclass(frozen=True)
+class DeviceWork:
+    """Work that is put into a queue of a device: ``enqueue`` returns at once, ``wait`` when all is done.
+
+    What `enqueue` returns is what `wait` takes; each enqueued batch makes ``passes`` of what is measured.
+    """
+
+    enqueue: Callable[[], Any]
+    wait: Callable[[Any], None]
+    passes: int
+
+    def seconds(self, batches: int) -> float:
+        """Wall-clock time of so many batches."""
+        start = time.perf_counter()
+        for _ in range(batches - 1):
+            self.enqueue()
+        self.wait(self.enqueue())
+        return time.perf_counter() - start
+
+
+def time_on_device(works: dict[str, DeviceWork], repeats: int, batches: int) -> dict[str, Timing]:
+    """Seconds a pass that the device takes, measured in turns, so that throttling hits all of them alike.
+
+    The difference between twice as many batches and so many: what launching and waiting cost drops out. Each
+    must have run before.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(repeats):
+        for name, work in works.items():
+            first = work.seconds(batches)
+            seconds[name].append((work.seconds(2 * batches) - first) / (batches * work.passes))
+    return {name: Timing(statistics.median(times), min(times), max(times)) for name, times in seconds.items()}
+
+
 def environment() -> dict[str, Any]:
     """What a committed result has to say about the machine and the software."""
     return {
@@ -59,10 +93,17 @@ def _processor() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-def save(name: str, rows: list[Any]) -> Path:
-    """Writes the rows (dataclasses or dicts) with the environment to ``benchmarks/results/NAME.json``."""
-    path = RESULTS / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
+def save(name: str, rows: list[Any], folder: Path = RESULTS, **more: Any) -> Path:
+    """Writes the rows (dataclasses or dicts) with the environment to ``benchmarks/results/NAME.json``.
+
+    Args:
+        name: of the file.
+        rows: see above.
+        folder: another folder to write to.
+        more: what else belongs to the environment.
+    """
+    path = folder / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     plain = [row if isinstance(row, dict) else asdict(row) for row in rows]
-    path.write_text(json.dumps({"environment": environment(), "rows": plain}, indent=1) + "\n")
+    path.write_text(json.dumps({"environment": environment() | more, "rows": plain}, indent=1) + "\n")
     return path

@@ -1,72 +1,54 @@
-# Looks for a CUDA compiler. AUTO says what it found, ON demands a CUDA module, which this version does not have.
+# The CUDA module `jaxmagi._cuda`. Each kernel file is compiled by a command of its own rather than by CMake's CUDA
+# language, which ends the configuration where a compiler is broken, sticks to the first one that a build folder saw,
+# and does not find the libraries of PyPI's wheels.
 
 set(JAXMAGI_CUDA AUTO CACHE STRING "Build for CUDA: AUTO, ON or OFF")
 set_property(CACHE JAXMAGI_CUDA PROPERTY STRINGS AUTO ON OFF)
-set(JAXMAGI_MIN_NVCC 12.8)
-
-# Candidates in order of preference. CUDACXX is a choice, so that nothing else is tried beside it.
-function(jaxmagi_nvcc_candidates OUT)
-  if(DEFINED ENV{CUDACXX})
-    find_program(chosen NAMES "$ENV{CUDACXX}" NO_CACHE)  # a path, or a name in PATH
-    set(${OUT} "${chosen}" PARENT_SCOPE)
-    return()
-  endif()
-  find_program(nvcc_in_path nvcc NO_CACHE)
-  jaxmagi_ask_python(
-    wheels
-    "import importlib.util as u; s = u.find_spec('nvidia'); print(*(s.submodule_search_locations if s else ()), sep=';')")
-  set(found ${nvcc_in_path})
-  foreach(root IN LISTS wheels)
-    list(APPEND found "${root}/cu13/bin/nvcc")
-  endforeach()
-  if(NOT "$ENV{CUDA_HOME}" STREQUAL "")
-    list(APPEND found "$ENV{CUDA_HOME}/bin/nvcc")
-  endif()
-  list(APPEND found /usr/local/cuda/bin/nvcc)
-  set(${OUT} "${found}" PARENT_SCOPE)
-endfunction()
-
-# Sets JAXMAGI_NVCC and JAXMAGI_NVCC_VERSION, or describes in JAXMAGI_NVCC_MISFITS what was found instead.
-function(jaxmagi_find_nvcc)
-  jaxmagi_nvcc_candidates(candidates)
-  foreach(candidate IN LISTS candidates)
-    if(NOT EXISTS "${candidate}")
-      continue()
-    endif()
-    execute_process(COMMAND "${candidate}" --version OUTPUT_VARIABLE banner ERROR_QUIET)
-    if(NOT banner MATCHES "release [0-9.]+, V([0-9.]+)")
-      list(APPEND misfits "${candidate} (does not run)")
-    elseif(CMAKE_MATCH_1 VERSION_LESS JAXMAGI_MIN_NVCC)
-      list(APPEND misfits "${candidate} (version ${CMAKE_MATCH_1})")
-    else()
-      set(JAXMAGI_NVCC "${candidate}" PARENT_SCOPE)
-      set(JAXMAGI_NVCC_VERSION "${CMAKE_MATCH_1}" PARENT_SCOPE)
-      return()
-    endif()
-  endforeach()
-  if(NOT misfits AND DEFINED ENV{CUDACXX})
-    set(misfits "CUDACXX=$ENV{CUDACXX} (no such program)")
-  elseif(NOT misfits)
-    set(misfits "no nvcc in PATH, the nvidia wheels of ${Python_EXECUTABLE}, CUDA_HOME or /usr/local/cuda")
-  endif()
-  list(JOIN misfits ", " misfits)
-  set(JAXMAGI_NVCC_MISFITS "${misfits}" PARENT_SCOPE)
-endfunction()
-
 if(NOT JAXMAGI_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "JAXMAGI_CUDA must be AUTO, ON or OFF, got ${JAXMAGI_CUDA}")
 elseif(JAXMAGI_CUDA STREQUAL "OFF")
   return()
 endif()
 
-jaxmagi_find_nvcc()
-if(JAXMAGI_NVCC AND JAXMAGI_CUDA STREQUAL "ON")
-  message(FATAL_ERROR "JAXMAGI_CUDA=ON: this version has no CUDA module yet; use AUTO or OFF (nvcc "
-                      "${JAXMAGI_NVCC_VERSION} at ${JAXMAGI_NVCC} would fit)")
-elseif(JAXMAGI_NVCC)
-  message(STATUS "CUDA: nvcc ${JAXMAGI_NVCC_VERSION} at ${JAXMAGI_NVCC}; this version has no CUDA module to build yet")
-elseif(JAXMAGI_CUDA STREQUAL "ON")
+include(JaxmagiNvcc)
+if(NOT JAXMAGI_NVCC AND JAXMAGI_CUDA STREQUAL "ON")
   message(FATAL_ERROR "JAXMAGI_CUDA=ON needs nvcc >= ${JAXMAGI_MIN_NVCC}; found: ${JAXMAGI_NVCC_MISFITS}")
-else()
+elseif(NOT JAXMAGI_NVCC)
   message(STATUS "CUDA: skipped, nvcc >= ${JAXMAGI_MIN_NVCC} is needed; found: ${JAXMAGI_NVCC_MISFITS}")
+  return()
 endif()
+
+# Another Python (of an isolated build, say) runs the generator again, but does not touch what comes out the same.
+set(wgmma_generator "${PROJECT_SOURCE_DIR}/csrc/common/sm90/generate_wgmma.py")
+set(wgmma_shapes "${PROJECT_BINARY_DIR}/generated/wgmma_shapes.inc")
+file(MAKE_DIRECTORY "${PROJECT_BINARY_DIR}/generated")
+add_custom_command(
+  OUTPUT "${wgmma_shapes}"
+  COMMAND "${Python_EXECUTABLE}" "${wgmma_generator}" "${wgmma_shapes}.new"
+  COMMAND "${CMAKE_COMMAND}" -E copy_if_different "${wgmma_shapes}.new" "${wgmma_shapes}"
+  DEPENDS "${wgmma_generator}"
+  VERBATIM)
+
+function(jaxmagi_compile_kernels OUT)
+  foreach(source IN LISTS ARGN)
+    cmake_path(RELATIVE_PATH source BASE_DIRECTORY "${PROJECT_SOURCE_DIR}" OUTPUT_VARIABLE name)
+    set(object "${PROJECT_BINARY_DIR}/kernels/${name}.o")
+    cmake_path(GET object PARENT_PATH folder)
+    file(MAKE_DIRECTORY "${folder}")
+    add_custom_command(
+      OUTPUT "${object}"
+      COMMAND "${JAXMAGI_NVCC}" -c "${source}" -o "${object}" -MD -MF "${object}.d"
+      DEPENDS "${source}" "${JAXMAGI_NVCC}" "${wgmma_shapes}"
+      DEPFILE "${object}.d"
+      COMMENT "Building CUDA object kernels/${name}.o"
+      VERBATIM)
+    list(APPEND objects "${object}")
+  endforeach()
+  set(${OUT} "${objects}" PARENT_SCOPE)
+endfunction()
+
+file(GLOB_RECURSE kernels CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/*.cu")
+jaxmagi_compile_kernels(kernel_objects ${kernels})
+jaxmagi_add_module(_cuda xla_ffi/attention_cuda.cc xla_ffi/module_cuda.cc ${kernel_objects})
+target_include_directories(_cuda SYSTEM PRIVATE ${JAXMAGI_CUDA_INCLUDE_DIRS})
+target_link_libraries(_cuda PRIVATE "${JAXMAGI_CUDART}" dl rt pthread)

@@ -1,27 +1,33 @@
-"""Loads the compiled extension and registers its handlers with XLA."""
+"""Loads the compiled extensions and registers their handlers with XLA."""
 
 import importlib
+from types import ModuleType
 
 import jax
 
 
-def _register_cpu() -> frozenset[str]:
-    """Registers the CPU handlers; a missing extension registers nothing, a broken one raises."""
+def _load(name: str, platform: str) -> ModuleType | None:
+    """An extension with its handlers registered; None for a missing one, while a broken one raises."""
     try:
-        extension = importlib.import_module("jaxmagi._cpu")
+        extension = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != "jaxmagi._cpu":
+        if error.name != name:
             raise
-        return frozenset()
-    handlers = extension.registrations()
-    for target, capsule in handlers.items():
-        jax.ffi.register_ffi_target(target, capsule, platform="cpu")
-    return frozenset(handlers)
+        return None
+    for target, handler in extension.registrations().items():
+        jax.ffi.register_ffi_target(target, handler, platform=platform)
+    return extension
 
 
-_TARGETS = {"cpu": _register_cpu()}
+_EXTENSIONS = {"cpu": _load("jaxmagi._cpu", "cpu"), "cuda": _load("jaxmagi._cuda", "CUDA")}
+
+
+def extension(platform: str) -> ModuleType | None:
+    """The compiled extension for a platform, None where it was not built."""
+    return _EXTENSIONS.get(platform)
 
 
 def has_handler(target: str, platform: str) -> bool:
     """Whether the custom call ``target`` can run on ``platform``."""
-    return target in _TARGETS.get(platform, frozenset())
+    compiled = extension(platform)
+    return compiled is not None and target in compiled.registrations()

@@ -83,3 +83,35 @@ def random_bands(rng: np.random.Generator, q_len: int, kv_len: int, count: int) 
     low = np.where(rng.random(count) < 0.4, -(2**30), centre - width[:, 0])
     high = np.where(rng.random(count) < 0.4, 2**30, centre + width[:, 1])
     return np.column_stack([chosen, low, high]).astype(np.int32)
+
+
+TILE_SIZES = (64, 80, 112, 128, 176, 192)  # rows and keys of the kernels' tiles
+
+
+def _beside_tiles(rng: np.random.Generator, length: int, count: int) -> np.ndarray:
+    """``count`` sorted positions in [0, length]: multiples of a tile's size, or one before or behind them."""
+    size = rng.choice(TILE_SIZES, count)
+    multiple = size * rng.integers(0, length // size + 2)
+    return np.sort(np.clip(multiple + rng.integers(-1, 2, count), 0, length))
+
+
+def tile_edge_bands(rng: np.random.Generator, q_len: int, kv_len: int, count: int) -> np.ndarray:
+    """Up to ``count`` random bands that overlap nowhere and end at the edges of tiles, or one beside them.
+
+    Keys are cut into columns, and the rows of each column on their own, so that bands over the same rows have
+    different keys and begin and end at different rows. Some have a single row; some limits hit a corner.
+    """
+    columns = np.concatenate([[0], _beside_tiles(rng, kv_len, int(rng.integers(0, 8))), [kv_len]])
+    cuts_each = 2 + 2 * count // len(columns)
+    ranges = []
+    for k0, k1 in itertools.pairwise(columns):
+        cuts = _beside_tiles(rng, q_len, cuts_each)
+        cuts = np.unique(np.concatenate([cuts, np.minimum(cuts[::4] + 1, q_len)]))
+        ranges.extend((q0, q1, k0, k1) for q0, q1 in itertools.pairwise(cuts))
+    chosen = rng.permutation(np.array(ranges, np.int64).reshape(-1, 4))[:count]
+    q0, q1, k0, k1 = chosen.T
+    corners = np.stack([k0 - q0, k1 - q0, k0 - q1, k1 - q1])
+    low, high = np.sort(rng.choice(corners, 2) + rng.integers(-1, 2, (2, len(chosen))), axis=0)
+    low = np.where(rng.random(len(chosen)) < 0.5, -(2**30), low)
+    high = np.where(rng.random(len(chosen)) < 0.5, 2**30, high)
+    return np.column_stack([chosen, low, high]).astype(np.int32)

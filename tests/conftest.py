@@ -1,4 +1,4 @@
-"""Session set-up: eight CPU devices, strict promotion, GPU tests skipped where there is no GPU."""
+"""Session set-up: eight CPU devices, strict promotion, GPU tests skipped where there is no GPU and logged."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,14 +7,22 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks import gpu_log
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    gpu_log.add_option(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """``-m gpu`` runs on the GPUs that there are, everything else on the CPU, also where there are GPUs."""
-    if config.option.markexpr != "gpu":
+    if config.option.markexpr == "gpu":
+        gpu_log.record(config)
+    else:
         jax.config.update("jax_platforms", "cpu")
 
 

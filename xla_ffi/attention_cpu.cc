@@ -1,6 +1,5 @@
 #include "xla_ffi/attention_cpu.h"
 
-#include <limits>
 #include <utility>
 
 #include "csrc/attention/cpu/backward.h"
@@ -65,13 +64,6 @@ cpu::BandTable to_band_table(const ffi::AnyBuffer& bands, int64_t batch) {
     check(dims[2] == 6 and (dims[0] == 1 or dims[0] == batch),
           "bands must have shape [1 or " + std::to_string(batch) + ", count, 6], got " + to_string(shape_of(bands)));
     return {bands.typed_data<int32_t>(), dims[0], dims[1]};
-}
-
-// Kernels divide by the cap in float, on threads that may take subnormal numbers for zero.
-void check_soft_cap(double soft_cap) {
-    constexpr double kSmallest = std::numeric_limits<float>::min(), kLargest = std::numeric_limits<float>::max();
-    check(soft_cap == 0 or (kSmallest <= soft_cap and soft_cap <= kLargest),
-          "soft_cap must be a positive normal float, or 0 for none, got " + to_string(soft_cap));
 }
 
 Scheduler to_scheduler(ffi::ThreadPool& pool) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -63,6 +64,16 @@ inline std::string type_name(xla::ffi::DataType type) {
 inline void check_type(const char* name, const xla::ffi::AnyBuffer& buffer, xla::ffi::DataType expected) {
     check(buffer.element_type() == expected, std::string(name) + " must be " + type_name(expected) + ", got " +
                                                  type_name(buffer.element_type()));
+}
+
+inline bool is_positive_normal_float(double x) {
+    return std::numeric_limits<float>::min() <= x and x <= std::numeric_limits<float>::max();
+}
+
+// Kernels divide by the cap in float, on threads that may take subnormal numbers for zero.
+inline void check_soft_cap(double soft_cap) {
+    check(soft_cap == 0 or is_positive_normal_float(soft_cap),
+          "soft_cap must be a positive normal float, or 0 for none, got " + to_string(soft_cap));
 }
 
 template <typename Body> xla::ffi::Error guarded(const char* handler, Body body) {

@@ -85,6 +85,20 @@ JAXMAGI_HOST_DEVICE constexpr Range rows_of_key(Band band, int key, Range rows) 
     return rows;
 }
 
+// The band within [0, q_len) x [0, kv_len), shrunk to the rows that see something and the keys that are seen; all zero
+// where there are none. Its numbers may be any.
+JAXMAGI_HOST_DEVICE constexpr Band tighten(Band band, int q_len, int kv_len) {
+    const Range rows{0, q_len}, keys{0, kv_len};
+    band = crop(band, rows, keys);
+    band.lo = detail::smaller(detail::larger(band.lo, -kUnbounded), kUnbounded);
+    band.hi = detail::smaller(detail::larger(band.hi, -kUnbounded), kUnbounded);
+    const Range q = seeing_rows(band, rows);
+    if (is_empty(q))
+        return {};
+    const Range k = seen_keys(band, keys);
+    return {q.begin, q.end, k.begin, k.end, band.lo, band.hi};
+}
+
 // Whether every row of [rows) sees every key of [keys).
 JAXMAGI_HOST_DEVICE constexpr bool covers(Band band, Range rows, Range keys) {
     return band.q0 <= rows.begin and rows.end <= band.q1 and band.k0 <= keys.begin and keys.end <= band.k1 and

@@ -1,7 +1,5 @@
 #include "csrc/mask/tile_index.h"
 
-#include <algorithm>
-
 #include "csrc/common/math.h"
 
 namespace jaxmagi {
@@ -10,18 +8,9 @@ std::vector<Band> tighten_bands(const int32_t* rows, int64_t num_bands, int q_le
     std::vector<Band> bands;
     for (int64_t i = 0; i < num_bands; ++i) {
         const int32_t* row = rows + 6 * i;
-        const Band given{row[0],
-                         row[1],
-                         row[2],
-                         row[3],
-                         std::clamp(row[4], -kUnbounded, kUnbounded),
-                         std::clamp(row[5], -kUnbounded, kUnbounded)};
-        const Band band = crop(given, {0, q_len}, {0, kv_len});
-        const Range q = seeing_rows(band, {0, q_len});
-        if (is_empty(q))
-            continue;
-        const Range k = seen_keys(band, {0, kv_len});
-        bands.push_back({q.begin, q.end, k.begin, k.end, band.lo, band.hi});
+        const Band band = tighten({row[0], row[1], row[2], row[3], row[4], row[5]}, q_len, kv_len);
+        if (band.q0 < band.q1)
+            bands.push_back(band);
     }
     return bands;
 }

@@ -5,6 +5,7 @@
 """
 
 from ._api import attention as attention
+from ._dtypes import accumulator_dtype as accumulator_dtype
 from ._flops import flops as flops
 from ._partial import (
     Partial as Partial,
@@ -14,7 +15,6 @@ from ._partial import (
     sink_gradient as sink_gradient,
 )
 from ._primitive import (
-    accumulator_dtype as accumulator_dtype,
     attention_backward as attention_backward,
     attention_backward_p as attention_backward_p,
     attention_forward as attention_forward,

@@ -30,6 +30,13 @@ def merge(first: Partial[jax.Array], second: Partial[jax.Array]) -> Partial[jax.
     return Partial(_share(first.lse, lse) * first.out + _share(second.lse, lse) * second.out, lse)
 
 
+def accumulate(previous: Partial[jax.Array], part: Partial[jax.Array]) -> Partial[jax.Array]:
+    """The attention to the keys of both, in the dtypes of ``previous``."""
+    wide = Partial(previous.out.astype(part.out.dtype), previous.lse)
+    out, lse = merge(wide, part)
+    return Partial(out.astype(previous.out.dtype), lse)
+
+
 def add_sinks(partial: Partial[jax.Array], sinks: jax.Array) -> Partial[jax.Array]:
     """The attention with sinks [N] (or what broadcasts), -inf for none. Rows that see nothing stay as is."""
     with_sinks = jnp.logaddexp(partial.lse, jax.lax.broadcast_to_rank(sinks, partial.lse.ndim))

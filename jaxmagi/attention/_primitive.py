@@ -1,26 +1,26 @@
-"""The two primitives: their types, batching and lowerings.
+"""The two primitives and their types.
 
 Operands always have a batch axis: q [B, T, N, D], k [B, S, K, D], v [B, S, K, Dv], bands int32 [1, C, 6] or
-[B, C, 6], sinks [N]. "Accumulator dtype" is float64 for float64 operands and float32 for all others.
+[B, C, 6], sinks [N]; then, to merge with, an output [B, T, N, Dv] and its log-sum-exp [B, T, N], or neither.
+"Accumulator dtype" is float64 for float64 operands and float32 for all others.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
-from .. import _native
-from . import _xla
-from ._partial import Partial, add_sinks
+from ._batching import batch_backward, batch_forward
+from ._dtypes import DTYPES, accumulator_dtype, is_positive_normal
+from ._lowering import register_backward, register_forward
+from ._partial import Partial
 from ._sharding import bind_over_shards
-from ._xla import accumulator_dtype as accumulator_dtype
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 IMPLEMENTATIONS = ("ffi", "xla", None)
 
 
@@ -28,12 +28,6 @@ def _expect(name: str, x: Any, shape: Sequence[int], dtype: jax.typing.DTypeLike
     if x.shape != tuple(shape) or x.dtype != jnp.dtype(dtype):
         wanted = f"{jnp.dtype(dtype).name}{list(shape)}"
         raise ValueError(f"{name} must be {wanted}, but is {x.dtype.name}{list(x.shape)}.")
-
-
-def is_soft_cap(value: float) -> bool:
-    """Whether float32 has it as a positive normal number: the kernels divide by it there."""
-    limits = jnp.finfo(jnp.float32)
-    return float(limits.tiny) <= value <= float(limits.max)
 
 
 def _check_common(q: Any, k: Any, v: Any, bands: Any, *, soft_cap: float, implementation: str | None) -> None:
@@ -50,7 +44,7 @@ def _check_common(q: Any, k: Any, v: Any, bands: Any, *, soft_cap: float, implem
     if bands.ndim != 3 or bands.shape[0] not in (1, batch) or bands.shape[2] != 6 or bands.dtype != jnp.int32:
         wanted = f"int32[1, C, 6] or int32[{batch}, C, 6]"
         raise ValueError(f"bands must be {wanted}, but is {bands.dtype.name}{list(bands.shape)}.")
-    if soft_cap != 0 and not is_soft_cap(soft_cap):
+    if soft_cap != 0 and not is_positive_normal(soft_cap):
         raise ValueError(f"soft_cap must be a positive normal float32, or 0 for none, but is {soft_cap}.")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, but is {implementation!r}.")
@@ -69,9 +63,10 @@ def _forward_types(
     v: Any,
     bands: Any,
     sinks: Any,
-    *,
+    *previous: Any,
     out_dtype: jnp.dtype,
     soft_cap: float,
+    sm_margin: int,
     implementation: str | None,
     **_: float,
 ) -> tuple[Any, Any]:
@@ -79,9 +74,15 @@ def _forward_types(
     accumulate = accumulator_dtype(q.dtype)
     _expect("sinks", sinks, q.shape[2:3], accumulate)
     _check_result_dtype("out_dtype", out_dtype, q.dtype)
+    if sm_margin < 0:
+        raise ValueError(f"sm_margin must be at least 0, but is {sm_margin}.")
     # update() keeps the sharding and the varying mesh axes of the operand.
     out = q.update(shape=(*q.shape[:3], v.shape[3]), dtype=out_dtype)
-    return out, _row_type(q, accumulate)
+    lse = _row_type(q, accumulate)
+    if previous:
+        _expect("previous.out", previous[0], out.shape, out_dtype)
+        _expect("previous.lse", previous[1], lse.shape, accumulate)
+    return out, lse
 
 
 def _row_type(q: Any, dtype: jnp.dtype) -> Any:
@@ -130,13 +131,19 @@ def _primitive(name: str, types: Callable[..., tuple[Any, ...]], static: Sequenc
 
 
 attention_forward_p = _primitive(
-    "jaxmagi_attention_forward", _forward_types, ("scale", "soft_cap", "out_dtype", "implementation")
+    "jaxmagi_attention_forward",
+    _forward_types,
+    ("scale", "soft_cap", "out_dtype", "sm_margin", "implementation"),
 )
 attention_backward_p = _primitive(
     "jaxmagi_attention_backward",
     _backward_types,
     ("scale", "soft_cap", "deterministic", "grad_dtype", "implementation"),
 )
+batching.primitive_batchers[attention_forward_p] = functools.partial(batch_forward, attention_forward_p)
+batching.primitive_batchers[attention_backward_p] = functools.partial(batch_backward, attention_backward_p)
+register_forward(attention_forward_p)
+register_backward(attention_backward_p)
 
 
 def attention_forward(
@@ -150,6 +157,8 @@ def attention_forward(
     soft_cap: float,
     out_dtype: jax.typing.DTypeLike,
     implementation: str | None,
+    previous: Partial[jax.Array] | None = None,
+    sm_margin: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention under bands, without derivatives.
 
@@ -162,15 +171,21 @@ def attention_forward(
         scale: factor of q·k.
         soft_cap: c of c · tanh(logits / c), a normal number of float32; 0 for none.
         out_dtype: dtype of the output, that of q or the accumulator dtype.
-        implementation: "ffi", "xla", or None for the best that the platform has.
+        implementation: "ffi", "xla", or None for "ffi" where it fits and "xla" elsewhere. On GPUs "ffi" needs
+            compute capability 9.0, bfloat16 or float16, and head dimensions of at most 256.
+        previous: attention to other keys, the output [B, T, N, Dv] in ``out_dtype`` and the log-sum-exp
+            [B, T, N] in accumulator dtype. The result is then the attention to those keys and these; a row
+            that sees nothing here keeps it exactly. Sinks belong to the keys of their call: give them to one
+            call, and they count for the rows that see something in it.
+        sm_margin: how many multiprocessors a GPU keeps free for others; elsewhere without effect. Static.
 
     Returns:
         The output [B, T, N, Dv] and the log-sum-exp [B, T, N] in accumulator dtype. A row that sees nothing,
         or nothing but logits of -inf, has output 0 and log-sum-exp -inf, also where it has a sink.
 
     Raises:
-        ValueError: for shapes or dtypes other than these.
-        NotImplementedError: when lowered for a platform that lacks the implementation asked for.
+        ValueError: for shapes, dtypes or numbers other than these.
+        NotImplementedError: for implementation="ffi", when lowered for what it cannot run.
     """
     out, lse = bind_over_shards(
         attention_forward_p,
@@ -179,9 +194,11 @@ def attention_forward(
         v,
         bands,
         sinks,
+        *(previous or ()),
         scale=float(scale),
         soft_cap=float(soft_cap),
         out_dtype=jnp.dtype(out_dtype),
+        sm_margin=operator.index(sm_margin),
         implementation=implementation,
     )
     return out, lse
@@ -225,7 +242,7 @@ def attention_backward(
 
     Raises:
         ValueError: for shapes or dtypes other than these.
-        NotImplementedError: when lowered for a platform that lacks the implementation asked for.
+        NotImplementedError: for implementation="ffi", when lowered for a platform without it, such as GPUs.
     """
     dq, dk, dv = bind_over_shards(
         attention_backward_p,
@@ -243,120 +260,3 @@ def attention_backward(
         implementation=implementation,
     )
     return dq, dk, dv
-
-
-# --- batching: the new axis is folded into B ---
-
-
-def _fold(x: Any, axis: int | None, size: int) -> Any:
-    """[..., A, ...] with A at ``axis`` (or without it) → [A · B, ...]."""
-    x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-    return x.reshape(size * x.shape[1], *x.shape[2:])
-
-
-def _fold_bands(bands: Any, axis: int | None, size: int, batch: int) -> Any:
-    """Bands [1 or B, C, 6] with or without the new axis → [1 or A · B, C, 6]."""
-    shared = bands.shape[0 if axis != 0 else 1] == 1
-    if not shared:
-        return _fold(bands, axis, size)
-    if axis is None:
-        return bands
-    bands = jnp.moveaxis(bands, axis, 0)
-    return _fold(jnp.broadcast_to(bands, (size, batch, *bands.shape[2:])), 0, size)
-
-
-def _unfold(x: Any, size: int) -> Any:
-    return x.reshape(size, x.shape[0] // size, *x.shape[1:])
-
-
-def _fold_operands(args: Sequence[Any], axes: Sequence[int | None]) -> tuple[list[Any], int]:
-    """All operands but the sinks with the new axis folded in, and the size of that axis."""
-    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
-    batch = args[0].shape[1 if axes[0] == 0 else 0]
-    folded = [
-        _fold_bands(x, axis, size, batch) if i == 3 else _fold(x, axis, size)
-        for i, (x, axis) in enumerate(zip(args, axes, strict=True))
-    ]
-    return folded, size
-
-
-def _batch_forward(
-    args: Sequence[Any], axes: Sequence[int | None], *, out_dtype: jnp.dtype, **params: Any
-) -> tuple[list[Any], list[int]]:
-    *operands, sinks = args
-    *operand_axes, sink_axis = axes
-    bind = functools.partial(bind_over_shards, attention_forward_p, **params)
-    if sink_axis is None:
-        folded, size = _fold_operands(operands, operand_axes)
-        out, lse = bind(*folded, sinks, out_dtype=out_dtype)
-        return [_unfold(out, size), _unfold(lse, size)], [0, 0]
-    # The kernels take one row of sinks, so batched sinks are put in afterwards.
-    sinks = jnp.moveaxis(sinks, sink_axis, 0)
-    if all(axis is None for axis in operand_axes):
-        out, lse = bind(*operands, jnp.full_like(sinks[0], -jnp.inf), out_dtype=sinks.dtype)
-        out, lse = out[None], lse[None]
-    else:
-        folded, size = _fold_operands(operands, operand_axes)
-        results = bind(*folded, jnp.full_like(sinks[0], -jnp.inf), out_dtype=sinks.dtype)
-        out, lse = (_unfold(x, size) for x in results)
-    out, lse = add_sinks(Partial(out, lse), sinks[:, None, None])
-    return [out.astype(out_dtype), lse], [0, 0]
-
-
-def _batch_backward(
-    args: Sequence[Any], axes: Sequence[int | None], **params: Any
-) -> tuple[list[Any], list[int]]:
-    folded, size = _fold_operands(args, axes)
-    return [_unfold(x, size) for x in bind_over_shards(attention_backward_p, *folded, **params)], [0, 0, 0]
-
-
-batching.primitive_batchers[attention_forward_p] = _batch_forward
-batching.primitive_batchers[attention_backward_p] = _batch_backward
-
-
-# --- lowering ---
-
-
-def _missing_handler(target: str, platforms: Sequence[str]) -> NotImplementedError:
-    lacks = "the compiled extension jaxmagi._cpu" if tuple(platforms) == ("cpu",) else "a handler"
-    return NotImplementedError(
-        f'implementation="ffi": {target} cannot run on platform {", ".join(platforms)}, which lacks {lacks}. '
-        'Use implementation="xla", or None to choose by platform.'
-    )
-
-
-def _platforms(ctx: mlir.LoweringRuleContext) -> Sequence[str]:
-    return ctx.platforms or ctx.module_context.platforms
-
-
-def _register_lowerings(primitive: Primitive, portable: Callable[..., Any]) -> None:
-    """The portable lowering everywhere; the custom call on CPU where its handler is there."""
-    lower_portable = mlir.lower_fun(portable, multiple_results=True)
-    lower_call = jax.ffi.ffi_lowering(primitive.name)
-
-    def by_xla(
-        ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any
-    ) -> Any:
-        if implementation == "ffi":
-            raise _missing_handler(primitive.name, _platforms(ctx))
-        return lower_portable(ctx, *operands, **params)
-
-    def by_handler(
-        ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any
-    ) -> Any:
-        if implementation == "xla" or not _native.has_handler(primitive.name, "cpu"):
-            return by_xla(ctx, *operands, implementation=implementation, **params)
-        numbers = {name: np.float64(params[name]) for name in ("scale", "soft_cap")}
-        return lower_call(ctx, *operands, **numbers)
-
-    mlir.register_lowering(primitive, by_xla)
-    mlir.register_lowering(primitive, by_handler, platform="cpu")
-
-
-def _portable_backward(*operands: jax.Array, deterministic: bool, **params: Any) -> tuple[jax.Array, ...]:
-    del deterministic  # the portable backward always is
-    return _xla.backward(*operands, **params)
-
-
-_register_lowerings(attention_forward_p, _xla.forward)
-_register_lowerings(attention_backward_p, _portable_backward)

@@ -7,7 +7,8 @@ import numpy as np
 from jax.core import Tracer
 
 from ..masks import AttnMask
-from ._primitive import DTYPES, IMPLEMENTATIONS, is_soft_cap
+from ._dtypes import DTYPES, is_positive_normal
+from ._primitive import IMPLEMENTATIONS
 
 
 def check_operands(
@@ -95,7 +96,7 @@ def _check_options(scale: float | None, soft_cap: float | None, implementation: 
             )
     if scale is not None and not np.isfinite(scale):
         raise ValueError(f"scale must be finite, or None for D**-0.5, but is {scale}.")
-    if soft_cap is not None and not is_soft_cap(soft_cap):
+    if soft_cap is not None and not is_positive_normal(soft_cap):
         raise ValueError(
             "logits_soft_cap must be positive and a normal number of float32, or None for none, but is "
             f"{soft_cap}."

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ._dtypes import accumulator_dtype
 from ._tiles import Blocks, KeyBlocks, cut, key_blocks, tile_counts
 
 
@@ -28,11 +29,6 @@ class _Softmax(NamedTuple):
     out: jax.Array  # [..., Dv], not normalised
     peak: jax.Array
     total: jax.Array
-
-
-def accumulator_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """float64 for float64 operands, float32 for all others."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def _einsum(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -15,7 +15,6 @@ from ..attention import (
     add_sinks,
     attention_backward,
     attention_forward,
-    merge,
     row_delta,
     sink_gradient,
 )
@@ -55,23 +54,39 @@ def _num_stages(stages: Stages) -> int:
 def forward(operands: Operands, options: Options) -> Partial[jax.Array]:
     """The output [T, N, Dv] and the log-sum-exp [T, N] of a rank's queries."""
     query, key, value, stages, sinks = operands
-    no_sinks = jax.lax.full_like(query, -jnp.inf, accumulator_dtype(query.dtype), query.shape[1:2])
+    wide = accumulator_dtype(query.dtype)
+    no_sinks = jax.lax.full_like(query, -jnp.inf, wide, query.shape[1:2])
     sinks = no_sinks if sinks is None else sinks
-    whole = _num_stages(stages) == 1
-    parts = [
-        _partial(query, buffer, stages.bands[:, i], sinks if whole else no_sinks, whole, options)
-        for i, buffer in enumerate(_key_buffers(KeyValue(key, value), stages, options))
-    ]
+    buffers = _key_buffers(KeyValue(key, value), stages, options)
+    attend = functools.partial(_attend, query, options=options)
+    whole = len(buffers) == 1
+    result = attend(
+        buffers[0],
+        stages.bands[:, 0],
+        sinks=sinks if whole else no_sinks,
+        out_dtype=query.dtype if whole else wide,
+    )
+    for i, buffer in enumerate(buffers[1:], start=1):
+        result = attend(buffer, stages.bands[:, i], sinks=no_sinks, out_dtype=wide, previous=result)
+    result = Partial(result.out[0], result.lse[0])
     if whole:
-        return parts[0]
-    out, lse = add_sinks(functools.reduce(merge, parts), sinks)
+        return result
+    # Sinks count once, and for every row that sees something in any of the stages.
+    out, lse = add_sinks(result, sinks)
     return Partial(out.astype(query.dtype), lse)
 
 
-def _partial(
-    query: jax.Array, buffer: KeyValue, bands: jax.Array, sinks: jax.Array, whole: bool, options: Options
+def _attend(
+    query: jax.Array,
+    buffer: KeyValue,
+    bands: jax.Array,
+    *,
+    sinks: jax.Array,
+    out_dtype: jnp.dtype,
+    options: Options,
+    previous: Partial[jax.Array] | None = None,
 ) -> Partial[jax.Array]:
-    """Attention to the keys of one stage; rounded to the dtype of query only if they are all."""
+    """Attention to the keys of one stage and of the previous ones, [1, T, N, Dv] and [1, T, N]."""
     out, lse = attention_forward(
         query[None],
         buffer.key[None],
@@ -80,10 +95,11 @@ def _partial(
         sinks,
         scale=options.scale,
         soft_cap=options.soft_cap,
-        out_dtype=query.dtype if whole else accumulator_dtype(query.dtype),
+        out_dtype=out_dtype,
         implementation=options.implementation,
+        previous=previous,
     )
-    return Partial(out[0], lse[0])
+    return Partial(out, lse)
 
 
 def backward(

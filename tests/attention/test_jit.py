@@ -105,11 +105,13 @@ def test_platforms_without_handler() -> None:
 
 def test_missing_extension(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     monkeypatch.setitem(sys.modules, "jaxmagi._cpu", None)
-    assert _native._register_cpu() == frozenset()
-    monkeypatch.setattr(_native, "_TARGETS", {"cpu": frozenset()})
+    assert _native._load("jaxmagi._cpu", "cpu") is None
+    monkeypatch.setitem(_native._EXTENSIONS, "cpu", None)
     x = jax.ShapeDtypeStruct((1, 9, 1, 4), jnp.float32)
     assert "custom_call" not in gradients(None).lower(x, x, x, masks.causal(9)).as_text()
-    with pytest.raises(NotImplementedError, match=r"platform cpu, which lacks the compiled extension"):
+    with pytest.raises(
+        NotImplementedError, match=r"platform cpu: the compiled extension jaxmagi\._cpu is missing"
+    ):
         gradients("ffi").lower(x, x, x, masks.causal(9))
 
 
@@ -119,4 +121,4 @@ def test_broken_extension_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(importlib, "import_module", broken)
     with pytest.raises(ImportError, match="undefined symbol"):
-        _native._register_cpu()
+        _native._load("jaxmagi._cpu", "cpu")

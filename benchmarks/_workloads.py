@@ -1,0 +1,132 @@
+"""The named masks and shapes that are measured, and that the tests check for being right."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxmagi import AttnMask, masks
+from tests.cases import document_lengths
+
+HEADS, KV_HEADS = 64, 8
+
+
+@dataclass(frozen=True)
+class Full:
+    length: int
+
+    def mask(self) -> AttnMask:
+        return masks.full(self.length)
+
+
+@dataclass(frozen=True)
+class Causal:
+    length: int
+
+    def mask(self) -> AttnMask:
+        return masks.causal(self.length)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Packed documents."""
+
+    lengths: tuple[int, ...]
+    causal: bool
+
+    @property
+    def length(self) -> int:
+        return sum(self.lengths)
+
+    def mask(self) -> AttnMask:
+        return masks.documents(self.lengths, "causal" if self.causal else "full")
+
+
+@dataclass(frozen=True)
+class Window:
+    """Each token sees itself and ``left`` tokens before it."""
+
+    length: int
+    left: int
+
+    def mask(self) -> AttnMask:
+        return masks.sliding_window(self.length, self.left)
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """A prompt and branches of one size, all causal."""
+
+    prefix: int
+    branches: int
+    size: int
+
+    @property
+    def length(self) -> int:
+        return self.prefix + self.branches * self.size
+
+    def mask(self) -> AttnMask:
+        return masks.shared_prefix(self.prefix, [self.size] * self.branches)
+
+
+@dataclass(frozen=True)
+class Video:
+    """Chunks of frames; each sees itself and all chunks before it."""
+
+    chunks: int
+    size: int
+
+    @property
+    def length(self) -> int:
+        return self.chunks * self.size
+
+    def mask(self) -> AttnMask:
+        return masks.video(self.chunks, self.size)
+
+
+type Pattern = Full | Causal | Documents | Window | SharedPrefix | Video
+
+MASKS: dict[str, Callable[[], Pattern]] = {
+    "documents causal": lambda: Documents(tuple(document_lengths(32_768)), causal=True),
+    "documents full": lambda: Documents(tuple(document_lengths(32_768)), causal=False),
+    "documents 16x2048 causal": lambda: Documents((2048,) * 16, causal=True),
+    "window 1023": lambda: Window(32_768, 1023),
+    "shared prefix 4k+14x2k": lambda: SharedPrefix(4096, 14, 2048),
+    "video 4x21600": lambda: Video(4, 21_600),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A mask at 64 query and 8 key heads of given dimensions, batch 1."""
+
+    name: str
+    pattern: Pattern
+    dim: int = 128
+    v_dim: int = 128
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a pass takes so little time that the host has to be kept out of it."""
+        return self.pattern.length <= 2048
+
+    def flops(self) -> int:
+        """Of the forward pass: two products over the visible cells, a multiply-add as two."""
+        return 2 * self.pattern.mask().area() * HEADS * (self.dim + self.v_dim)
+
+
+def _dense(
+    kind: type[Full] | type[Causal], length: int, dim: int = 128, v_dim: int | None = None
+) -> Workload:
+    v_dim = dim if v_dim is None else v_dim
+    dims = str(dim) if dim == v_dim else f"{dim}/{v_dim}"
+    return Workload(f"{kind.__name__.lower()} {length // 1024}k D{dims}", kind(length), dim, v_dim)
+
+
+def workloads() -> list[Workload]:
+    """All rows of the benchmark of attention, in order."""
+    rows = [_dense(kind, length) for length in (8192, 32_768) for kind in (Full, Causal)]
+    rows += [_dense(kind, 16_384, dim) for dim in (64, 256) for kind in (Full, Causal)]
+    rows += [
+        _dense(kind, 16_384, *dims) for dims in ((96, 96), (192, 192), (192, 128)) for kind in (Full, Causal)
+    ]
+    rows += [_dense(Causal, length) for length in (1024, 2048)]
+    return rows + [Workload(name, pattern()) for name, pattern in MASKS.items()]

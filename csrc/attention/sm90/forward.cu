@@ -1,0 +1,38 @@
+#include "csrc/attention/sm90/forward.h"
+
+#include "csrc/attention/sm90/forward_tiles.h"
+
+namespace jaxmagi::sm90 {
+namespace {
+
+// The smallest kernel that holds both dimensions, or nullptr.
+const ForwardKernel* find_kernel(int dim, int v_dim) {
+    const ForwardKernel* const kernels[] = {&kForwardD64,      &kForwardD96,  &kForwardD128,
+                                            &kForwardD192V128, &kForwardD192, &kForwardD256};
+    if (dim < 8 or v_dim < 8 or dim % 8 != 0 or v_dim % 8 != 0)
+        return nullptr;
+    for (const ForwardKernel* kernel : kernels)
+        if (dim <= kernel->dim and v_dim <= kernel->v_dim)
+            return kernel;
+    return nullptr;
+}
+
+}  // namespace
+
+bool forward_supports(int dim, int v_dim) {
+    return find_kernel(dim, v_dim) != nullptr;
+}
+
+TileShape forward_tile(int dim, int v_dim) {
+    return find_kernel(dim, v_dim)->tile;
+}
+
+cudaError_t attention_forward(const ForwardParams& params, cudaStream_t stream) {
+    return find_kernel(params.dim, params.v_dim)->launch(params, stream);
+}
+
+cudaError_t preload_forward(DType dtype, int dim, int v_dim, bool soft_cap) {
+    return find_kernel(dim, v_dim)->load(dtype, soft_cap);
+}
+
+}  // namespace jaxmagi::sm90

@@ -1,0 +1,182 @@
+#pragma once
+
+#include "csrc/attention/sm90/forward_epilogue.cuh"
+#include "csrc/common/sm90/wgmma.cuh"
+
+// A consumer warpgroup: 64 query rows of every tile.
+//
+// Step j issues S = Q · K_j and O += P · V_(j-1) together, and works on the softmax of S while the second product still
+// runs (FlashAttention-3, section 3.2). Where Config::kTurns says so, warpgroups take turns at issuing, so that the softmax
+// of one runs beside the products of the others. The output stays in registers over all bands of the tile.
+
+namespace jaxmagi::sm90 {
+
+template <typename Config> struct ForwardConsumer {
+    using Element = typename Config::Element;
+    template <int kKeys> using Logits = float[kKeys / 2];
+    template <int kKeys> using Operand = uint32_t[kKeys / 16][4];
+    using Output = float[Config::kVDim / 2];
+    static constexpr int kFirstTurnBarrier = 1, kTurnThreads = 2 * kWarpgroupThreads;
+
+    ForwardMemory<Config> memory;
+    const ForwardArguments& args;
+    int index, thread;  // of the warpgroup; in it
+    int block = 0;      // the newest whose logits were computed
+
+    __device__ __forceinline__ void run() {
+        if (Config::kTurns and index == 0)
+            named_barrier_arrive(kFirstTurnBarrier, kTurnThreads);
+        for (int turn = 0;; ++turn) {
+            memory.barrier(kQFull).wait(turn & 1);
+            const TileMessage& tile = memory.tile_message(turn);
+            if (tile.num_blocks < 0)
+                return;
+            if (not Config::kTwoWidths or tile.wide)
+                attend<Config::kWideKeys>(tile.num_blocks, turn);
+            else
+                attend<Config::kNarrowKeys>(tile.num_blocks, turn);
+        }
+    }
+
+private:
+    __device__ __forceinline__ int row() const { return index * 64 + thread / 32 * 16 + thread % 32 / 4; }
+    __device__ __forceinline__ int first_column() const { return thread % 4 * 2; }
+    __device__ __forceinline__ float to_log2() const { return Config::kSoftCap ? 1.f : args.logit_scale; }
+
+    __device__ __forceinline__ void release(int barrier) const {
+        if (thread == 0)
+            memory.barrier(barrier).arrive();
+    }
+
+    template <int kKeys> __device__ __forceinline__ void attend(int num_blocks, int turn) {
+        RowState rows;
+        Output out;
+#pragma unroll
+        for (int i = 0; i < Config::kVDim / 2; ++i)
+            out[i] = 0.f;
+        if (num_blocks > 0) {
+            Operand<kKeys> p;
+            first_step<kKeys>(p, rows);
+            bool masked = num_blocks > 1 and is_masked(block + 1);
+#pragma unroll 1
+            for (int i = 1; i < num_blocks; ++i) {
+                ++block;
+                const bool more = i + 1 < num_blocks;
+                masked = masked ? step<kKeys, true>(out, p, rows, more)
+                                : step<kKeys, false>(out, p, rows, more);
+            }
+            release(kQEmpty);
+            last_step<kKeys>(out, p, rows);
+        } else {
+            release(kQEmpty);
+        }
+        const ForwardEpilogue<Config> epilogue{args, memory.tile_message(turn), row(), thread % 32};
+        epilogue.store(out, rows, to_log2());
+    }
+
+    template <int kKeys> __device__ __forceinline__ void first_step(Operand<kKeys>& p, RowState& rows) const {
+        Logits<kKeys> logits;
+        memory.barrier(kKFull + (block & 1)).wait((block >> 1) & 1);
+        pin(logits);
+        wgmma_fence();
+        multiply_keys<kKeys>(logits);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(logits);
+        release(kKEmpty + (block & 1));
+        softmax<kKeys, true>(logits, rows);
+        round_to_operand<Element>(logits, p);
+    }
+
+    // Returns whether the next block is masked.
+    template <int kKeys, bool kMasked>
+    __device__ __forceinline__ bool step(Output& out, Operand<kKeys>& p, RowState& rows, bool more) const {
+        const int previous = block - 1;
+        Logits<kKeys> logits;
+        if constexpr (Config::kTurns)
+            named_barrier_sync(kFirstTurnBarrier + index, kTurnThreads);
+        pin(logits);
+        pin(out);
+        wgmma_fence();
+        multiply_keys<kKeys>(logits);
+        wgmma_commit();
+        if constexpr (Config::kRescaleEarly)
+            scale_rows(out, rows.scale);
+        memory.barrier(kVFull + (previous & 1)).wait((previous >> 1) & 1);
+        wgmma_fence();
+        multiply_values<kKeys>(out, p, previous & 1);
+        wgmma_commit();
+        if constexpr (Config::kTurns)
+            named_barrier_arrive(kFirstTurnBarrier + (index + 1) % Config::kConsumers, kTurnThreads);
+        wgmma_wait<1>();
+        pin(logits);
+        release(kKEmpty + (block & 1));
+        const bool rescale = softmax<kKeys, kMasked>(logits, rows);
+        finish_before_wait(rows);
+        const bool masked = more and is_masked(block + 1);
+        wgmma_wait<0>();
+        pin(out);
+        release(kVEmpty + (previous & 1));
+        round_to_operand<Element>(logits, p);
+        if (not Config::kRescaleEarly and rescale)
+            scale_rows(out, rows.scale);
+        return masked;
+    }
+
+    // The exponentials have to run beside the product that is waited for next. ptxas would move them behind the wait; it
+    // does not move an arrival whose condition (never true) depends on them.
+    __device__ __forceinline__ void finish_before_wait(const RowState& rows) const {
+        if (rows.sum[0] + rows.sum[1] < 0.f)
+            memory.barrier(kQEmpty).arrive();
+    }
+
+    __device__ __forceinline__ bool is_masked(int index) const {
+        memory.barrier(kKFull + (index & 1)).wait((index >> 1) & 1);
+        return memory.block_message(index).masked;
+    }
+
+    template <int kKeys> __device__ __forceinline__ void last_step(Output& out, Operand<kKeys>& p, RowState& rows) {
+        if constexpr (Config::kRescaleEarly)
+            scale_rows(out, rows.scale);
+        memory.barrier(kVFull + (block & 1)).wait((block >> 1) & 1);
+        pin(out);
+        wgmma_fence();
+        multiply_values<kKeys>(out, p, block & 1);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin(out);
+        release(kVEmpty + (block & 1));
+        ++block;
+    }
+
+    template <int kKeys> __device__ __forceinline__ void multiply_keys(Logits<kKeys>& logits) const {
+        constexpr int kUnused = 16;
+        const SwizzledOperand q(memory.q() + index * 64 * kPanelRowBytes, kUnused), k(memory.k(block & 1), kUnused);
+#pragma unroll
+        for (int i = 0; i < Config::kDim / 16; ++i) {
+            const int panel = i / 4, inside = i % 4 * 32;
+            Wgmma<Element, kKeys>::template mma<0, 0>(
+                logits, q.at(panel * Config::kRows * kPanelRowBytes + inside),
+                k.at(panel * kKeys * kPanelRowBytes + inside), i != 0);
+        }
+    }
+
+    template <int kKeys>
+    __device__ __forceinline__ void multiply_values(Output& out, Operand<kKeys>& p, int stage) const {
+        const SwizzledOperand v(memory.v(stage), kKeys * kPanelRowBytes);
+#pragma unroll
+        for (int i = 0; i < kKeys / 16; ++i)
+            Wgmma<Element, Config::kVDim>::template mma<1>(out, p[i], v.at(i * 16 * kPanelRowBytes), true);
+    }
+
+    template <int kKeys, bool kMasked>
+    __device__ __forceinline__ bool softmax(Logits<kKeys>& logits, RowState& rows) const {
+        if constexpr (Config::kSoftCap)
+            cap_logits(logits, args.logit_scale, args.cap_log2);
+        if constexpr (kMasked)
+            hide(logits, visible_columns(memory.block_message(block), row(), first_column()));
+        return exponentiate(logits, rows, to_log2());
+    }
+};
+
+}  // namespace jaxmagi::sm90

@@ -1,0 +1,7 @@
+#include "csrc/attention/sm90/forward_instance.cuh"
+
+namespace jaxmagi::sm90 {
+
+const ForwardKernel kForwardD64 = ForwardInstance<64, 64, 3, BlockWidths{128, 128}, BlockWidths{64, 64}>::kKernel;
+
+}  // namespace jaxmagi::sm90

@@ -1,0 +1,138 @@
+#pragma once
+
+#include "csrc/attention/sm90/forward_arguments.cuh"
+#include "csrc/attention/sm90/forward_softmax.cuh"
+
+// From the sums of a tile to the result: sinks, normalisation, merging with a previous result, stores.
+
+namespace jaxmagi::sm90 {
+
+inline constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+// 4 x 4 words over the 4 lanes of a quad: lane t gets the t-th word of every lane.
+__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int lane) {
+#pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+        const bool upper = lane & distance;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & distance)
+                continue;
+            const uint32_t received = __shfl_xor_sync(~0u, upper ? words[i] : words[i + distance], distance);
+            (upper ? words[i] : words[i + distance]) = received;
+        }
+    }
+}
+
+template <typename Config> struct ForwardEpilogue {
+    static constexpr int kCount = Config::kVDim / 2;
+    using Element = typename Config::Element;
+
+    const ForwardArguments& args;
+    TileMessage tile;
+    int row, lane;  // of the tile: this thread's first row; of the warp
+
+    __device__ __forceinline__ void store(float (&out)[kCount], RowState& rows, float to_log2) const {
+        const float sink = args.sinks[tile.head] * kLog2E;
+        float previous_share[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const LogSum sum = log_sum(rows.max[r] * to_log2, over_quad_sum(rows.sum[r]), sink);
+            rows.scale[r] = sum.factor * store_lse(r, sum.log2, previous_share[r]);
+        }
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)  // an empty row may hold 0 · NaN
+            out[i] = rows.scale[i / 2 % 2] == 0.f ? 0.f : out[i] * rows.scale[i / 2 % 2];
+        if (args.previous_lse != nullptr)
+            add_previous(out, previous_share);
+        if (args.out_f32)
+            store_f32(out);
+        else
+            store_16bit(out);
+    }
+
+private:
+    // The logarithm of the sum of a row, and the factor that normalises its output.
+    struct LogSum {
+        float log2, factor;
+    };
+
+    __device__ __forceinline__ static LogSum log_sum(float largest, float sum, float sink) {
+        if (sum == 0.f)
+            return {-INFINITY, 0.f};
+        const float top = fmaxf(largest, sink), shrink = exp2_approx(largest - top);
+        const float total = sum * shrink + exp2_approx(sink - top);
+        return {top + log2f(total), shrink / total};
+    }
+
+    // Stores the log-sum-exp of both parts; returns the share of this one. By the whole warp.
+    __device__ __forceinline__ float store_lse(int r, float log2, float& previous_share) const {
+        float lse = log2 * kLn2, share = 1.f;
+        if (args.previous_lse != nullptr) {
+            const float previous = exists(r) ? args.previous_lse[row_index(r)] : -INFINITY, top = fmaxf(previous, lse);
+            const float a = exp2_approx((lse - top) * kLog2E), b = exp2_approx((previous - top) * kLog2E);
+            const bool alone = lse == -INFINITY;
+            previous_share = previous == -INFINITY ? 0.f : alone ? 1.f : b / (a + b);
+            share = alone ? 0.f : a / (a + b);
+            lse = alone ? previous : top + log2f(a + b) * kLn2;
+        }
+        __syncwarp();  // previous_lse may be lse: the whole quad reads before one lane writes
+        if (lane % 4 == 0 and exists(r))
+            args.lse[row_index(r)] = lse;
+        return share;
+    }
+
+    __device__ __forceinline__ int position(int r) const { return tile.row + row + 8 * r; }
+    __device__ __forceinline__ bool exists(int r) const { return position(r) < args.q_len; }
+    __device__ __forceinline__ int64_t row_index(int r) const {
+        return (static_cast<int64_t>(tile.example) * args.q_len + position(r)) * args.heads + tile.head;
+    }
+    // Of element i of the thread's output: an even one and the next lie side by side.
+    __device__ __forceinline__ int column(int i) const { return i / 4 * 8 + lane % 4 * 2; }
+    __device__ __forceinline__ bool exists(int r, int i) const { return exists(r) and i / 4 * 8 < args.v_dim; }
+
+    __device__ __forceinline__ void add_previous(float (&out)[kCount], const float (&share)[2]) const {
+#pragma unroll
+        for (int i = 0; i < kCount; i += 2) {
+            const int r = i / 2 % 2;
+            if (not exists(r, i) or share[r] == 0.f)
+                continue;
+            const int64_t at = (row_index(r) * args.v_dim + column(i)) / 2;
+            const float2 previous = args.out_f32
+                                        ? static_cast<const float2*>(args.previous_out)[at]
+                                        : Element::unpack(static_cast<const uint32_t*>(args.previous_out)[at]);
+            out[i] += share[r] * previous.x;
+            out[i + 1] += share[r] * previous.y;
+        }
+    }
+
+    __device__ __forceinline__ void store_f32(const float (&out)[kCount]) const {
+#pragma unroll
+        for (int i = 0; i < kCount; i += 2) {
+            const int r = i / 2 % 2;
+            if (exists(r, i))
+                static_cast<float2*>(args.out)[(row_index(r) * args.v_dim + column(i)) / 2] = {out[i], out[i + 1]};
+        }
+    }
+
+    // 16 bytes a lane, 64 in a row a quad.
+    __device__ __forceinline__ void store_16bit(const float (&out)[kCount]) const {
+#pragma unroll
+        for (int i = 0; i < kCount; i += 16) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                uint32_t words[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    words[j] = Element::pack(out[i + 4 * j + 2 * r], out[i + 4 * j + 2 * r + 1]);
+                transpose_quad(words, lane);
+                const int first = i * 2 + lane % 4 * 8;
+                if (exists(r) and first < args.v_dim)
+                    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args.out) + row_index(r) * args.v_dim + first) =
+                        make_uint4(words[0], words[1], words[2], words[3]);
+            }
+        }
+    }
+};
+
+}  // namespace jaxmagi::sm90

@@ -1,0 +1,83 @@
+#pragma once
+
+#include <algorithm>
+
+#include "csrc/attention/sm90/forward_kernel.cuh"
+#include "csrc/common/sm90/tensor_map.h"
+
+// Host side of one forward kernel.
+
+namespace jaxmagi::sm90 {
+
+// What the keys and values of the heads that are worked on at a time may fill of the L2 cache (50 MB).
+inline constexpr int64_t kSectionBytes = int64_t{8} << 20;
+
+inline ForwardSchedule make_schedule(const ForwardParams& params, int tile_rows) {
+    const int tiles = ceil_div(params.q_len, tile_rows), key_heads = params.batch / params.plans * params.kv_heads;
+    const int64_t head_bytes = int64_t{2} * params.kv_len * (params.dim + params.v_dim);
+    const int64_t section = std::clamp<int64_t>(kSectionBytes / head_bytes, 1, key_heads);
+    return {.num_items = params.batch * params.heads * tiles,
+            .num_tiles = tiles,
+            .key_heads = key_heads,
+            .section = static_cast<int>(section),
+            .group = params.heads / params.kv_heads};
+}
+
+inline ForwardArguments make_arguments(const ForwardParams& params, int tile_rows) {
+    const bool capped = params.soft_cap > 0;
+    return {.schedule = make_schedule(params, tile_rows),
+            .bands = params.bands,
+            .tiles = params.tiles,
+            .counter = params.counter,
+            .capacity = params.capacity,
+            .q_len = params.q_len,
+            .kv_len = params.kv_len,
+            .heads = params.heads,
+            .kv_heads = params.kv_heads,
+            .v_dim = params.v_dim,
+            .sinks = params.sinks,
+            .previous_out = params.previous_out,
+            .previous_lse = params.previous_lse,
+            .out = params.out,
+            .lse = params.lse,
+            .out_f32 = params.out_f32,
+            .logit_scale = capped ? params.scale / params.soft_cap : params.scale * kLog2E,
+            .cap_log2 = params.soft_cap * kLog2E};
+}
+
+template <typename Config> cudaError_t load_forward() {
+    return cudaFuncSetAttribute(forward_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                ForwardMemory<Config>::kBytes);
+}
+
+template <typename Config> cudaError_t encode_maps(const ForwardParams& params, ForwardTensorMaps* maps) {
+    const auto type =
+        params.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    const HeadsTensor q{params.q, type, params.batch, params.q_len, params.heads, params.dim};
+    const HeadsTensor k{params.k, type, params.batch, params.kv_len, params.kv_heads, params.dim};
+    const HeadsTensor v{params.v, type, params.batch, params.kv_len, params.kv_heads, params.v_dim};
+    cudaError_t error = encode_panel_map(q, Config::kRows, &maps->q);
+    for (const bool wide : {false, true}) {
+        const int rows = wide ? Config::kWideKeys : Config::kNarrowKeys;
+        if (error == cudaSuccess)
+            error = encode_panel_map(k, rows, &maps->k[wide]);
+        if (error == cudaSuccess)
+            error = encode_panel_map(v, rows, &maps->v[wide]);
+    }
+    return error;
+}
+
+template <typename Config> cudaError_t launch_forward(const ForwardParams& params, cudaStream_t stream) {
+    const ForwardArguments args = make_arguments(params, Config::kRows);
+    ForwardTensorMaps maps;
+    cudaError_t error = encode_maps<Config>(params, &maps);
+    const int grid = std::min(params.num_sms, args.schedule.num_items);
+    if (error == cudaSuccess and grid < args.schedule.num_items)
+        error = cudaMemsetAsync(params.counter, 0, sizeof(int), stream);
+    if (error != cudaSuccess)
+        return error;
+    forward_kernel<Config><<<grid, Config::kThreads, ForwardMemory<Config>::kBytes, stream>>>(maps, args);
+    return cudaGetLastError();
+}
+
+}  // namespace jaxmagi::sm90

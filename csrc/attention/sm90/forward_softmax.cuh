@@ -1,0 +1,134 @@
+#pragma once
+
+#include "csrc/attention/sm90/forward_config.cuh"
+
+// Online softmax of one block of logits (FlashAttention-2, algorithm 1), each thread on its two rows.
+
+namespace jaxmagi::sm90 {
+
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// To 4e-7 relative. The exponential loses digits near 0, where the series (x to the 7th power) has them.
+__device__ __forceinline__ float fast_tanh(float x) {
+    constexpr float kTwoLog2E = 2.885390081777927f;
+    const float large = 1.f - 2.f * reciprocal_approx(exp2_approx(x * kTwoLog2E) + 1.f);
+    const float square = x * x;
+    const float series = fmaf(fmaf(fmaf(-17.f / 315.f, square, 2.f / 15.f), square, -1.f / 3.f), square, 1.f);
+    return fabsf(x) < 0.25f ? x * series : large;
+}
+
+// A thread's part of two rows. `scale` is what the sums so far, and the output, have to be multiplied with.
+struct RowState {
+    float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f}, scale[2];
+};
+
+// Columns that the two rows of a thread see: [begin, end), counted from the thread's first column.
+struct ColumnRange {
+    int begin[2], end[2];
+};
+
+__device__ __forceinline__ ColumnRange visible_columns(const BlockMessage& message, int row, int first_column) {
+    const int4 rows = reinterpret_cast<const int4*>(&message)[0];  // row_begin, row_end, lower, upper
+    ColumnRange range;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int at = row + 8 * r;
+        const bool inside = rows.x <= at and at < rows.y;
+        const int end = min(message.num_columns, at + rows.w);
+        range.begin[r] = max(0, at + rows.z) - first_column;
+        range.end[r] = (inside ? end : 0) - first_column;
+    }
+    return range;
+}
+
+template <int kCount> __device__ __forceinline__ void hide(float (&logits)[kCount], const ColumnRange& seen) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        const int column = i / 4 * 8 + i % 2, r = i / 2 % 2;
+        if (column < seen.begin[r] or column >= seen.end[r])
+            logits[i] = -INFINITY;
+    }
+}
+
+template <int kCount>
+__device__ __forceinline__ void cap_logits(float (&logits)[kCount], float logit_scale, float cap_log2) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+        logits[i] = cap_log2 * fast_tanh(logits[i] * logit_scale);
+}
+
+__device__ __forceinline__ float over_quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ __forceinline__ float over_quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Logits become probabilities, relative to a reference near the row's largest logit so far; rows.scale is what the sums
+// so far, and the output, are multiplied with. Returns whether any of the warp's differs from 1.
+//
+// The reference follows the largest logit only when a row of the warp is more than 2^8 behind: until then probabilities
+// of up to 256 do as well, and scaling the output is saved (FlashAttention-4). A row that has seen nothing yet is handled
+// as if its largest logit were 0. `to_log2` turns logits into units of log 2.
+template <int kCount>
+__device__ __forceinline__ bool exponentiate(float (&logits)[kCount], RowState& rows, float to_log2) {
+    constexpr float kMaxLag = 8.f;
+    float largest[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        largest[r] = rows.max[r];
+#pragma unroll
+        for (int i = 2 * r; i < kCount; i += 4)
+            largest[r] = fmaxf(largest[r], fmaxf(logits[i], logits[i + 1]));
+        largest[r] = over_quad_max(largest[r]);
+    }
+    const bool move = __any_sync(~0u, (largest[0] - rows.max[0]) * to_log2 > kMaxLag or
+                                          (largest[1] - rows.max[1]) * to_log2 > kMaxLag);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float reference = move ? largest[r] : rows.max[r];
+        const float offset = reference == -INFINITY ? 0.f : reference * to_log2;
+        rows.scale[r] = move ? exp2_approx(rows.max[r] * to_log2 - offset) : 1.f;
+        rows.max[r] = reference;
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 2 * r; i < kCount; i += 4) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                logits[i + e] = exp2_approx(logits[i + e] * to_log2 - offset);
+                sum += logits[i + e];
+            }
+        }
+        rows.sum[r] = rows.sum[r] * rows.scale[r] + sum;
+    }
+    return move;
+}
+
+// As operand A of the product with the values, 16 keys at a time.
+template <typename Element, int kCount>
+__device__ __forceinline__ void round_to_operand(const float (&p)[kCount], uint32_t (&operand)[kCount / 8][4]) {
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i)
+        operand[i / 4][i % 4] = Element::pack(p[2 * i], p[2 * i + 1]);
+}
+
+template <int kCount> __device__ __forceinline__ void scale_rows(float (&rows)[kCount], const float (&scale)[2]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+        rows[i] *= scale[i / 2 % 2];
+}
+
+}  // namespace jaxmagi::sm90

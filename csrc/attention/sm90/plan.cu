@@ -1,0 +1,258 @@
+#include "csrc/attention/sm90/plan.h"
+
+#include <algorithm>
+#include <climits>
+
+#include "csrc/common/math.h"
+#include "csrc/mask/band.h"
+
+// Four phases: bands get keys, are sorted by them, give every tile its window and its cost, and tiles are sorted by
+// that. Sorting is by rank, the number of smaller keys: n^2 comparisons, but on all SMs at once and without a barrier.
+// A small plan runs all phases in one CTA.
+
+namespace jaxmagi::sm90 {
+namespace {
+
+constexpr unsigned kAllLanes = ~0u;
+constexpr int kWarpSize = 32;
+constexpr int kRankedPerWarp = 4;
+constexpr int kReachGroup = 128;
+constexpr int kThreads = 256, kThreadsAlone = 1024;
+constexpr int kMaxAlone = 256;  // bands, and tiles, of a plan that one CTA makes
+constexpr int kMaxCtas = 65535;
+
+// What one plan reads and writes. Keys are unique: the sort is stable and the same every time.
+struct Plan {
+    const int32_t* bands;
+    PlannedBand* sorted;
+    PlannedTile* tiles;
+    PlannedTile* unsorted_tiles;
+    uint64_t *band_keys, *tile_keys;
+    int* reach;  // per kReachGroup sorted bands the largest q1
+};
+
+// The threads that share a phase; whole warps.
+struct Threads {
+    int index, count;
+
+    __device__ int lane() const { return index % kWarpSize; }
+    __device__ int warp() const { return index / kWarpSize; }
+    __device__ int num_warps() const { return count / kWarpSize; }
+};
+
+constexpr int words_per_tile = sizeof(PlannedTile) / sizeof(uint64_t);
+
+__host__ __device__ int64_t words_of_plan(int capacity, int num_tiles) {
+    const int64_t tiles = int64_t{num_tiles} * (words_per_tile + 1);
+    const int64_t bands = capacity + ceil_div(ceil_div(capacity, kReachGroup), 2);
+    return round_up(tiles + bands, words_per_tile);
+}
+
+__device__ int num_tiles_of(const PlanParams& params) {
+    return ceil_div(params.q_len, params.tile_rows);
+}
+
+__device__ Plan plan_at(const PlanParams& params, int64_t index) {
+    const int num_tiles = num_tiles_of(params);
+    uint64_t* workspace = params.workspace + index * words_of_plan(params.capacity, num_tiles);
+    uint64_t* tile_keys = workspace + int64_t{num_tiles} * words_per_tile;
+    uint64_t* band_keys = tile_keys + num_tiles;
+    return {.bands = params.bands + index * params.capacity * 6,
+            .sorted = params.sorted + index * params.capacity,
+            .tiles = params.tiles + index * num_tiles,
+            .unsorted_tiles = reinterpret_cast<PlannedTile*>(workspace),
+            .band_keys = band_keys,
+            .tile_keys = tile_keys,
+            .reach = reinterpret_cast<int*>(band_keys + params.capacity)};
+}
+
+__device__ uint64_t make_key(int major, int minor) {
+    return static_cast<uint64_t>(major) << 32 | static_cast<uint32_t>(minor);
+}
+
+__device__ Band tight_band(const PlanParams& params, const Plan& plan, int index) {
+    const int2* row = reinterpret_cast<const int2*>(plan.bands + int64_t{index} * 6);
+    const int2 q = row[0], k = row[1], offsets = row[2];
+    return tighten({q.x, q.y, k.x, k.y, offsets.x, offsets.y}, params.q_len, params.kv_len);
+}
+
+__device__ void key_bands(const PlanParams& params, const Plan& plan, Threads threads) {
+    for (int i = threads.index; i < params.capacity; i += threads.count) {
+        const Band band = tight_band(params, plan, i);
+        plan.band_keys[i] = make_key(band.q0 < band.q1 ? band.q0 : INT_MAX, i);
+    }
+    for (int i = threads.index; i < ceil_div(params.capacity, kReachGroup); i += threads.count)
+        plan.reach[i] = 0;
+}
+
+// To lane t the rank of key first + t, for t < kRankedPerWarp.
+__device__ int rank_of_lane(const uint64_t* keys, int num_keys, int first, int lane) {
+    uint64_t own[kRankedPerWarp];
+    int smaller[kRankedPerWarp] = {};
+    for (int t = 0; t < kRankedPerWarp; ++t)
+        own[t] = keys[min(first + t, num_keys - 1)];
+#pragma unroll 4
+    for (int i = lane; i < num_keys; i += kWarpSize) {
+        const uint64_t key = keys[i];
+        for (int t = 0; t < kRankedPerWarp; ++t)
+            smaller[t] += key < own[t];
+    }
+    int rank = 0;
+    for (int t = 0; t < kRankedPerWarp; ++t) {
+        const int total = __reduce_add_sync(kAllLanes, smaller[t]);
+        rank = lane == t ? total : rank;
+    }
+    return rank;
+}
+
+// Calls place(index, rank) for every key.
+template <typename Place> __device__ void sort(const uint64_t* keys, int num_keys, Threads threads, Place place) {
+    const int stride = threads.num_warps() * kRankedPerWarp, lane = threads.lane();
+    for (int first = threads.warp() * kRankedPerWarp; first < num_keys; first += stride) {
+        const int rank = rank_of_lane(keys, num_keys, first, lane);
+        if (lane < kRankedPerWarp and first + lane < num_keys)
+            place(first + lane, rank);
+    }
+}
+
+__device__ void sort_bands(const PlanParams& params, const Plan& plan, Threads threads) {
+    sort(plan.band_keys, params.capacity, threads, [&](int index, int rank) {
+        const Band band = tight_band(params, plan, index);
+        plan.sorted[rank] = {band.q0, band.q1, band.k0, band.k1, band.lo, band.hi, 0, 0};
+        atomicMax(plan.reach + rank / kReachGroup, band.q1);
+    });
+}
+
+// The first index of [range) where holds(index), or range.end.
+template <typename Holds> __device__ int find_first(Range range, int lane, Holds holds) {
+    for (int i = range.begin; i < range.end; i += kWarpSize) {
+        const unsigned found = __ballot_sync(kAllLanes, i + lane < range.end and holds(i + lane));
+        if (found != 0)
+            return i + __ffs(found) - 1;
+    }
+    return range.end;
+}
+
+// The end of the indices from range.begin on where holds(index); it must not hold again beyond.
+template <typename Holds> __device__ int find_end(Range range, int lane, Holds holds) {
+    while (not is_empty(range)) {
+        const int step = ceil_div(range.end - range.begin, kWarpSize), probe = range.begin + lane * step;
+        const int held = __popc(__ballot_sync(kAllLanes, probe < range.end and holds(probe)));
+        range.end = min(range.end, range.begin + held * step);
+        range.begin = held == 0 ? range.begin : range.begin + (held - 1) * step + 1;
+    }
+    return range.begin;
+}
+
+// From the first band that ends beyond the first row to the last one that begins before the end.
+__device__ Range window_of(const PlanParams& params, const Plan& plan, Range rows, int lane) {
+    const Range groups{0, ceil_div(params.capacity, kReachGroup)}, all{0, params.capacity};
+    const int group = find_first(groups, lane, [&](int i) { return plan.reach[i] > rows.begin; });
+    const Range members{group * kReachGroup, params.capacity};
+    const int first = find_first(members, lane, [&](int i) { return plan.sorted[i].q1 > rows.begin; });
+    const int end = find_end(all, lane, [&](int i) { return plan.sorted[i].q1 > 0 and plan.sorted[i].q0 < rows.end; });
+    return first < end ? Range{first, end} : Range{0, 0};
+}
+
+__device__ int64_t add_lanes(int64_t x) {
+    for (int distance = kWarpSize / 2; distance > 0; distance /= 2)
+        x += __shfl_xor_sync(kAllLanes, x, distance);
+    return x;
+}
+
+__device__ int count_blocks(const PlanParams& params, const Plan& plan, Range rows, Range window, int lane) {
+    int64_t blocks = 0;
+#pragma unroll 4
+    for (int i = window.begin + lane; i < window.end; i += kWarpSize) {
+        const PlannedBand band = plan.sorted[i];
+        const Range keys = keys_of_rows({band.q0, band.q1, band.k0, band.k1, band.lo, band.hi}, rows);
+        const unsigned size = max(keys.end - keys.begin, 0), block = params.block_keys;
+        blocks += (size + block - 1) / block;
+    }
+    return static_cast<int>(min(add_lanes(blocks), int64_t{INT_MAX}));
+}
+
+__device__ void plan_tiles(const PlanParams& params, const Plan& plan, Threads threads) {
+    const int num_tiles = num_tiles_of(params), lane = threads.lane();
+    for (int tile = threads.warp(); tile < num_tiles; tile += threads.num_warps()) {
+        const Range rows = tile_range(tile, params.tile_rows, params.q_len);
+        const Range window = window_of(params, plan, rows, lane);
+        const int blocks = count_blocks(params, plan, rows, window, lane);
+        if (lane == 0) {
+            plan.unsorted_tiles[tile] = {tile, window.begin, window.end, blocks};
+            plan.tile_keys[tile] = make_key(INT_MAX - blocks, tile);
+        }
+    }
+}
+
+__device__ void sort_tiles(const PlanParams& params, const Plan& plan, Threads threads) {
+    sort(plan.tile_keys, num_tiles_of(params), threads,
+         [&](int index, int rank) { plan.tiles[rank] = plan.unsorted_tiles[index]; });
+}
+
+using Phase = void(const PlanParams&, const Plan&, Threads);
+
+template <Phase& kPhase>
+__global__ void __launch_bounds__(kThreads) run_phase(const __grid_constant__ PlanParams params) {
+    const int index = blockIdx.y * blockDim.x + threadIdx.x, count = gridDim.y * blockDim.x;
+    kPhase(params, plan_at(params, blockIdx.x), {index, count});
+}
+
+__global__ void __launch_bounds__(kThreadsAlone) run_all_phases(const __grid_constant__ PlanParams params) {
+    const Plan plan = plan_at(params, blockIdx.x);
+    const Threads threads{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x)};
+    key_bands(params, plan, threads);
+    __syncthreads();
+    sort_bands(params, plan, threads);
+    __syncthreads();
+    plan_tiles(params, plan, threads);
+    __syncthreads();
+    sort_tiles(params, plan, threads);
+}
+
+using Kernel = void (*)(PlanParams);
+
+cudaError_t launch(Kernel kernel, const PlanParams& params, int ctas, int threads, cudaStream_t stream) {
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(params.plans, std::clamp(ctas, 1, kMaxCtas));
+    config.blockDim = threads;
+    config.stream = stream;
+    return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+}  // namespace
+
+int64_t plan_workspace_words(int plans, int capacity, int q_len, int tile_rows) {
+    return plans * words_of_plan(capacity, ceil_div(q_len, tile_rows));
+}
+
+cudaError_t make_plan(const PlanParams& params, cudaStream_t stream) {
+    const int num_tiles = ceil_div(params.q_len, params.tile_rows);
+    if (std::max(params.capacity, num_tiles) <= kMaxAlone)
+        return launch(run_all_phases, params, 1, kThreadsAlone, stream);
+    constexpr int kWarps = kThreads / kWarpSize, kRanked = kWarps * kRankedPerWarp;
+    const struct {
+        Kernel kernel;
+        int ctas;
+    } phases[] = {{run_phase<key_bands>, ceil_div(params.capacity, kThreads)},
+                  {run_phase<sort_bands>, ceil_div(params.capacity, kRanked)},
+                  {run_phase<plan_tiles>, ceil_div(num_tiles, kWarps)},
+                  {run_phase<sort_tiles>, ceil_div(num_tiles, kRanked)}};
+    for (const auto& [kernel, ctas] : phases)
+        if (const cudaError_t error = launch(kernel, params, ctas, kThreads, stream); error != cudaSuccess)
+            return error;
+    return cudaSuccess;
+}
+
+cudaError_t preload_plan() {
+    const Kernel kernels[] = {run_all_phases, run_phase<key_bands>, run_phase<sort_bands>, run_phase<plan_tiles>,
+                              run_phase<sort_tiles>};
+    for (const Kernel kernel : kernels) {
+        cudaFuncAttributes attributes;
+        if (const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel); error != cudaSuccess)
+            return error;
+    }
+    return cudaSuccess;
+}
+
+}  // namespace jaxmagi::sm90

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+// The plan of a mask: what every layer's kernels would otherwise find out again. Lengths are at most 2^30.
+
+namespace jaxmagi::sm90 {
+
+// A row tile. Bands outside [first_band, end_band) of the sorted list do not touch it; those inside may.
+struct alignas(16) PlannedTile {
+    int tile;
+    int first_band, end_band;
+    int num_blocks;  // of keys, over all its bands; each band's blocks start at the first key that its rows see
+};
+
+// A band shrunk to the rows that see something and the keys that are seen; all zero if there are none.
+struct alignas(32) PlannedBand {
+    int q0, q1, k0, k1, lo, hi;
+    int unused0, unused1;
+};
+
+struct PlanParams {
+    const int32_t* bands;  // [plans, capacity, 6]
+    int plans, capacity;   // plans: 1 or the batch size
+    int q_len, kv_len;
+    int tile_rows, block_keys;
+    PlannedBand* sorted;   // [plans, capacity]: by q0, ties as given, empty ones last
+    PlannedTile* tiles;    // [plans, ceil(q_len / tile_rows)]: by descending num_blocks, ties by ascending tile
+    uint64_t* workspace;   // plan_workspace_words() of them; nobody else reads it
+};
+
+int64_t plan_workspace_words(int plans, int capacity, int q_len, int tile_rows);
+cudaError_t make_plan(const PlanParams& params, cudaStream_t stream);
+cudaError_t preload_plan();  // loads the kernels; not allowed while a stream is captured
+
+}  // namespace jaxmagi::sm90

@@ -1,0 +1,19 @@
+#pragma once
+
+#include <cstdint>
+
+namespace jaxmagi::sm90 {
+
+// An address in the window of shared memory, as PTX takes it.
+using SharedAddress = uint32_t;
+
+__device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
+    return static_cast<SharedAddress>(__cvta_generic_to_shared(pointer));
+}
+
+// Makes ordinary writes to shared memory of this thread visible to TMA and wgmma; a barrier has to follow.
+__device__ __forceinline__ void fence_shared_for_async() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace jaxmagi::sm90

@@ -1,0 +1,38 @@
+#include "csrc/common/sm90/tensor_map.h"
+
+namespace jaxmagi::sm90 {
+namespace {
+
+// From the runtime, so that the module needs no link to the driver's library and loads on machines without one.
+cudaError_t encoder(decltype(&cuTensorMapEncodeTiled)* function) {
+    constexpr unsigned kFirstVersion = 12000;
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult status;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, kFirstVersion, cudaEnableDefault, &status);
+    *function = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+    if (error == cudaSuccess and status != cudaDriverEntryPointSuccess)
+        return cudaErrorInsufficientDriver;
+    return error;
+}
+
+}  // namespace
+
+cudaError_t encode_panel_map(const HeadsTensor& tensor, int rows, CUtensorMap* map) {
+    static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
+    static const cudaError_t found = encoder(&encode);
+    if (found != cudaSuccess)
+        return found;
+    constexpr int kBytes = 2;
+    const cuuint64_t dim = tensor.dim, heads = tensor.heads, length = tensor.length, batch = tensor.batch;
+    const cuuint64_t sizes[] = {dim, heads, length, batch};
+    const cuuint64_t strides[] = {dim * kBytes, heads * dim * kBytes, length * heads * dim * kBytes};
+    const cuuint32_t box[] = {64, 1, static_cast<cuuint32_t>(rows), 1}, steps[] = {1, 1, 1, 1};
+    const CUresult result =
+        encode(map, tensor.type, 4, const_cast<void*>(tensor.data), sizes, strides, box, steps,
+               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace jaxmagi::sm90

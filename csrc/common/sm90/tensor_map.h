@@ -1,0 +1,21 @@
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace jaxmagi::sm90 {
+
+// A dense 16-bit tensor [batch, length, heads, dim], dim a multiple of 8, base 16-byte aligned.
+struct HeadsTensor {
+    const void* data;
+    CUtensorMapDataType type;
+    int64_t batch, length, heads, dim;
+};
+
+// Describes loads of boxes of 64 numbers of one head by `rows` positions, coordinates (number, head, position, example),
+// written as a panel with 128-byte swizzle.
+cudaError_t encode_panel_map(const HeadsTensor& tensor, int rows, CUtensorMap* map);
+
+}  // namespace jaxmagi::sm90

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cuda.h>
+
+#include "csrc/common/sm90/mbarrier.cuh"
+
+// Bulk tensor copies of boxes of a 4-d tensor, coordinates innermost first. What lies outside the tensor, also at
+// negative coordinates, is read as zeros (they count as bytes) and not written. One thread issues.
+
+namespace jaxmagi::sm90 {
+
+struct Coordinates {
+    int x, y, z, w;
+};
+
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+__device__ __forceinline__ void tma_load(SharedAddress to, const CUtensorMap& map, Coordinates at, Mbarrier arrived) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+        "[%2];" ::"r"(to),
+        "l"(&map), "r"(arrived.address), "r"(at.x), "r"(at.y), "r"(at.z), "r"(at.w)
+        : "memory");
+}
+
+}  // namespace jaxmagi::sm90

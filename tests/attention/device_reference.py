@@ -1,0 +1,260 @@
+"""Attention in fp64 on the device, a block of rows at a time, and how far a result is from it.
+
+The rows of all query heads of a key head go side by side, and every size is padded to one of a few, so that
+all tests of a session share a handful of compiled programs. Only `_take_block` is compiled anew per shape.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike
+
+LSE_TOLERANCE = 1e-4
+
+_DIM = 256  # all head dimensions are padded to it
+_MAX_ROWS, _MAX_CELLS = 4096, 2**26
+_MIN_KEYS, _MIN_BANDS = 1024, 512
+
+
+class Operands(NamedTuple):
+    """Operands of attention, with a batch axis, or something for each of them."""
+
+    query: Any  # [B, T, N, D]
+    key: Any  # [B, S, K, D]
+    value: Any  # [B, S, K, Dv]
+    bands: Any  # int32[1 or B, C, 6]
+    sinks: Any  # float32[N], -inf for none
+
+
+class Logits(NamedTuple):
+    """What turns q·k into logits; soft_cap 0 for none."""
+
+    scale: float
+    soft_cap: float = 0.0
+
+
+class Deviation(NamedTuple):
+    """Largest and root-mean-square difference from fp64."""
+
+    largest: float
+    rms: float
+
+
+class Report(NamedTuple):
+    """How far a result is from fp64, and how far one is that only rounds as it has to.
+
+    ``rounded`` rounds the probabilities and the output to the operands' dtype and does the rest in fp64.
+    """
+
+    out: Deviation
+    rounded: Deviation
+    lse: float  # largest difference; relative to |lse| / 128 where that is above 1
+    largest_out: float
+    seen: int  # rows that see something
+    wrong_blind: int  # numbers of blind rows that are not exactly 0 (output) or -inf (log-sum-exp)
+
+
+class _Block(NamedTuple):
+    """Some rows of the query heads of one key head, in fp32, padded."""
+
+    rows: jax.Array  # int32[R], -1 in padding
+    query: jax.Array  # [R, _DIM]
+    sinks: jax.Array  # [R]
+    key: jax.Array  # [S, _DIM]
+    value: jax.Array  # [S, _DIM]
+    bands: jax.Array  # int32[C, 6]
+    out: jax.Array  # [R, _DIM], the result to be judged
+    lse: jax.Array  # [R]
+
+
+class _Size(NamedTuple):
+    """Padded sizes of a block."""
+
+    rows: int
+    keys: int
+    bands: int
+
+
+class Exact(NamedTuple):
+    """fp64 attention of a block; ``rounded`` is the output of `Report.rounded`."""
+
+    out: jax.Array  # [R, _DIM]
+    rounded: jax.Array  # [R, _DIM]
+    lse: jax.Array  # [R]
+
+
+def _up_to_power(length: int, least: int) -> int:
+    return max(least, 1 << (length - 1).bit_length())
+
+
+def _size(operands: Operands) -> _Size:
+    keys = _up_to_power(operands.key.shape[1], _MIN_KEYS)
+    bands = _up_to_power(operands.bands.shape[1], _MIN_BANDS)
+    return _Size(min(_MAX_ROWS, _MAX_CELLS // keys), keys, bands)
+
+
+def _pad(x: jax.Array, *lengths: int) -> jax.Array:
+    return jnp.pad(x, [(0, length - size) for length, size in zip(lengths, x.shape, strict=True)])
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def _take_block(
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    rows: jax.Array,
+    place: tuple[int, int, int],
+    size: _Size,
+) -> _Block:
+    """Block ``place`` = (example, key head, number of the block) of the given rows."""
+    example, head, number = place
+    group = operands.query.shape[2] // operands.key.shape[2]
+    flat = number * size.rows + jnp.arange(size.rows, dtype=jnp.int32)
+    inside = flat < rows.shape[0] * group
+    row = rows[jnp.where(inside, flat // group, 0)]
+    heads = head * group + flat % group
+
+    def of_rows(x: jax.Array) -> jax.Array:
+        return x[example, row, heads].astype(jnp.float32)
+
+    def of_keys(x: jax.Array) -> jax.Array:
+        return _pad(x[example, :, head].astype(jnp.float32), size.keys, _DIM)
+
+    return _Block(
+        rows=jnp.where(inside, row, -1),
+        query=_pad(of_rows(operands.query), size.rows, _DIM),
+        sinks=operands.sinks[heads],
+        key=of_keys(operands.key),
+        value=of_keys(operands.value),
+        bands=_pad(operands.bands[example % operands.bands.shape[0]], size.bands, 6),
+        out=_pad(of_rows(out), size.rows, _DIM),
+        lse=of_rows(lse),
+    )
+
+
+def _running_sum(x: jax.Array) -> jax.Array:
+    """Along axis 1, a power of two, by two products with triangles: faster to compile and run than a scan."""
+    rows, length = x.shape
+    inner = 1 << length.bit_length() // 2
+    x = x.reshape(rows, length // inner, inner)
+    within = x @ jnp.triu(jnp.ones((inner, inner)))
+    before = within[..., -1] @ jnp.triu(jnp.ones((length // inner,) * 2), 1)
+    return (within + before[..., None]).reshape(rows, length)
+
+
+def _counts(bands: jax.Array, rows: jax.Array, length: int) -> jax.Array:
+    """How many bands let each row see each key: float64 [R, length]."""
+    q0, q1, k0, k1, lo, hi = (column[None] for column in bands.T)
+    row = rows[:, None]
+    first, end = jnp.maximum(k0, row + lo), jnp.minimum(k1, row + hi + 1)
+    seen = (q0 <= row) & (row < q1) & (first < end)
+    index = jax.lax.broadcasted_iota(jnp.int32, seen.shape, 0)
+    steps = jnp.zeros((rows.shape[0], length + 1))
+    nowhere = length + 1
+    steps = steps.at[index, jnp.where(seen, first, nowhere)].add(1, mode="drop")
+    steps = steps.at[index, jnp.where(seen, end, nowhere)].add(-1, mode="drop")
+    return _running_sum(steps[:, :length])
+
+
+def _round(x: jax.Array, to_half: bool) -> jax.Array:
+    """To float16 or to bfloat16. Not by astype there and back, which XLA may leave out."""
+    as_half = jax.lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)
+    return jnp.where(to_half, as_half, jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7))
+
+
+@jax.jit
+def _exact(block: _Block, logits: Logits, is_half: bool) -> Exact:
+    counts = _counts(block.bands, block.rows, block.key.shape[0])
+    seen, seen_keys = counts > 0, (counts > 0).any(axis=0)[:, None]
+    query, key, value = (x.astype(jnp.float64) for x in (block.query, block.key, block.value))
+    query = jnp.where(seen.any(axis=1)[:, None], query, 0)
+    key, value = jnp.where(seen_keys, key, 0), jnp.where(seen_keys, value, 0)
+    s = logits.scale * (query @ key.T)
+    cap = jnp.where(logits.soft_cap > 0, logits.soft_cap, 1)
+    s = jnp.where(logits.soft_cap > 0, cap * jnp.tanh(s / cap), s)
+    s = jnp.where(seen, s, -jnp.inf)
+    peak = s.max(axis=1)
+    blind = jnp.isneginf(peak)
+    peak = jnp.where(blind, 0, peak)
+    p = counts * jnp.exp(s - peak[:, None])
+    total = jnp.where(blind, 1, p.sum(axis=1) + jnp.exp(block.sinks.astype(jnp.float64) - peak))
+    return Exact(
+        out=(p @ value) / total[:, None],
+        rounded=_round((_round(p, is_half) @ value) / total[:, None], is_half),
+        lse=jnp.where(blind, -jnp.inf, peak + jnp.log(total)),
+    )
+
+
+@jax.jit
+def _measure(block: _Block, exact: Exact) -> jax.Array:
+    """Largest and summed square errors of the output and of the rounded one, and so on: see `_report`."""
+    rows = block.rows >= 0
+    blind = rows & jnp.isneginf(exact.lse)
+    seen = rows & ~blind
+    out, lse = block.out.astype(jnp.float64), block.lse.astype(jnp.float64)
+    errors = [jnp.where(rows[:, None], x - exact.out, 0) for x in (out, exact.rounded)]
+    exact_lse = jnp.where(seen, exact.lse, 0)
+    # Beyond 128, the rounding of float32 itself comes near the tolerance.
+    lse_error = jnp.where(seen, lse - exact_lse, 0) / jnp.maximum(1, jnp.abs(exact_lse) / 128)
+    wrong_blind = jnp.sum(jnp.where(blind[:, None], out != 0, False))
+    wrong_blind += jnp.sum(jnp.where(blind, ~jnp.isneginf(lse), False))
+    largest = [jnp.abs(x).max() for x in (*errors, lse_error, jnp.where(rows[:, None], exact.out, 0))]
+    sums = [*(jnp.sum(x**2) for x in errors), jnp.sum(seen), wrong_blind]
+    # max may drop NaN, sums do not.
+    return jnp.stack([*largest, jnp.sum(lse_error), *(x.astype(jnp.float64) for x in sums)])
+
+
+def _report(measured: np.ndarray, numbers: int) -> Report:
+    """From the rows of `_measure`, for an output of so many numbers."""
+    largest, sums = measured[:, :4].max(axis=0), measured[:, 5:].sum(axis=0)
+    lse = largest[2] if np.isfinite(measured[:, 4]).all() else np.nan
+    rms = np.sqrt(sums[:2] / max(1, numbers))
+    if np.isnan(sums[0]):
+        largest[0] = np.nan
+    return Report(
+        out=Deviation(largest[0], rms[0]),
+        rounded=Deviation(largest[1], rms[1]),
+        lse=lse,
+        largest_out=largest[3],
+        seen=int(sums[2]),
+        wrong_blind=int(sums[3]),
+    )
+
+
+def judge(
+    operands: Operands, logits: Logits, out: jax.Array, lse: jax.Array, rows: ArrayLike | None = None
+) -> Report:
+    """Compares a result [B, T, N, Dv], [B, T, N] with fp64 at some rows (by default all), in all heads.
+
+    Every example is judged under its own bands. A result in a wider dtype than the operands' is held to what
+    the operands' dtype allows.
+    """
+    batch, q_len, heads, _ = operands.query.shape
+    kv_heads = operands.key.shape[2]
+    row_list = np.arange(q_len, dtype=np.int32) if rows is None else np.asarray(rows, np.int32)
+    size = _size(operands)
+    num_blocks = -(-len(row_list) * (heads // kv_heads) // size.rows)
+    is_half = operands.query.dtype == jnp.float16
+    measured = []
+    with jax.enable_x64(True):
+        for place in np.ndindex(batch, kv_heads, num_blocks):
+            block = _take_block(operands, out, lse, row_list, place, size)
+            measured.append(_measure(block, _exact(block, logits, is_half)))
+        stacked = np.asarray(jnp.stack(measured))
+    return _report(stacked, batch * len(row_list) * heads * out.shape[-1])
+
+
+def check(report: Report, dtype: jax.typing.DTypeLike) -> None:
+    """Asserts that the result is right: at most twice the error that rounding makes, and exact zeros.
+
+    Where rounding happens to make next to no error (one key, say), an eighth of an ulp of the largest output
+    is allowed.
+    """
+    slack = float(jnp.finfo(dtype).eps) / 8 * report.largest_out
+    assert report.wrong_blind == 0, f"rows that see nothing: {report}"
+    assert report.out.largest <= 2 * report.rounded.largest + slack, f"output: {report}"
+    assert report.out.rms <= 2 * report.rounded.rms + slack, f"output: {report}"
+    assert report.lse <= LSE_TOLERANCE, f"log-sum-exp: {report}"

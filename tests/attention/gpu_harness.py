@@ -1,0 +1,121 @@
+"""The forward kernel on the GPU, on cached inputs, judged against fp64."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmagi.attention import attention, attention_forward
+from jaxmagi.masks import AttnMask
+
+from .device_reference import Logits, Operands, Report, check, judge
+
+
+class Shape(NamedTuple):
+    """Sizes of a problem; a name in the ids of tests."""
+
+    q_len: int
+    kv_len: int
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 128
+    v_dim: int = 128
+    dtype: Any = jnp.bfloat16
+    batch: int = 1
+
+    def __str__(self) -> str:
+        heads, dims = f"{self.heads}:{self.kv_heads}", f"{self.dim}:{self.v_dim}"
+        return f"{self.batch}x{self.q_len}x{self.kv_len}-h{heads}-d{dims}-{jnp.dtype(self.dtype).name}"
+
+
+class Arrays(NamedTuple):
+    query: jax.Array  # [B, T, N, D]
+    key: jax.Array  # [B, S, K, D]
+    value: jax.Array  # [B, S, K, Dv]
+
+
+@functools.lru_cache(maxsize=2)
+def arrays(shape: Shape) -> Arrays:
+    """Unit-normal query, key and value on the device."""
+    rng = np.random.default_rng(0)
+
+    def normal(length: int, heads: int, dim: int) -> jax.Array:
+        x = rng.standard_normal((shape.batch, length, heads, dim), np.float32)
+        return jnp.asarray(x).astype(shape.dtype)
+
+    return Arrays(
+        query=normal(shape.q_len, shape.heads, shape.dim),
+        key=normal(shape.kv_len, shape.kv_heads, shape.dim),
+        value=normal(shape.kv_len, shape.kv_heads, shape.v_dim),
+    )
+
+
+def pad_bands(bands: np.ndarray, capacity: int) -> np.ndarray:
+    """[..., capacity, 6]; what is added is unused, and what is empty stays where it is."""
+    padded = np.zeros((*bands.shape[:-2], capacity, 6), np.int32)
+    padded[..., : bands.shape[-2], :] = bands
+    return padded
+
+
+def make_operands(shape: Shape, bands: np.ndarray, sinks: np.ndarray | None = None) -> Operands:
+    """Operands under bands [C, 6] or [B, C, 6]; without sinks they are -inf."""
+    sinks = np.full(shape.heads, -np.inf) if sinks is None else sinks
+    bands = bands if bands.ndim == 3 else bands[None]
+    return Operands(*arrays(shape), jnp.asarray(bands), jnp.asarray(sinks, np.float32))
+
+
+def default_logits(operands: Operands) -> Logits:
+    return Logits(operands.query.shape[-1] ** -0.5)
+
+
+def as_mask(operands: Operands) -> AttnMask:
+    """The mask, per example where it is; the bands stay as they are, the empty ones too."""
+    bands = operands.bands if operands.bands.shape[0] > 1 else operands.bands[0]
+    return AttnMask(bands, operands.query.shape[1], operands.key.shape[1])
+
+
+@functools.partial(jax.jit, static_argnames="logits")
+def run(operands: Operands, logits: Logits) -> tuple[jax.Array, jax.Array]:
+    """Output and log-sum-exp of the kernel."""
+    return attention(
+        operands.query,
+        operands.key,
+        operands.value,
+        as_mask(operands),
+        scale=logits.scale,
+        logits_soft_cap=logits.soft_cap or None,
+        sinks=operands.sinks,
+        return_residual=True,
+        implementation="ffi",
+    )
+
+
+def forward(operands: Operands, **options: Any) -> tuple[jax.Array, jax.Array]:
+    """The primitive, which can do more than the public function."""
+    defaults: dict[str, Any] = {
+        "scale": operands.query.shape[-1] ** -0.5,
+        "soft_cap": 0.0,
+        "out_dtype": operands.query.dtype,
+        "implementation": "ffi",
+    }
+    return attention_forward(*operands, **(defaults | options))
+
+
+def run_and_check(operands: Operands, logits: Logits | None = None, rows: Any = None) -> Report:
+    """Runs the kernel and asserts that it is right (at some rows; by default at all)."""
+    logits = logits or default_logits(operands)
+    out, lse = run(operands, logits)
+    assert out.dtype == operands.query.dtype and lse.dtype == jnp.float32
+    report = judge(operands, logits, out, lse, rows)
+    check(report, operands.query.dtype)
+    return report
+
+
+def assert_same(first: tuple[jax.Array, ...], second: tuple[jax.Array, ...]) -> None:
+    """Bit for bit."""
+    for a, b in zip(first, second, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        bits = {2: jnp.uint16, 4: jnp.uint32}[a.dtype.itemsize]
+        assert bool(jnp.array_equal(a.view(bits), b.view(bits)))

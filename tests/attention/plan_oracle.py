@@ -1,0 +1,56 @@
+"""The plan of a mask in numpy: what the plan op must give, bit for bit."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+type Ints = NDArray[np.int64]
+
+UNBOUNDED = 2**30
+
+
+class Plan(NamedTuple):
+    """Tight bands [C, 8] by first row, and tiles [n, 4]: tile, first band, end band, key blocks."""
+
+    bands: Ints
+    tiles: Ints
+
+
+def tighten(bands: Ints, q_len: int, kv_len: int) -> Ints:
+    """Bands [C, 6] shrunk to the rows that see something and the keys that are seen, else all zero."""
+    q0, q1, k0, k1, lo, hi = np.asarray(bands, np.int64).T
+    q0, q1, k0, k1 = np.maximum(q0, 0), np.minimum(q1, q_len), np.maximum(k0, 0), np.minimum(k1, kv_len)
+    lo, hi = (np.clip(x, -UNBOUNDED, UNBOUNDED) for x in (lo, hi))
+    rows = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
+    keys = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
+    sees = (q0 < q1) & (k0 < k1) & (lo <= hi) & (rows[0] < rows[1])
+    return np.where(sees, np.stack([*rows, *keys, lo, hi]), 0).T
+
+
+def blocks_of_rows(bands: Ints, begin: int, end: int, block_keys: int) -> Ints:
+    """Per tight band the blocks of keys that the rows [begin, end) see."""
+    q0, q1, k0, k1, lo, hi = bands.T
+    q0, q1 = np.maximum(q0, begin), np.minimum(q1, end)
+    size = np.minimum(k1, q1 + hi) - np.maximum(k0, q0 + lo)
+    return np.where(q0 < q1, -(-np.maximum(size, 0) // block_keys), 0)
+
+
+def make_plan(bands: Ints, q_len: int, kv_len: int, tile_rows: int, block_keys: int) -> Plan:
+    """The plan of one mask [C, 6]."""
+    tight = tighten(bands, q_len, kv_len)
+    first_rows = np.where(tight[:, 0] < tight[:, 1], tight[:, 0], np.iinfo(np.int32).max)
+    order = np.argsort(first_rows, kind="stable")
+    tight, first_rows = tight[order], first_rows[order]
+    begins = np.arange(0, q_len, tile_rows)
+    ends = np.minimum(begins + tile_rows, q_len)
+    firsts = np.searchsorted(np.maximum.accumulate(tight[:, 1]), begins, side="right")
+    stops = np.searchsorted(first_rows, ends, side="left")
+    firsts, stops = np.where(firsts < stops, [firsts, stops], 0)
+    blocks = [
+        blocks_of_rows(tight[first:stop], begin, end, block_keys).sum()
+        for first, stop, begin, end in zip(firsts, stops, begins, ends, strict=True)
+    ]
+    tiles = np.stack([np.arange(len(begins)), firsts, stops, np.asarray(blocks, np.int64)], axis=1)
+    tiles = tiles[np.lexsort((tiles[:, 0], -tiles[:, 3]))]
+    return Plan(np.pad(tight, ((0, 0), (0, 2))), tiles)

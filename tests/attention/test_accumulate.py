@@ -1,0 +1,193 @@
+"""`attention_forward` with a previous result: attention to the keys of several calls."""
+
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from jaxmagi.attention import Partial, attention_forward, merge
+from tests.cases import FP32_TOLERANCE, FP64_TOLERANCE, random_bands
+
+from .helpers import max_error
+
+BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, DIM, V_DIM = 2, 30, 40, 4, 2, 8, 12
+
+
+class Operands(NamedTuple):
+    """Those of `attention_forward`, in its order."""
+
+    q: Any
+    k: Any
+    v: Any
+    bands: Any
+    sinks: Any
+
+
+def make_operands(
+    rng: np.random.Generator, *leading: int, dtype: Any = np.float32, sinks: bool = True
+) -> Operands:
+    """Bands that leave some rows without keys; with leading axes for vmap."""
+    accumulate = np.float64 if dtype == np.float64 else np.float32
+
+    def normal(*shape: int) -> Any:
+        return jnp.asarray(rng.standard_normal((*leading, BATCH, *shape)), dtype)
+
+    bands = [random_bands(rng, Q_LEN // 2, KV_LEN, 4) for _ in range(int(np.prod(leading)))]
+    return Operands(
+        q=normal(Q_LEN, HEADS, DIM),
+        k=normal(KV_LEN, KV_HEADS, DIM),
+        v=normal(KV_LEN, KV_HEADS, V_DIM),
+        bands=jnp.asarray(np.reshape(bands, (*leading, 1, 4, 6)), jnp.int32),
+        sinks=jnp.asarray(
+            rng.standard_normal((*leading, HEADS)) if sinks else -np.inf * np.ones((*leading, HEADS)),
+            accumulate,
+        ),
+    )
+
+
+def make_previous(rng: np.random.Generator, *leading: int, dtype: Any = np.float32) -> Partial[jax.Array]:
+    """A third of the rows have seen nothing."""
+    accumulate = np.float64 if dtype == np.float64 else np.float32
+    out = rng.standard_normal((*leading, BATCH, Q_LEN, HEADS, V_DIM))
+    lse = rng.standard_normal((*leading, BATCH, Q_LEN, HEADS))
+    out[..., ::3, :, :], lse[..., ::3, :] = 0, -np.inf
+    return Partial(jnp.asarray(out, dtype), jnp.asarray(lse, accumulate))
+
+
+def forward(
+    operands: Operands, previous: Partial[jax.Array] | None = None, **options: Any
+) -> Partial[jax.Array]:
+    static: dict[str, Any] = {
+        "scale": 0.3,
+        "soft_cap": 0.0,
+        "out_dtype": operands.q.dtype if previous is None else previous.out.dtype,
+        "implementation": None,
+    }
+    return Partial(*attention_forward(*operands, previous=previous, **(static | options)))
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, jnp.bfloat16])
+def test_equals_merge(x64: None, rng: np.random.Generator, implementation: str, dtype: Any) -> None:
+    operands, wide = make_operands(rng, dtype=dtype), np.float64 if dtype == np.float64 else np.float32
+    previous = make_previous(rng, dtype=wide)
+    run = jax.jit(functools.partial(forward, implementation=implementation))
+    got = run(operands, previous)
+    part = jax.jit(functools.partial(forward, implementation=implementation, out_dtype=wide))(operands)
+    for a, b in zip(got, merge(previous, part), strict=True):
+        assert a.dtype == wide
+        assert max_error(a, b) <= (FP64_TOLERANCE if dtype == np.float64 else 1e-6)
+
+
+def test_rows_that_see_nothing_keep_what_they_have(rng: np.random.Generator, implementation: str) -> None:
+    """Exactly, sinks or not; and where there was nothing either, there still is nothing."""
+    operands = make_operands(rng, dtype=jnp.bfloat16)
+    blind = operands._replace(bands=jnp.zeros_like(operands.bands))
+    for dtype in (jnp.bfloat16, jnp.float32):
+        previous = make_previous(rng)
+        previous = previous._replace(out=previous.out.astype(dtype))
+        for a, b in zip(forward(blind, previous, implementation=implementation), previous, strict=True):
+            np.testing.assert_array_equal(a, b)
+            assert a.dtype == b.dtype
+
+
+def test_rounds_once(rng: np.random.Generator, implementation: str) -> None:
+    """Both parts meet in float32, also where the results are bfloat16."""
+    operands = make_operands(rng, dtype=jnp.bfloat16)
+    previous = make_previous(rng)
+    previous = previous._replace(out=previous.out.astype(jnp.bfloat16))
+    got = forward(operands, previous, implementation=implementation)
+    part = forward(operands, implementation=implementation, out_dtype=jnp.float32)
+    want = merge(previous._replace(out=previous.out.astype(jnp.float32)), part)
+    np.testing.assert_array_equal(got.out, want.out.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(got.lse, want.lse)
+
+
+def test_stages_are_as_good_as_all_keys_at_once(rng: np.random.Generator, implementation: str) -> None:
+    """Sinks in one call only: they count once for every row that sees a key there, here all."""
+    operands = make_operands(rng)._replace(
+        bands=jnp.asarray([[[0, Q_LEN, 0, KV_LEN, -(2**30), 2**30]]], jnp.int32)
+    )
+    whole = forward(operands, implementation=implementation)
+    result = None
+    for first in range(0, KV_LEN, 10):
+        stage = operands._replace(
+            k=operands.k[:, first : first + 10],
+            v=operands.v[:, first : first + 10],
+            bands=jnp.asarray([[[0, Q_LEN, 0, 10, -(2**30), 2**30]]], jnp.int32),
+            sinks=operands.sinks if first == 10 else jnp.full(HEADS, -jnp.inf),
+        )
+        result = forward(stage, result, implementation=implementation)
+    assert result is not None
+    for a, b in zip(result, whole, strict=True):
+        assert max_error(a, b) <= FP32_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "mapped",
+    ["all", "previous", "sinks", "q", "sinks+previous", "q+sinks", "bands+previous"],
+)
+def test_vmap(rng: np.random.Generator, mapped: str) -> None:
+    size = 3
+    stacked = {**make_operands(rng, size)._asdict(), "previous": make_previous(rng, size)}
+    names = stacked.keys() if mapped == "all" else mapped.split("+")
+
+    def op(x: dict[str, Any]) -> Partial[jax.Array]:
+        previous = x["previous"]
+        return forward(Operands(*(x[name] for name in Operands._fields)), previous)
+
+    args = {name: x if name in names else jax.tree.map(lambda x: x[0], x) for name, x in stacked.items()}
+    got = jax.vmap(op, in_axes=({name: 0 if name in names else None for name in args},))(args)
+    for i in range(size):
+        one = {
+            name: jax.tree.map(operator.itemgetter(i), args[name]) if name in names else args[name]
+            for name in args
+        }
+        for a, b in zip(got, op(one), strict=True):
+            assert max_error(a[i], b) <= 1e-6
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+def test_meshes(rng: np.random.Generator, implementation: str, axis_type: AxisType) -> None:
+    operands, previous = make_operands(rng), make_previous(rng)
+    want = forward(operands, previous, implementation=implementation)
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(axis_type,) * 2)
+    rows, op = P("data", None, "tensor"), functools.partial(forward, implementation=implementation)
+    specs = (Operands(rows, rows, rows, bands=P(), sinks=P("tensor")), Partial(rows, rows))
+    mapped = jax.shard_map(op, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=True)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(
+            (operands, previous), jax.tree.map(functools.partial(NamedSharding, mesh), specs)
+        )
+        results = [jax.jit(function)(*placed) for function in (op, mapped)]
+    for result in results:
+        for a, b in zip(result, want, strict=True):
+            assert max_error(a, b) <= 1e-6
+    if axis_type == AxisType.Explicit:
+        assert jax.typeof(results[0].out).sharding.spec == P("data", None, "tensor", None)
+
+
+def test_misuse(rng: np.random.Generator) -> None:
+    operands, previous = make_operands(rng), make_previous(rng)
+    cases = [
+        (
+            {"previous": Partial(previous.out[..., 1:], previous.lse)},
+            r"previous\.out must be float32\[2, 30, 4, 12\]",
+        ),
+        (
+            {"previous": Partial(previous.out, previous.lse[:, 1:])},
+            r"previous\.lse must be float32\[2, 30, 4\]",
+        ),
+        (
+            {"previous": Partial(previous.out.astype(jnp.float16), previous.lse), "out_dtype": jnp.float32},
+            r"previous\.out must be float32.*but is float16",
+        ),
+        ({"sm_margin": -1}, r"sm_margin must be at least 0, but is -1"),
+    ]
+    for change, message in cases:
+        with pytest.raises(ValueError, match=message):
+            forward(operands, **change)

@@ -1,0 +1,271 @@
+"""What the op lowers to for GPUs, seen from a machine that may have none."""
+
+import re
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+from jaxmagi import _native, masks
+from jaxmagi.attention import Partial, _cuda, attention, attention_forward
+from jaxmagi.masks import AttnMask
+
+ROWS, WORDS = 128, 77
+CALL = re.compile(r"custom_call @(jaxmagi_attention_\w+)\(.*")
+TENSOR = re.compile(r"tensor<([^>]*)>")
+ATTRIBUTE = re.compile(r"(\w+) = (\S+) : [fi]64")
+
+
+class Gpu(types.SimpleNamespace):
+    """What is asked of a device."""
+
+    compute_capability: str
+    device_kind: str
+
+
+class Call:
+    """A custom call: its attributes, and the types of operands and results as in "2x8xbf16"."""
+
+    def __init__(self, line: str) -> None:
+        attributes = re.search(r"mhlo.backend_config = \{([^}]*)\}", line)
+        assert attributes
+        self.attributes = {name: float(value) for name, value in ATTRIBUTE.findall(attributes[1])}
+        operands, results = line.rsplit(" : (", 1)[1].split(" -> ")
+        self.operands, self.results = TENSOR.findall(operands), TENSOR.findall(results)
+        aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d)", line)
+        self.aliases = {int(operand): int(result) for result, operand in aliases}
+
+
+@pytest.fixture(autouse=True)
+def extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something in place of jaxmagi._cuda, and a machine without a GPU."""
+    stand_in = types.SimpleNamespace(
+        registrations=lambda: {_cuda.PLAN: {}, _cuda.FORWARD: {}},
+        forward_tile=lambda dim, v_dim: (ROWS, 128) if max(dim, v_dim) <= 256 else None,
+        plan_workspace_words=lambda plans, capacity, q_len, tile_rows: WORDS,
+    )
+    monkeypatch.setitem(_native._EXTENSIONS, "cuda", stand_in)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(_cuda, "_local_gpu", lambda: None)
+
+
+@pytest.fixture
+def ampere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine with another GPU."""
+    gpu = Gpu(compute_capability="8.0", device_kind="NVIDIA A100")
+    monkeypatch.setattr(_cuda, "_local_gpu", lambda: gpu)
+    _cuda._warn_once.cache_clear()
+    yield
+    _cuda._warn_once.cache_clear()
+
+
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def operands(
+    dim: int = 128, v_dim: int = 128, *, q_len: int = 300, kv_len: int = 400, dtype: Any = jnp.bfloat16
+) -> dict[str, Any]:
+    return {
+        "q": array(2, q_len, 8, dim, dtype=dtype),
+        "k": array(2, kv_len, 2, dim, dtype=dtype),
+        "v": array(2, kv_len, 2, v_dim, dtype=dtype),
+        "bands": array(1, 5, 6, dtype=jnp.int32),
+        "sinks": array(8, dtype=jnp.float32),
+    }
+
+
+def lower(function: Any, *args: Any) -> str:
+    return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def calls_in(text: str) -> dict[str, Call]:
+    """The custom calls of a program, at most one for each target."""
+    found = [(match[1], Call(match[0])) for match in CALL.finditer(text)]
+    assert len(found) == len(dict(found))
+    return dict(found)
+
+
+def forward_text(arrays: dict[str, Any], **options: Any) -> str:
+    static: dict[str, Any] = {
+        "scale": 0.125,
+        "soft_cap": 0.0,
+        "out_dtype": arrays["q"].dtype,
+        "implementation": "ffi",
+    } | options
+    return lower(lambda x: attention_forward(**x, **static), arrays)
+
+
+def forward_calls(arrays: dict[str, Any], **options: Any) -> tuple[Call, Call]:
+    """The two calls that `attention_forward` makes: that of the plan and the kernel's."""
+    calls = calls_in(forward_text(arrays, **options))
+    assert calls.keys() == {_cuda.PLAN, _cuda.FORWARD}
+    return calls[_cuda.PLAN], calls[_cuda.FORWARD]
+
+
+@pytest.mark.parametrize("implementation", ["ffi", None])
+@pytest.mark.parametrize(("dtype", "name"), [(jnp.bfloat16, "bf16"), (jnp.float16, "f16")])
+def test_plan_and_kernel(implementation: str | None, dtype: Any, name: str) -> None:
+    plan, kernel = forward_calls(operands(192, 128, dtype=dtype), implementation=implementation, soft_cap=7.5)
+    assert plan.operands == ["1x5x6xi32"]
+    assert plan.results == ["1x5x8xi32", "1x3x4xi32", f"{WORDS}x2xi32"]
+    assert plan.attributes == {"q_len": 300, "kv_len": 400, "dim": 192, "v_dim": 128}
+    tensors = [f"2x300x8x192x{name}", f"2x400x2x192x{name}", f"2x400x2x128x{name}"]
+    assert kernel.operands == [*tensors, "1x5x8xi32", "1x3x4xi32", "8xf32"]
+    assert kernel.results == [f"2x300x8x128x{name}", "2x300x8xf32", "1xi32"]
+    assert kernel.attributes == {"scale": 0.125, "soft_cap": 7.5, "sm_margin": 0}
+    assert kernel.aliases == {}
+
+
+def test_masks_of_their_own() -> None:
+    plan, kernel = forward_calls(operands() | {"bands": array(2, 5, 6, dtype=jnp.int32)})
+    assert plan.results[:2] == kernel.operands[3:5] == ["2x5x8xi32", "2x3x4xi32"]
+
+
+def test_head_dimensions_become_multiples_of_eight() -> None:
+    text = forward_text(operands(100, 33))
+    calls = calls_in(text)
+    plan, kernel = calls[_cuda.PLAN], calls[_cuda.FORWARD]
+    assert (plan.attributes["dim"], plan.attributes["v_dim"]) == (104, 40)
+    assert kernel.operands[:3] == ["2x300x8x104xbf16", "2x400x2x104xbf16", "2x400x2x40xbf16"]
+    assert kernel.results[0] == "2x300x8x40xbf16"
+    assert text.splitlines()[1].endswith(
+        '-> (tensor<2x300x8x33xbf16> {jax.result_info = "result[0]"}, '
+        'tensor<2x300x8xf32> {jax.result_info = "result[1]"}) {'
+    )
+
+
+@pytest.mark.parametrize(("scale", "given"), [(-0.25, 0.25), (0.0, 1.0)])
+def test_scale_is_positive(scale: float, given: float) -> None:
+    """Its sign goes to the query."""
+    text = forward_text(operands(), scale=scale)
+    assert calls_in(text)[_cuda.FORWARD].attributes["scale"] == given
+    assert "stablehlo.multiply" in text and "stablehlo.multiply" not in forward_text(operands())
+
+
+@pytest.mark.parametrize(("out_dtype", "name"), [(jnp.float32, "f32"), (jnp.bfloat16, "bf16")])
+def test_accumulate(out_dtype: Any, name: str) -> None:
+    previous = Partial(array(2, 300, 8, 128, dtype=out_dtype), array(2, 300, 8, dtype=jnp.float32))
+    _, kernel = forward_calls(operands() | {"previous": previous}, out_dtype=out_dtype, sm_margin=9)
+    assert kernel.operands[6:] == kernel.results[:2] == [f"2x300x8x128x{name}", "2x300x8xf32"]
+    assert kernel.aliases == {6: 0, 7: 1}
+    assert kernel.attributes["sm_margin"] == 9
+
+
+def test_accumulate_is_padded_too() -> None:
+    previous = Partial(array(2, 300, 8, 33), array(2, 300, 8, dtype=jnp.float32))
+    _, kernel = forward_calls(operands(100, 33) | {"previous": previous})
+    assert kernel.operands[6] == kernel.results[0] == "2x300x8x40xbf16"
+
+
+MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"dtype": jnp.float32}, {}, r"the operands are float32, and the kernels are for bfloat16 and float16"),
+    ({"dim": 300}, {}, r"head dimensions 300 \(query, key\) and 128 \(value\)"),
+    ({"v_dim": 257}, {}, r"head dimensions 128 \(query, key\) and 257 \(value\)"),
+    ({}, {"scale": 1e-50}, r"scale is 1e-50"),
+]
+
+
+@pytest.mark.parametrize(("shape", "options", "message"), MISFITS)
+def test_misfits(shape: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(
+        NotImplementedError, match=rf"jaxmagi_attention_forward cannot run on platform cuda: .*{message}"
+    ):
+        forward_text(operands(**shape), **options)
+    assert not calls_in(forward_text(operands(**shape), **options, implementation=None))
+
+
+def test_declined() -> None:
+    assert not calls_in(forward_text(operands(), implementation="xla"))
+
+
+def test_built_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_native._EXTENSIONS, "cuda", None)
+    with pytest.raises(
+        NotImplementedError, match=r"built without CUDA .*jaxmagi\._cuda.*nvcc >= 12\.8.*JAXMAGI_CUDA=ON"
+    ):
+        forward_text(operands())
+    assert not calls_in(forward_text(operands(), implementation=None))
+
+
+def test_other_gpu(ampere: None) -> None:
+    with pytest.raises(NotImplementedError, match=r"NVIDIA A100, has compute capability 8\.0.* for 9\.0"):
+        forward_text(operands())
+    with pytest.warns(RuntimeWarning, match=r"plain XLA .*NVIDIA A100, has compute capability 8\.0"):
+        assert not calls_in(forward_text(operands(), implementation=None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for implementation in (None, "xla"):
+            forward_text(operands(), implementation=implementation)
+
+
+@pytest.mark.parametrize("empty", [{"q_len": 0}, {"kv_len": 0}])
+def test_nothing_to_launch(empty: dict[str, Any]) -> None:
+    assert not calls_in(forward_text(operands(**empty)))
+
+
+def loss(implementation: str | None) -> Any:
+    def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attention(q, k, v, masks.causal(300, 400), implementation=implementation).sum()
+
+    return jax.grad(total, argnums=(0, 1, 2))
+
+
+def test_gradients_run_on_plain_xla() -> None:
+    q, k, v, *_ = operands().values()
+    assert calls_in(lower(loss(None), q, k, v)).keys() == {_cuda.PLAN, _cuda.FORWARD}
+    with pytest.raises(NotImplementedError, match=r"_backward cannot run .*backward kernel is not there yet"):
+        lower(loss("ffi"), q, k, v)
+
+
+def test_vmap_becomes_batch() -> None:
+    q, k, v, *_ = (array(3, *x.shape, dtype=x.dtype) for x in operands().values())
+    mask = AttnMask.stack([masks.causal(300, 400), masks.full(300, 400)])
+    text = lower(jax.vmap(lambda q, k, v: attention(q, k, v, mask, implementation="ffi")), q, k, v)
+    calls = calls_in(text)
+    assert calls[_cuda.PLAN].operands == [f"6x{mask.bands.shape[1]}x6xi32"]
+    assert calls[_cuda.FORWARD].results[0] == "6x300x8x128xbf16"
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+def test_shards(axis_type: AxisType) -> None:
+    """On each device its examples and heads; under Auto axes that takes a shard_map."""
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(axis_type,) * 2)
+    spec = P("data", None, "tensor")
+    mask = masks.causal(300, 400)
+
+    def op(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attention(q, k, v, mask, implementation="ffi")
+
+    if axis_type == AxisType.Auto:
+        op = jax.shard_map(op, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    q, k, v, *_ = operands().values()
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    with jax.set_mesh(mesh):
+        placed = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in (q, k, v))
+        calls = calls_in(lower(op, *placed))
+    assert calls[_cuda.PLAN].operands == [f"1x{mask.bands.shape[0]}x6xi32"]
+    assert calls[_cuda.FORWARD].operands[:2] == ["1x300x4x128xbf16", "1x400x1x128xbf16"]
+    assert calls[_cuda.FORWARD].operands[5] == "4xf32"
+
+
+@pytest.mark.parametrize("sm_margin", [-1, 0.5])
+def test_margins_that_are_none(sm_margin: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"-1|float"):
+        forward_text(operands(), sm_margin=sm_margin)
+
+
+def test_the_extension_knows_its_tiles() -> None:
+    compiled = pytest.importorskip("jaxmagi._cuda")
+    for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (8, 256)):
+        rows, keys = compiled.forward_tile(*dims)
+        assert rows % 64 == 0 and keys > 0
+        assert compiled.plan_workspace_words(3, 1000, 5000, rows) >= 3 * 1000
+    for dims in ((264, 64), (64, 264), (100, 100), (0, 64)):
+        assert compiled.forward_tile(*dims) is None
+    np.testing.assert_array_equal(sorted(compiled.registrations()), [_cuda.FORWARD, _cuda.PLAN])

@@ -1,0 +1,65 @@
+"""What the forward kernel cannot do: an error where it was asked for by name, plain XLA otherwise."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmagi import masks
+from jaxmagi.attention import attention
+
+from .gpu_harness import Shape, forward, make_operands
+from .helpers import assert_close, make_inputs, max_error, run, run_reference
+
+pytestmark = pytest.mark.gpu
+
+LENGTH = 64
+MASK = masks.causal(LENGTH)
+
+
+def operands(dim: int, dtype: Any, v_dim: int | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    query, key = jnp.ones((LENGTH, 4, dim), dtype), jnp.ones((LENGTH, 2, dim), dtype)
+    return query, key, jnp.ones((LENGTH, 2, v_dim or dim), dtype)
+
+
+@pytest.mark.parametrize(
+    ("dim", "v_dim", "dtype", "message"),
+    [
+        (64, 64, jnp.float32, "float32"),
+        (264, 264, jnp.bfloat16, "264"),
+        (64, 320, jnp.float16, "320"),
+    ],
+)
+def test_unsupported_by_name(dim: int, v_dim: int, dtype: Any, message: str) -> None:
+    arrays = operands(dim, dtype, v_dim)
+    with pytest.raises(NotImplementedError, match=message):
+        attention(*arrays, MASK, implementation="ffi")
+    assert bool(jnp.allclose(attention(*arrays, MASK), 1, atol=1e-2))  # the mean of values that are all 1
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 64), (64, 0), (0, 0)])
+def test_nothing_to_do(q_len: int, kv_len: int) -> None:
+    query, key = jnp.ones((q_len, 4, 64), jnp.bfloat16), jnp.ones((kv_len, 2, 64), jnp.bfloat16)
+    out, lse = attention(query, key, key, masks.full(q_len, kv_len), return_residual=True)
+    assert out.shape == query.shape and not bool(jnp.any(out)) and bool(jnp.isneginf(lse).all())
+
+
+def test_margin_out_of_range() -> None:
+    problem = make_operands(Shape(LENGTH, LENGTH), np.asarray(MASK.bands))
+    for sm_margin in (-1, 1000):
+        with pytest.raises(Exception, match=str(sm_margin)):
+            jax.block_until_ready(forward(problem, sm_margin=sm_margin))
+
+
+def test_float32_gradients_by_default(rng: np.random.Generator) -> None:
+    inputs = make_inputs(rng, q_len=LENGTH, kv_len=LENGTH)
+    assert_close(run(inputs, MASK, with_sinks=True), run_reference(inputs, MASK, with_sinks=True), 4e-5)
+
+
+def test_half_precision_gradients_by_default(rng: np.random.Generator) -> None:
+    inputs = make_inputs(rng, q_len=LENGTH, kv_len=LENGTH, dtype=jnp.bfloat16)
+    got, want = run(inputs, MASK, with_sinks=True), run_reference(inputs, MASK, with_sinks=True)
+    assert_close(got, want, 2e-2)
+    assert max_error(got.lse, want.lse) <= 1e-4

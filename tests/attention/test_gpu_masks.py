@@ -1,0 +1,70 @@
+"""The forward kernel under every public mask, random masks and the masks of the benchmarks."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks._workloads import MASKS
+from jaxmagi.masks import AttnMask
+from tests.cases import MaskCase, mask_cases, random_bands, tile_edge_bands
+
+from .gpu_harness import Shape, make_operands, pad_bands, run_and_check
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (1024, 4096, 15_360)  # the public masks are padded to these
+RANDOM_MASKS = 42  # for each shape
+CAPACITY = 512
+
+SHAPES = [
+    Shape(1, 1, 4, 4, 64, 64),
+    Shape(1, 20_000, 8, 1, dtype=jnp.float16),
+    Shape(20_000, 1, 4, 2),
+    Shape(65, 63, 4, 4, 256, 256),
+    Shape(129, 1000, 8, 1, 96, 96, jnp.float16),
+    Shape(300, 517, 8, 2, 192, 128),
+    Shape(1000, 999, 4, 2, 64, 64),
+    Shape(1025, 2047, 4, 1, dtype=jnp.float16, batch=2),
+    Shape(2049, 1023, 4, 2, 192, 192),
+    Shape(4099, 4093, 2, 1, 256, 256, jnp.float16),
+    Shape(5003, 11_021, 2, 2),
+    Shape(19_997, 20_000, 2, 1, 64, 64, jnp.float16),
+]
+
+
+def padded_bands(case: MaskCase, length: int) -> np.ndarray:
+    """The case in the top left corner of a mask of ``length`` queries and keys."""
+    mask = AttnMask.from_slices(
+        case.q_ranges, case.k_ranges, case.mask_types, q_len=length, kv_len=length, check=not case.overlaps
+    )
+    return np.asarray(mask.pad_to(4096).bands)
+
+
+@pytest.mark.parametrize("case", mask_cases(), ids=lambda case: case.name)
+def test_public_mask(case: MaskCase) -> None:
+    length = next(length for length in LENGTHS if max(case.q_len, case.kv_len) <= length)
+    report = run_and_check(make_operands(Shape(length, length), padded_bands(case, length)))
+    assert report.seen == 4 * (case.q_len - case.empty_q_rows)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_random_masks(shape: Shape, rng: np.random.Generator) -> None:
+    """1 to 300 bands, scattered or ending at the edges of tiles; half of the masks with sinks."""
+    for index in range(RANDOM_MASKS):
+        make = (random_bands, tile_edge_bands)[index % 2]
+        count = (300, 1)[index] if index < 2 else int(np.exp(rng.uniform(0, np.log(300))))
+        bands = pad_bands(make(rng, shape.q_len, shape.kv_len, count), CAPACITY)
+        sinks = rng.standard_normal(shape.heads) if index % 4 < 2 else None
+        try:
+            run_and_check(make_operands(shape, bands, sinks))
+        except AssertionError as error:
+            error.add_note(f"mask {index} of {shape}, {count} bands by {make.__name__}")
+            raise
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_benchmark_mask(name: str, rng: np.random.Generator) -> None:
+    """Right where its speed is measured; at a sample of rows."""
+    mask = MASKS[name]().mask()
+    operands = make_operands(Shape(mask.q_len, mask.kv_len, 8, 1), np.asarray(mask.bands))
+    run_and_check(operands, rows=rng.choice(mask.q_len, 512, replace=False))

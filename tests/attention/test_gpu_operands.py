@@ -1,0 +1,140 @@
+"""The forward kernel on all kinds of operands: head dimensions, dtypes, groups, options, extreme numbers."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmagi import masks
+from tests.cases import tile_edge_bands
+
+from .device_reference import Logits, Operands
+from .gpu_harness import Shape, as_mask, default_logits, make_operands, pad_bands, run, run_and_check
+
+pytestmark = pytest.mark.gpu
+
+Q_LEN, KV_LEN, CAPACITY = 333, 401, 64
+DIMS = [
+    *[(dim, dim) for dim in (64, 96, 128, 192, 256)],
+    (192, 128),
+    *[(dim, dim) for dim in (8, 40, 72, 80, 100, 160, 224)],
+    (64, 128),
+    (256, 64),
+    (36, 100),
+]
+
+
+def random_operands(
+    rng: np.random.Generator, shape: Shape, *, count: int = 20, with_sinks: bool = False
+) -> Operands:
+    """Under random bands that many rows share."""
+    bands = pad_bands(tile_edge_bands(rng, shape.q_len, shape.kv_len, count), CAPACITY)
+    return make_operands(shape, bands, rng.standard_normal(shape.heads) if with_sinks else None)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize(("dim", "v_dim"), DIMS)
+def test_head_dimensions(rng: np.random.Generator, dim: int, v_dim: int, dtype: Any) -> None:
+    shape = Shape(Q_LEN, KV_LEN, 4, 2, dim, v_dim, dtype)
+    run_and_check(random_operands(rng, shape, with_sinks=True))
+    run_and_check(make_operands(shape, pad_bands(np.asarray(masks.causal(Q_LEN, KV_LEN).bands), CAPACITY)))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 6), (8, 2), (8, 1), (16, 2), (3, 1)])
+def test_groups(rng: np.random.Generator, heads: int, kv_heads: int) -> None:
+    run_and_check(random_operands(rng, Shape(Q_LEN, KV_LEN, heads, kv_heads), with_sinks=True))
+
+
+@pytest.mark.parametrize("per_example", [False, True])
+def test_batch(rng: np.random.Generator, per_example: bool) -> None:
+    shape = Shape(Q_LEN, KV_LEN, batch=3)
+    each = [pad_bands(tile_edge_bands(rng, Q_LEN, KV_LEN, count), CAPACITY) for count in (40, 3, 0)]
+    run_and_check(make_operands(shape, np.stack(each) if per_example else each[0]))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.2, 1.5])
+def test_scale(rng: np.random.Generator, scale: float) -> None:
+    run_and_check(random_operands(rng, Shape(Q_LEN, KV_LEN), with_sinks=True), Logits(scale))
+
+
+@pytest.mark.parametrize("scale", [0.1, -0.1, 0.0])
+@pytest.mark.parametrize(("dim", "soft_cap"), [(64, 50.0), (128, 2.0), (256, 30.0)])
+def test_soft_cap(rng: np.random.Generator, dim: int, soft_cap: float, scale: float) -> None:
+    shape = Shape(Q_LEN, KV_LEN, dim=dim, v_dim=dim)
+    run_and_check(random_operands(rng, shape, with_sinks=True), Logits(scale, soft_cap))
+
+
+def test_saturated_soft_cap(rng: np.random.Generator) -> None:
+    run_and_check(random_operands(rng, Shape(Q_LEN, KV_LEN)), Logits(20.0, 5.0))
+
+
+def test_large_sinks(rng: np.random.Generator) -> None:
+    operands = random_operands(rng, Shape(Q_LEN, KV_LEN))
+    for sinks in ([100.0, -100.0, 30.0, -np.inf], [5.0, -5.0, 80.0, -80.0]):
+        run_and_check(operands._replace(sinks=jnp.asarray(sinks, jnp.float32)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_huge_logits(rng: np.random.Generator, dtype: Any) -> None:
+    """Logits of thousands: each row comes down to a key or two."""
+    operands = random_operands(rng, Shape(Q_LEN, KV_LEN, dtype=dtype))
+    run_and_check(operands._replace(query=operands.query * 64), Logits(1.0))
+
+
+def test_large_values(rng: np.random.Generator) -> None:
+    operands = random_operands(rng, Shape(Q_LEN, KV_LEN))
+    run_and_check(operands._replace(value=operands.value * 1e30))
+
+
+def test_cells_covered_twice(rng: np.random.Generator) -> None:
+    """A cell counts once per band."""
+    bands = tile_edge_bands(rng, Q_LEN, KV_LEN, 20)
+    run_and_check(make_operands(Shape(Q_LEN, KV_LEN), pad_bands(np.tile(bands, (3, 1)), CAPACITY)))
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 300])
+def test_nothing_visible(capacity: int) -> None:
+    report = run_and_check(make_operands(Shape(Q_LEN, KV_LEN), np.zeros((capacity, 6), np.int32), np.ones(4)))
+    assert report.seen == 0
+
+
+def test_logits_of_minus_infinity() -> None:
+    """Rows whose every visible logit is -inf are blind; with one finite logit they have that key's value."""
+    shape = Shape(Q_LEN, KV_LEN)
+    operands = make_operands(shape, np.asarray(masks.full(Q_LEN, KV_LEN).bands), np.ones(4))
+    operands = operands._replace(query=jnp.abs(operands.query) + 1, key=jnp.full_like(operands.key, -jnp.inf))
+    out, lse = run(operands, default_logits(operands))
+    assert not bool(jnp.any(out)) and bool(jnp.isneginf(lse).all())
+    operands = operands._replace(key=operands.key.at[:, 200].set(0.25), sinks=jnp.full(4, -jnp.inf))
+    out, _ = run(operands, default_logits(operands))
+    want = jnp.repeat(operands.value[:, 200], 2, axis=1)[:, None]
+    assert bool(jnp.array_equal(out, jnp.broadcast_to(want, out.shape)))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_nan_that_nobody_sees(rng: np.random.Generator, dim: int) -> None:
+    """In keys and values that no query sees, and in queries that see nothing."""
+    shape = Shape(Q_LEN, KV_LEN, dim=dim, v_dim=dim, batch=2)
+    for count in (1, 2, 5, 9):
+        operands = random_operands(rng, shape, count=count)
+        dense = as_mask(operands).to_dense()
+        hidden_keys = jnp.asarray(~dense.any(axis=0))[None, :, None, None]
+        blind_queries = jnp.asarray(~dense.any(axis=1))[None, :, None, None]
+        for poison in (jnp.nan, jnp.inf):
+            run_and_check(
+                operands._replace(
+                    query=jnp.where(blind_queries, poison, operands.query),
+                    key=jnp.where(hidden_keys, poison, operands.key),
+                    value=jnp.where(hidden_keys, poison, operands.value),
+                )
+            )
+
+
+def test_nan_that_is_seen_is_not_lost() -> None:
+    operands = make_operands(Shape(Q_LEN, KV_LEN), np.asarray(masks.causal(Q_LEN, KV_LEN).bands))
+    logits = default_logits(operands)
+    out, lse = run(operands._replace(key=operands.key.at[0, 300, 0].set(jnp.nan)), logits)
+    first = 300 - (KV_LEN - Q_LEN)  # the first row that sees the key
+    assert bool(jnp.isnan(lse[0, first:, :2]).all()) and bool(jnp.isnan(out[0, first:, :2]).all())
+    assert bool(jnp.isfinite(out[0, :, 2:]).all())

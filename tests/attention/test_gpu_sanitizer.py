@@ -1,0 +1,45 @@
+r"""Small runs of every kernel, for compute-sanitizer: it slows programs down too much for the other tests.
+
+    XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck --target-processes all \
+        --error-exitcode 1 python -m pytest -m gpu -k sanitizer_subset tests/attention
+
+With that allocator each array is an allocation of its own, so that a step beyond its end is seen.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmagi.attention import Partial, attention_reference
+from tests.cases import tile_edge_bands
+
+from .device_reference import Operands
+from .gpu_harness import forward
+from .helpers import make_inputs, max_error
+
+pytestmark = pytest.mark.gpu
+
+Q_LEN, KV_LEN = 205, 203
+
+
+@pytest.mark.parametrize(
+    ("dim", "v_dim"), [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (40, 72)]
+)
+def test_sanitizer_subset(rng: np.random.Generator, dim: int, v_dim: int) -> None:
+    """Ragged lengths, per-example bands, sinks; then with soft cap, accumulated into the first result."""
+    x = make_inputs(rng, q_len=Q_LEN, kv_len=KV_LEN, heads=2, kv_heads=1, dim=dim, v_dim=v_dim)
+    x = x._replace(
+        **{name: jnp.asarray(getattr(x, name), jnp.bfloat16) for name in ("query", "key", "value")}
+    )
+    bands = np.zeros((2, 8, 6), np.int32)
+    for example in bands:
+        some = tile_edge_bands(rng, Q_LEN, KV_LEN, 8)
+        example[: len(some)] = some
+    operands = Operands(x.query, x.key, x.value, jnp.asarray(bands), jnp.asarray(x.sinks))
+    out, lse = forward(operands, scale=0.1, out_dtype=jnp.float32)
+    want_out, want_lse = attention_reference(*operands[:4], scale=0.1, sinks=x.sinks)
+    assert max_error(out, want_out) <= 0.02 and max_error(lse, want_lse) <= 1e-4
+    no_sinks = operands._replace(sinks=jnp.full(2, -jnp.inf))
+    _, again = forward(no_sinks, scale=0.1, soft_cap=8.0, out_dtype=jnp.float32, previous=Partial(out, lse))
+    _, capped = attention_reference(*operands[:4], scale=0.1, logits_soft_cap=8.0)
+    assert max_error(again, np.logaddexp(want_lse, capped)) <= 1e-4

@@ -1,0 +1,207 @@
+"""The plan op on the GPU: against the oracle, shared by layers, captured, and fast."""
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmagi import _native, masks
+from jaxmagi.attention import _cuda, attention
+from jaxmagi.masks import AttnMask
+from tests.cases import random_bands
+
+from .plan_oracle import UNBOUNDED, Ints, make_plan
+
+pytestmark = pytest.mark.gpu
+
+DIMS = (128, 128)
+LAYERS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    if _native.extension("cuda") is None:
+        pytest.fail("jaxmagi was built without CUDA")
+
+
+plan = jax.jit(_cuda.plan, static_argnums=(1, 2, 3))
+
+
+def check(bands: Ints, q_len: int, kv_len: int, dims: tuple[int, int] = DIMS) -> None:
+    """The op on bands [P, C, 6] twice, against the oracle."""
+    extension = _native.extension("cuda")
+    assert extension is not None
+    tile = extension.forward_tile(*dims)
+    given = jnp.asarray(bands, jnp.int32)
+    first, second = (plan(given, q_len, kv_len, dims) for _ in range(2))
+    for i, mask in enumerate(bands):
+        want = make_plan(mask, q_len, kv_len, *tile)
+        for got in (first, second):
+            np.testing.assert_array_equal(got[0][i], want.bands)
+            np.testing.assert_array_equal(got[1][i], want.tiles)
+
+
+def shuffled_documents(rng: np.random.Generator, length: int, count: int) -> Ints:
+    """Causal documents in any order."""
+    cuts = np.sort(rng.choice(np.arange(1, length), count - 1, replace=False))
+    begins, ends = np.r_[0, cuts], np.r_[cuts, length]
+    bands = np.stack([begins, ends, begins, ends, np.full(count, -UNBOUNDED), np.zeros(count)], axis=1)
+    return rng.permutation(bands.astype(np.int64))
+
+
+@pytest.mark.parametrize("count", [1, 2, 31, 33, 255, 256, 257, 1000, 4096])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (127, 300), (129, 128), (5000, 4000), (32768, 32769)])
+def test_random_bands(rng: np.random.Generator, q_len: int, kv_len: int, count: int) -> None:
+    """Overlapping, unsorted, one in four empty; then sorted, as builders leave them."""
+    bands = random_bands(rng, q_len, kv_len, count).astype(np.int64)
+    bands[rng.random(count) < 0.25] = 0
+    check(bands[None], q_len, kv_len)
+    check(bands[np.argsort(bands[:, 0], kind="stable")][None], q_len, kv_len)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (192, 192), (256, 256)])
+def test_tiles_of_other_kernels(rng: np.random.Generator, dims: tuple[int, int]) -> None:
+    check(random_bands(rng, 3000, 3000, 50).astype(np.int64)[None], 3000, 3000, dims)
+
+
+@pytest.mark.parametrize("count", [3, 300])
+def test_masks_of_their_own(rng: np.random.Generator, count: int) -> None:
+    check(np.stack([random_bands(rng, 2000, 1500, count) for _ in range(70)]).astype(np.int64), 2000, 1500)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 100), (100, 0), (100000, 0), (0, 0)])
+def test_nothing_to_see(q_len: int, kv_len: int) -> None:
+    check(np.tile([0, 50, 0, 50, -UNBOUNDED, UNBOUNDED], (1, 5, 1)), q_len, kv_len)
+    check(np.zeros((2, 400, 6), np.int64), q_len, kv_len)
+
+
+@pytest.mark.parametrize("q_len", [100, 100000])
+def test_no_bands_at_all(q_len: int) -> None:
+    check(np.zeros((1, 0, 6), np.int64), q_len, 50)
+
+
+def test_any_numbers(rng: np.random.Generator) -> None:
+    """Bands are data, and their numbers may be any."""
+    bands = rng.integers(-(2**31), 2**31, (2, 500, 6))
+    widest = [-(2**31), 2**31 - 1]
+    bands[:, ::3, :2], bands[:, ::5, 2:4], bands[:, ::2, 4], bands[:, 1::3, 5] = widest, widest, *widest
+    check(bands, 3000, 5000)
+
+
+def test_hundred_thousand_documents(rng: np.random.Generator) -> None:
+    length = 1 << 24
+    check(shuffled_documents(rng, length, 100_000)[None], length, length)
+
+
+# --- in programs ---
+
+
+def layer(mask: AttnMask, x: jax.Array) -> jax.Array:
+    return x + attention(x, x, x, mask, implementation="ffi")
+
+
+def unrolled(x: jax.Array, mask: AttnMask) -> jax.Array:
+    for _ in range(LAYERS):
+        x = layer(mask, x)
+    return x
+
+
+def scanned(x: jax.Array, mask: AttnMask) -> jax.Array:
+    return jax.lax.scan(lambda x, _: (layer(mask, x), None), x, length=LAYERS)[0]
+
+
+def problem(rng: np.random.Generator) -> tuple[jax.Array, AttnMask]:
+    x = jnp.asarray(rng.standard_normal((1000, 4, 128)), jnp.bfloat16)
+    return x, masks.documents([300, 500, 200])
+
+
+def computations_with(text: str, target: str) -> list[str]:
+    """The names of the computations of a compiled program that call a target, once for each call."""
+    found, name = [], ""
+    for line in text.splitlines():
+        header = re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line)
+        name = header[1] if header else name
+        found += [name] * line.count(f'custom_call_target="{target}"')
+    return found
+
+
+def loop_bodies(text: str) -> set[str]:
+    """The computations that run once per iteration of some loop."""
+    calls: dict[str, set[str]] = {}
+    name = ""
+    for line in text.splitlines():
+        header = re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line)
+        name = header[1] if header else name
+        calls.setdefault(name, set()).update(re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", line))
+    inside = set(re.findall(r"body=%?([\w.\-]+)", text))
+    while more := set().union(*(calls.get(body, set()) for body in inside)) - inside:
+        inside |= more
+    return inside
+
+
+@pytest.mark.parametrize(("model", "kernels"), [(unrolled, LAYERS), (scanned, 1)])
+def test_one_plan_for_all_layers(
+    rng: np.random.Generator,
+    record_property: Callable[[str, object], None],
+    model: Callable[..., jax.Array],
+    kernels: int,
+) -> None:
+    text = jax.jit(model).lower(*problem(rng)).compile().as_text()
+    assert text is not None
+    assert len(computations_with(text, _cuda.FORWARD)) == kernels
+    (planner,) = computations_with(text, _cuda.PLAN)
+    record_property("planned_in_a_loop", planner in loop_bodies(text))
+
+
+@pytest.mark.parametrize("model", [unrolled, scanned])
+def test_captured_loops(rng: np.random.Generator, model: Callable[..., jax.Array]) -> None:
+    """With and without command buffers, bit for bit, for several masks of one capacity."""
+    x, mask = problem(rng)
+    off, on = (
+        jax.jit(
+            model,
+            compiler_options={"xla_gpu_enable_command_buffer": kinds, "xla_gpu_graph_min_graph_size": 1},
+        )
+        for kinds in ("", "FUSION,CUSTOM_CALL,WHILE")
+    )
+    others = [masks.causal(1000), masks.sliding_window(1000, 70)]
+    for other in (mask, *(other.pad_to(mask.bands.shape[0]) for other in others)):
+        want = off(x, other)
+        for _ in range(3):
+            assert bool(jnp.array_equal(on(x, other), want))
+
+
+def seconds_per_step(step: Callable[[Any], Any], start: Any, steps: int = 200) -> float:
+    """The shortest of several runs of a loop on the device."""
+    run = jax.jit(lambda x: jax.lax.fori_loop(0, steps, lambda _, x: step(x), x))
+    jax.block_until_ready(run(start))
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        jax.block_until_ready(run(start))
+        times.append(time.perf_counter() - begin)
+    return min(times) / steps
+
+
+def test_duration(rng: np.random.Generator, record_property: Callable[[str, object], None]) -> None:
+    """4096 unsorted bands over 2048 tiles in 20 microseconds, besides what a loop's step takes anyway."""
+    extension = _native.extension("cuda")
+    assert extension is not None
+    length = 2048 * extension.forward_tile(*DIMS)[0]
+    bands = jnp.asarray(shuffled_documents(rng, length, 4096)[None], jnp.int32)
+
+    def planned(bands: jax.Array) -> jax.Array:
+        sorted_bands, tiles = _cuda.plan(bands, length, length, DIMS)
+        return bands + jnp.minimum(sorted_bands[0, 0, 0] + tiles[0, 0, 1], 0)
+
+    def plain(bands: jax.Array) -> jax.Array:
+        return bands + jnp.minimum(bands[0, 0, 0] + bands[0, 1, 1], 0)
+
+    duration = seconds_per_step(planned, bands) - seconds_per_step(plain, bands)
+    record_property("plan_microseconds", 1e6 * duration)
+    assert duration <= 20e-6

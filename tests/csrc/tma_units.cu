@@ -1,0 +1,84 @@
+// TMA loads of panels at all kinds of coordinates, against the same box cut out on the host.
+
+#include "csrc/common/sm90/mbarrier.cuh"
+#include "csrc/common/sm90/tensor_map.h"
+#include "csrc/common/sm90/tma.cuh"
+#include "tests/csrc/check.h"
+
+namespace jaxmagi::test {
+namespace {
+
+using namespace jaxmagi::sm90;
+
+constexpr int kPanelColumns = 64, kMaxRows = 256;
+constexpr int kBatch = 3, kLength = 37, kHeads = 3, kDim = 72;
+
+// Loads one box over memory that holds other numbers, and undoes the swizzle.
+__global__ void load_box(const __grid_constant__ CUtensorMap map, Coordinates at, int rows, uint16_t* box) {
+    __shared__ alignas(1024) uint16_t panel[kMaxRows * kPanelColumns];
+    __shared__ uint64_t barrier;
+    const Mbarrier arrived{shared_address(&barrier)};
+    for (int i = threadIdx.x; i < kMaxRows * kPanelColumns; i += blockDim.x)
+        panel[i] = 0xffff;
+    fence_shared_for_async();
+    if (threadIdx.x == 0) {
+        prefetch_tensor_map(map);
+        arrived.init(1);
+        fence_mbarrier_init();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        arrived.arrive_and_expect(rows * kPanelColumns * 2);
+        tma_load(shared_address(panel), map, at, arrived);
+    }
+    arrived.wait(0);
+    for (int i = threadIdx.x; i < kMaxRows * kPanelColumns; i += blockDim.x) {
+        const int row = i / kPanelColumns, column = i % kPanelColumns, unit = column / 8 ^ row % 8;
+        box[i] = panel[row * kPanelColumns + unit * 8 + column % 8];
+    }
+}
+
+bool inside(int x, int length) {
+    return 0 <= x and x < length;
+}
+
+std::vector<uint16_t> cut_out(const std::vector<uint16_t>& tensor, Coordinates at, int rows) {
+    std::vector<uint16_t> box(kMaxRows * kPanelColumns, 0xffff);
+    for (int row = 0; row < rows; ++row) {
+        for (int column = 0; column < kPanelColumns; ++column) {
+            const int x = at.x + column, z = at.z + row;
+            const bool exists = inside(x, kDim) and inside(at.y, kHeads) and inside(z, kLength) and inside(at.w, kBatch);
+            box[row * kPanelColumns + column] =
+                exists ? tensor[((at.w * kLength + z) * kHeads + at.y) * kDim + x] : uint16_t{0};
+        }
+    }
+    return box;
+}
+
+void check(Verdict& verdict, const char* name, Coordinates at, int rows) {
+    const auto tensor = random_numbers<BFloat16>(kBatch * kLength * kHeads * kDim, 3);
+    const DeviceArray<uint16_t> device(tensor), box(std::vector<uint16_t>(kMaxRows * kPanelColumns));
+    CUtensorMap map;
+    must(encode_panel_map({device.data(), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kBatch, kLength, kHeads, kDim}, rows, &map),
+         "encode_panel_map");
+    load_box<<<1, 128>>>(map, at, rows, box.data());
+    verdict.compare(std::string("TMA load ") + name, box.to_host(), cut_out(tensor, at, rows), 0);
+}
+
+}  // namespace
+}  // namespace jaxmagi::test
+
+int main() {
+    using namespace jaxmagi::test;
+    Verdict verdict;
+    check(verdict, "inside", {0, 1, 5, 1}, 16);
+    check(verdict, "of the largest box", {0, 0, 0, 0}, 256);
+    check(verdict, "of a number of rows that is no multiple of 16", {0, 2, 3, 2}, 21);
+    check(verdict, "beyond the head dimension", {64, 1, 5, 1}, 16);
+    check(verdict, "beyond the length, not into the next example", {0, 1, 30, 1}, 64);
+    check(verdict, "before the beginning, not into the example before", {0, 1, -7, 1}, 64);
+    check(verdict, "entirely before the beginning", {0, 1, -64, 1}, 64);
+    check(verdict, "entirely beyond the length", {0, 1, 1000, 1}, 64);
+    check(verdict, "beyond length and head dimension", {64, 2, 36, 2}, 80);
+    return verdict.exit_code();
+}

@@ -1,0 +1,15 @@
+#pragma once
+
+#include "xla/ffi/api/c_api.h"
+
+namespace jaxmagi {
+
+// The stages of a target.
+struct CudaHandlers {
+    XLA_FFI_Handler *initialize, *execute;
+};
+
+CudaHandlers attention_plan_cuda();
+CudaHandlers attention_forward_cuda();
+
+}  // namespace jaxmagi

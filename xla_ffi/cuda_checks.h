@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <mutex>
+
+#include "xla_ffi/checks.h"
+
+// What handlers on CUDA ask of the runtime and of the device. Failures throw, for `guarded`.
+
+namespace jaxmagi {
+
+inline void check_cuda(cudaError_t error, const std::string& what) {
+    if (error != cudaSuccess)
+        throw std::runtime_error(what + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
+}
+
+struct CudaDevice {
+    std::string name;
+    int major, minor, num_sms;
+};
+
+inline CudaDevice query_device(int ordinal) {
+    cudaDeviceProp properties;
+    check_cuda(cudaGetDeviceProperties(&properties, ordinal), "properties of device " + std::to_string(ordinal));
+    return {properties.name, properties.major, properties.minor, properties.multiProcessorCount};
+}
+
+// The device that XLA made current for the handler. Asked for once: the answer takes the driver a while.
+inline const CudaDevice& current_device() {
+    static std::mutex mutex;
+    static auto* const devices = new std::map<int, CudaDevice>;  // never destroyed: handlers may outlive main
+    int ordinal;
+    check_cuda(cudaGetDevice(&ordinal), "the current device");
+    const std::lock_guard lock(mutex);
+    const auto known = devices->find(ordinal);
+    return known != devices->end() ? known->second : devices->emplace(ordinal, query_device(ordinal)).first->second;
+}
+
+inline const CudaDevice& hopper_device() {
+    const CudaDevice& device = current_device();
+    check(device.major == 9 and device.minor == 0,
+          "the kernels need a GPU of compute capability 9.0 (H100, H200), but this is an " + device.name +
+              " of compute capability " + std::to_string(device.major) + "." + std::to_string(device.minor));
+    return device;
+}
+
+// The data of a buffer as Element, with the alignment that the kernels count on.
+template <typename Element>
+Element* data_of(const char* name, const xla::ffi::AnyBuffer& buffer, size_t alignment = alignof(Element)) {
+    check(reinterpret_cast<uintptr_t>(buffer.untyped_data()) % alignment == 0,
+          std::string(name) + " must be aligned to " + std::to_string(alignment) + " bytes");
+    return static_cast<Element*>(buffer.untyped_data());
+}
+
+}  // namespace jaxmagi
