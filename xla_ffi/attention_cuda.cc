@@ -1,6 +1,5 @@
 #include "xla_ffi/attention_cuda.h"
 
-#include <limits>
 #include <optional>
 
 #include "csrc/attention/sm90/forward.h"
@@ -183,8 +182,8 @@ int num_ctas(const CudaDevice& device, int64_t sm_margin) {
 
 void check_number_of_tiles(const Shape& query, sm90::TileShape tile) {
     const double count = 1.0 * query[0] * query[2] * ceil_div(query[1], tile.rows);
-    check(count <= std::numeric_limits<int>::max(), "too many tiles of " + std::to_string(tile.rows) +
-                                                        " rows: q has shape " + to_string(query));
+    check(count <= kUnbounded,
+          "too many tiles of " + std::to_string(tile.rows) + " rows: q has shape " + to_string(query));
 }
 
 template <typename Element>

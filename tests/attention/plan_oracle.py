@@ -48,7 +48,7 @@ def make_plan(bands: Ints, q_len: int, kv_len: int, tile_rows: int, block_keys: 
     stops = np.searchsorted(first_rows, ends, side="left")
     firsts, stops = np.where(firsts < stops, [firsts, stops], 0)
     blocks = [
-        blocks_of_rows(tight[first:stop], begin, end, block_keys).sum()
+        blocks_of_rows(tight[first:stop], int(begin), int(end), block_keys).sum()
         for first, stop, begin, end in zip(firsts, stops, begins, ends, strict=True)
     ]
     tiles = np.stack([np.arange(len(begins)), firsts, stops, np.asarray(blocks, np.int64)], axis=1)

@@ -24,14 +24,12 @@ struct ForwardConfig {
     static constexpr int kDim = kDim_, kVDim = kVDim_, kWideKeys = kWideKeys_, kNarrowKeys = kNarrowKeys_;
     static constexpr int kConsumers = kConsumers_;
     static constexpr bool kSoftCap = kSoftCap_, kTwoWidths = kWideKeys != kNarrowKeys;
-    static constexpr int kRows = 64 * kConsumers, kThreads = kWarpgroupThreads * (kConsumers + 1), kStages = 2;
+    static constexpr int kRows = 64 * kConsumers, kThreads = kWarpgroupThreads * (kConsumers + 1);
+    static constexpr int kStages = kDim <= 64 ? 4 : 2;  // blocks of keys and values in shared memory
 
-    // setmaxnreg: kThreads * 168 (2 consumers) or 128 (3) registers at launch.
+    // setmaxnreg: 384 x 168 (2 consumers) or 512 x 128 (3) registers at launch.
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
     static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-    // Where the output is large it is scaled while the tensor cores multiply queries and keys of the next block, else
-    // right after the exponentials.
-    static constexpr bool kRescaleEarly = kVDim > 128;
     // Whether the warpgroups take turns at issuing products; with the longest products they do well without.
     static constexpr bool kTurns = kVDim <= 192;
 
@@ -44,6 +42,7 @@ struct ForwardConfig {
 struct alignas(16) TileMessage {
     int num_blocks;  // -1: no more tiles
     int row, head, example;
+    int key_head;
     bool wide;  // blocks
 };
 
@@ -52,40 +51,67 @@ struct alignas(16) TileMessage {
 struct alignas(16) BlockMessage {
     int row_begin, row_end, lower, upper;
     int num_columns, masked;
+    int first_key;
 };
 
-enum ForwardBarrier { kQFull, kQEmpty, kKFull, kKEmpty = kKFull + 2, kVFull = kKEmpty + 2, kVEmpty = kVFull + 2,
-                      kVLoaded = kVEmpty + 2, kNumForwardBarriers };
-
 template <typename Config> struct ForwardMemory {
-    // A message is read until the next but one block is masked, so that the ring is longer than that of the keys.
-    static constexpr int kTileMessages = 2, kBlockMessages = 4;
+    // A block's message is read when its keys may already be replaced, hence the longer ring.
+    static constexpr int kTileMessages = 2, kBlockMessages = 2 * Config::kStages;
     static constexpr int kQ = 0, kK = kQ + Config::kQBytes, kV = kK + Config::kStages * Config::kKBytes,
                          kTiles = kV + Config::kStages * Config::kVBytes,
                          kBlocks = kTiles + kTileMessages * static_cast<int>(sizeof(TileMessage)),
                          kBarriers = kBlocks + kBlockMessages * static_cast<int>(sizeof(BlockMessage)),
-                         kEnd = kBarriers + 8 * kNumForwardBarriers, kAlignment = 1024, kBytes = kEnd + kAlignment;
+                         kEnd = kBarriers + 8 * (4 + 4 * Config::kStages), kAlignment = 1024, kBytes = kEnd + kAlignment;
 
     char* base;  // aligned
 
-    __device__ __forceinline__ static ForwardMemory at(char* raw) {
-        return {raw + (-shared_address(raw) & (kAlignment - 1))};
-    }
+    __device__ __forceinline__ explicit ForwardMemory(char* raw)
+        : base(raw + (-shared_address(raw) & (kAlignment - 1))) {}
     __device__ __forceinline__ SharedAddress q() const { return shared_address(base) + kQ; }
-    __device__ __forceinline__ SharedAddress k(int stage) const {
-        return shared_address(base) + kK + stage * Config::kKBytes;
+    __device__ __forceinline__ SharedAddress k(unsigned block) const {
+        return shared_address(base) + kK + block % Config::kStages * Config::kKBytes;
     }
-    __device__ __forceinline__ SharedAddress v(int stage) const {
-        return shared_address(base) + kV + stage * Config::kVBytes;
+    __device__ __forceinline__ SharedAddress v(unsigned block) const {
+        return shared_address(base) + kV + block % Config::kStages * Config::kVBytes;
     }
     __device__ __forceinline__ TileMessage& tile_message(int turn) const {
         return reinterpret_cast<TileMessage*>(base + kTiles)[turn % kTileMessages];
     }
-    __device__ __forceinline__ BlockMessage& block_message(int block) const {
+    __device__ __forceinline__ BlockMessage& block_message(unsigned block) const {
         return reinterpret_cast<BlockMessage*>(base + kBlocks)[block % kBlockMessages];
     }
+    // Barriers of the queries, and of values that wait for cleaning.
+    __device__ __forceinline__ Mbarrier q_full() const { return barrier(0); }
+    __device__ __forceinline__ Mbarrier q_empty() const { return barrier(1); }
+    __device__ __forceinline__ Mbarrier v_loaded() const { return barrier(2); }
+    // Of the stage that a block goes through.
+    __device__ __forceinline__ Mbarrier k_full(unsigned block) const { return stage_barrier(0, block); }
+    __device__ __forceinline__ Mbarrier k_empty(unsigned block) const { return stage_barrier(1, block); }
+    __device__ __forceinline__ Mbarrier v_full(unsigned block) const { return stage_barrier(2, block); }
+    __device__ __forceinline__ Mbarrier v_empty(unsigned block) const { return stage_barrier(3, block); }
+    // How often the stage was used before, for the parity to wait for.
+    __device__ __forceinline__ static int parity(unsigned block) { return block / Config::kStages & 1; }
+
+    // By one thread.
+    __device__ __forceinline__ void init_barriers() const {
+        q_full().init(1);
+        q_empty().init(Config::kConsumers);
+        v_loaded().init(1);
+        for (int stage = 0; stage < Config::kStages; ++stage) {
+            k_full(stage).init(1);
+            v_full(stage).init(1);
+            k_empty(stage).init(Config::kConsumers);
+            v_empty(stage).init(Config::kConsumers);
+        }
+        fence_mbarrier_init();
+    }
+
+private:
     __device__ __forceinline__ Mbarrier barrier(int index) const {
         return {shared_address(base) + kBarriers + 8 * index};
+    }
+    __device__ __forceinline__ Mbarrier stage_barrier(int kind, unsigned block) const {
+        return barrier(4 + kind * Config::kStages + block % Config::kStages);
     }
 };
 

@@ -21,13 +21,13 @@ template <typename Config> struct ForwardConsumer {
     ForwardMemory<Config> memory;
     const ForwardArguments& args;
     int index, thread;  // of the warpgroup; in it
-    int block = 0;      // the newest whose logits were computed
+    unsigned block = 0;  // the newest whose logits were computed
 
     __device__ __forceinline__ void run() {
         if (Config::kTurns and index == 0)
             named_barrier_arrive(kFirstTurnBarrier, kTurnThreads);
         for (int turn = 0;; ++turn) {
-            memory.barrier(kQFull).wait(turn & 1);
+            memory.q_full().wait(turn & 1);
             const TileMessage& tile = memory.tile_message(turn);
             if (tile.num_blocks < 0)
                 return;
@@ -43,14 +43,15 @@ private:
     __device__ __forceinline__ int first_column() const { return thread % 4 * 2; }
     __device__ __forceinline__ float to_log2() const { return Config::kSoftCap ? 1.f : args.logit_scale; }
 
-    __device__ __forceinline__ void release(int barrier) const {
+    __device__ __forceinline__ void release(Mbarrier empty) const {
         if (thread == 0)
-            memory.barrier(barrier).arrive();
+            empty.arrive();
     }
 
     template <int kKeys> __device__ __forceinline__ void attend(int num_blocks, int turn) {
         RowState rows;
         Output out;
+        float sink;
 #pragma unroll
         for (int i = 0; i < Config::kVDim / 2; ++i)
             out[i] = 0.f;
@@ -65,25 +66,31 @@ private:
                 masked = masked ? step<kKeys, true>(out, p, rows, more)
                                 : step<kKeys, false>(out, p, rows, more);
             }
-            release(kQEmpty);
+            sink = load_sink(turn);  // arrives during the last product
+            release(memory.q_empty());
             last_step<kKeys>(out, p, rows);
         } else {
-            release(kQEmpty);
+            sink = load_sink(turn);
+            release(memory.q_empty());
         }
-        const ForwardEpilogue<Config> epilogue{args, memory.tile_message(turn), row(), thread % 32};
+        const ForwardEpilogue<Config> epilogue{args, memory.tile_message(turn), sink, row(), thread % 32};
         epilogue.store(out, rows, to_log2());
+    }
+
+    __device__ __forceinline__ float load_sink(int turn) const {
+        return __ldg(args.sinks + memory.tile_message(turn).head);
     }
 
     template <int kKeys> __device__ __forceinline__ void first_step(Operand<kKeys>& p, RowState& rows) const {
         Logits<kKeys> logits;
-        memory.barrier(kKFull + (block & 1)).wait((block >> 1) & 1);
+        memory.k_full(block).wait(memory.parity(block));
         pin(logits);
         wgmma_fence();
         multiply_keys<kKeys>(logits);
         wgmma_commit();
         wgmma_wait<0>();
         pin(logits);
-        release(kKEmpty + (block & 1));
+        release(memory.k_empty(block));
         softmax<kKeys, true>(logits, rows);
         round_to_operand<Element>(logits, p);
     }
@@ -91,7 +98,7 @@ private:
     // Returns whether the next block is masked.
     template <int kKeys, bool kMasked>
     __device__ __forceinline__ bool step(Output& out, Operand<kKeys>& p, RowState& rows, bool more) const {
-        const int previous = block - 1;
+        const unsigned previous = block - 1;
         Logits<kKeys> logits;
         if constexpr (Config::kTurns)
             named_barrier_sync(kFirstTurnBarrier + index, kTurnThreads);
@@ -100,25 +107,23 @@ private:
         wgmma_fence();
         multiply_keys<kKeys>(logits);
         wgmma_commit();
-        if constexpr (Config::kRescaleEarly)
-            scale_rows(out, rows.scale);
-        memory.barrier(kVFull + (previous & 1)).wait((previous >> 1) & 1);
+        memory.v_full(previous).wait(memory.parity(previous));
         wgmma_fence();
-        multiply_values<kKeys>(out, p, previous & 1);
+        multiply_values<kKeys>(out, p, previous);
         wgmma_commit();
         if constexpr (Config::kTurns)
             named_barrier_arrive(kFirstTurnBarrier + (index + 1) % Config::kConsumers, kTurnThreads);
         wgmma_wait<1>();
         pin(logits);
-        release(kKEmpty + (block & 1));
+        release(memory.k_empty(block));
         const bool rescale = softmax<kKeys, kMasked>(logits, rows);
         finish_before_wait(rows);
         const bool masked = more and is_masked(block + 1);
         wgmma_wait<0>();
         pin(out);
-        release(kVEmpty + (previous & 1));
+        release(memory.v_empty(previous));
         round_to_operand<Element>(logits, p);
-        if (not Config::kRescaleEarly and rescale)
+        if (rescale)
             scale_rows(out, rows.scale);
         return masked;
     }
@@ -127,31 +132,29 @@ private:
     // does not move an arrival whose condition (never true) depends on them.
     __device__ __forceinline__ void finish_before_wait(const RowState& rows) const {
         if (rows.sum[0] + rows.sum[1] < 0.f)
-            memory.barrier(kQEmpty).arrive();
+            memory.q_empty().arrive();
     }
 
-    __device__ __forceinline__ bool is_masked(int index) const {
-        memory.barrier(kKFull + (index & 1)).wait((index >> 1) & 1);
+    __device__ __forceinline__ bool is_masked(unsigned index) const {
+        memory.k_full(index).wait(memory.parity(index));
         return memory.block_message(index).masked;
     }
 
     template <int kKeys> __device__ __forceinline__ void last_step(Output& out, Operand<kKeys>& p, RowState& rows) {
-        if constexpr (Config::kRescaleEarly)
-            scale_rows(out, rows.scale);
-        memory.barrier(kVFull + (block & 1)).wait((block >> 1) & 1);
+        memory.v_full(block).wait(memory.parity(block));
         pin(out);
         wgmma_fence();
-        multiply_values<kKeys>(out, p, block & 1);
+        multiply_values<kKeys>(out, p, block);
         wgmma_commit();
         wgmma_wait<0>();
         pin(out);
-        release(kVEmpty + (block & 1));
+        release(memory.v_empty(block));
         ++block;
     }
 
     template <int kKeys> __device__ __forceinline__ void multiply_keys(Logits<kKeys>& logits) const {
         constexpr int kUnused = 16;
-        const SwizzledOperand q(memory.q() + index * 64 * kPanelRowBytes, kUnused), k(memory.k(block & 1), kUnused);
+        const SwizzledOperand q(memory.q() + index * 64 * kPanelRowBytes, kUnused), k(memory.k(block), kUnused);
 #pragma unroll
         for (int i = 0; i < Config::kDim / 16; ++i) {
             const int panel = i / 4, inside = i % 4 * 32;
@@ -162,8 +165,8 @@ private:
     }
 
     template <int kKeys>
-    __device__ __forceinline__ void multiply_values(Output& out, Operand<kKeys>& p, int stage) const {
-        const SwizzledOperand v(memory.v(stage), kKeys * kPanelRowBytes);
+    __device__ __forceinline__ void multiply_values(Output& out, Operand<kKeys>& p, unsigned index) const {
+        const SwizzledOperand v(memory.v(index), kKeys * kPanelRowBytes);
 #pragma unroll
         for (int i = 0; i < kKeys / 16; ++i)
             Wgmma<Element, Config::kVDim>::template mma<1>(out, p[i], v.at(i * 16 * kPanelRowBytes), true);

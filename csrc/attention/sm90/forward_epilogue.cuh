@@ -30,14 +30,14 @@ template <typename Config> struct ForwardEpilogue {
 
     const ForwardArguments& args;
     TileMessage tile;
+    float sink;     // of the head
     int row, lane;  // of the tile: this thread's first row; of the warp
 
     __device__ __forceinline__ void store(float (&out)[kCount], RowState& rows, float to_log2) const {
-        const float sink = args.sinks[tile.head] * kLog2E;
         float previous_share[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const LogSum sum = log_sum(rows.max[r] * to_log2, over_quad_sum(rows.sum[r]), sink);
+            const LogSum sum = log_sum(rows.max[r] * to_log2, over_quad_sum(rows.sum[r]), sink * kLog2E);
             rows.scale[r] = sum.factor * store_lse(r, sum.log2, previous_share[r]);
         }
 #pragma unroll

@@ -8,26 +8,17 @@
 
 namespace jaxmagi::sm90 {
 
-template <typename Config> __device__ __forceinline__ void init_barriers(const ForwardMemory<Config>& memory) {
-    for (int i = 0; i < kNumForwardBarriers; ++i) {
-        const bool by_consumers =
-            i == kQEmpty or (kKEmpty <= i and i < kVFull) or (kVEmpty <= i and i < kVLoaded);
-        memory.barrier(i).init(by_consumers ? Config::kConsumers : 1);
-    }
-    fence_mbarrier_init();
-}
-
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardTensorMaps maps, const __grid_constant__ ForwardArguments args) {
     extern __shared__ char raw[];
-    const ForwardMemory<Config> memory = ForwardMemory<Config>::at(raw);
+    const ForwardMemory<Config> memory(raw);
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
     if (threadIdx.x == 0) {
         prefetch_tensor_map(maps.q);
         prefetch_tensor_map(maps.k[true]);
         prefetch_tensor_map(maps.v[true]);
-        init_barriers(memory);
+        memory.init_barriers();
     }
     __syncthreads();
     if (warpgroup == 0) {

@@ -21,35 +21,34 @@ template <typename Config> struct ForwardProducer {
     const ForwardArguments& args;
     int lane;
     bool wide = true;     // the blocks of the present tile
-    int num_blocks = 0;   // produced so far
-    int num_cleaned = 0;  // those whose values were cleaned
+    unsigned num_blocks = 0;  // produced so far
+    bool pending = false;     // whether the values of the newest block are still to be loaded
+    int num_cleaned = 0;      // those whose values were cleaned
 
     __device__ __forceinline__ void run() {
-        int item = blockIdx.x;
-        for (int turn = 0; item < args.schedule.num_items; ++turn) {
-            const int taken = take_item();
-            memory.barrier(kQEmpty).wait((turn & 1) ^ 1);
-            produce(item_at(args.schedule, item), turn);
-            item = gridDim.x + __shfl_sync(~0u, taken, 0);
-            if (item >= args.schedule.num_items) {
-                memory.barrier(kQEmpty).wait(turn & 1);
-                announce(turn + 1, {-1, 0, 0, 0, true});
-            }
+        int turn = 0, item = blockIdx.x;
+#pragma unroll 1
+        while (item < args.schedule.num_items) {
+            produce(item_at(args.schedule, item), turn++);
+            item = next_item();
         }
+        announce(turn, {.num_blocks = -1}, 0);
     }
 
 private:
-    // The number of items taken so far by CTAs that came back, known to lane 0. Asked for a tile ahead, since it is slow.
-    __device__ __forceinline__ int take_item() const {
-        if (lane != 0 or gridDim.x >= args.schedule.num_items)
-            return args.schedule.num_items;
-        return atomicAdd(args.counter, 1);
+    __device__ __forceinline__ int next_item() const {
+        int taken = args.schedule.num_items;
+        if (lane == 0 and gridDim.x < args.schedule.num_items)
+            asm volatile("atom.global.add.u32 %0, [%1], 1;" : "=r"(taken) : "l"(args.counter) : "memory");
+        return gridDim.x + __shfl_sync(~0u, taken, 0);
     }
 
-    __device__ __forceinline__ void announce(int turn, TileMessage message) const {
+    // Once the queries of the last tile are no longer needed. The caller loads `q_bytes` of queries.
+    __device__ __forceinline__ void announce(int turn, TileMessage message, int q_bytes) const {
+        memory.q_empty().wait((turn & 1) ^ 1);
         if (lane == 0) {
             memory.tile_message(turn) = message;
-            memory.barrier(kQFull).arrive();
+            memory.q_full().arrive_and_expect(q_bytes);
         }
         __syncwarp();
     }
@@ -60,20 +59,20 @@ private:
         const int example = item.plan + item.key_head / args.kv_heads, key_head = item.key_head % args.kv_heads;
         const int row = tile.tile * Config::kRows, head = key_head * args.schedule.group + item.head_in_group;
         const Range rows{row, min(row + Config::kRows, args.q_len)};
-        const TileMessage message{choose_blocks(bands, tile, rows), row, head, example, wide};
+        const TileMessage message{choose_blocks(bands, tile, rows), row, head, example, key_head, wide};
         if (message.num_blocks == 0)
-            return announce(turn, message);
-        if (lane == 0) {
-            memory.tile_message(turn) = message;
-            memory.barrier(kQFull).arrive_and_expect(Config::kQBytes);
-            load<Config::kDim>(memory.q(), maps.q, Config::kRows, {0, head, row, example}, memory.barrier(kQFull));
-        }
+            return announce(turn, message, 0);
+        announce(turn, message, Config::kQBytes);
+        if (lane == 0)
+            load<Config::kDim>(memory.q(), maps.q, Config::kRows, {0, head, row, example}, memory.q_full());
 #pragma unroll 1
         for (int first = tile.first_band; first < tile.end_band; first += 32) {
             const bool seen = not is_empty(keys_seen(bands, first + lane, tile.end_band, rows));
             for (unsigned live = __ballot_sync(~0u, seen); live != 0; live &= live - 1)
-                produce_run(band_at(bands, first + __ffs(live) - 1), rows, key_head, example);
+                produce_run(band_at(bands, first + __ffs(live) - 1), rows, turn);
         }
+        if (lane == 0)
+            load_pending_values(num_blocks - 1, turn);
     }
 
     // Sets `wide`; returns the number of blocks.
@@ -89,9 +88,10 @@ private:
         num_wide = __reduce_add_sync(~0u, num_wide);
         if constexpr (not Config::kTwoWidths)
             return num_wide;
-        // A key of a narrow block takes 17/16 of the time that it takes in a wide one.
+        // Measured: a key of a narrow block takes 17/16 of the time that it takes in a wide one, and beginning and end
+        // of a tile together about two blocks.
         num_narrow = __reduce_add_sync(~0u, num_narrow);
-        wide = num_wide * (16 * Config::kWideKeys) <= num_narrow * (17 * Config::kNarrowKeys);
+        wide = (num_wide + 2.f) * (16 * Config::kWideKeys) <= (num_narrow + 2.f) * (17 * Config::kNarrowKeys);
         return wide ? num_wide : num_narrow;
     }
 
@@ -114,54 +114,77 @@ private:
         return {ranges.x, ranges.y, ranges.z, ranges.w, limits.x, limits.y};
     }
 
-    __device__ __forceinline__ void produce_run(const Band& band, Range rows, int key_head, int example) {
+    __device__ __forceinline__ void produce_run(const Band& band, Range rows, int turn) {
         const Range keys = keys_of_rows(band, rows);
+        if (keys.end - keys.begin < block_keys() and keys.end < args.kv_len)
+            return produce_cleaned(band, rows, keys, turn);
+        if (lane == 0)
+            produce_blocks(band, rows, keys, turn);
         const int size = keys.end - keys.begin;
-        const bool clean = size < block_keys() and keys.end < args.kv_len;
-        if (lane == 0) {
-            int block = num_blocks;
-#pragma unroll 1
-            for (int end = keys.end; end > keys.begin; end -= block_keys(), ++block) {
-                const Range part{max(end - block_keys(), keys.begin), end};
-                load_keys(block, message_for(band, rows, part), {0, key_head, part.begin, example});
-                load_values(block, {0, key_head, part.begin, example}, clean ? kVLoaded : kVFull + (block & 1));
-            }
-        }
-        if (clean)
-            clean_values(num_blocks & 1, size);
         num_blocks += wide ? ceil_div(size, Config::kWideKeys) : ceil_div(size, Config::kNarrowKeys);
         __syncwarp();
     }
 
-    __device__ __forceinline__ void load_keys(int block, const BlockMessage& message, Coordinates at) const {
-        const int stage = block & 1;
-        memory.barrier(kKEmpty + stage).wait(((block >> 1) & 1) ^ 1);
-        memory.block_message(block) = message;
-        memory.barrier(kKFull + stage).arrive_and_expect(block_keys() * panels(Config::kDim) * kPanelRowBytes);
-        load<Config::kDim>(memory.k(stage), maps.k[wide], block_keys(), at, memory.barrier(kKFull + stage));
+    __device__ __forceinline__ void produce_blocks(const Band& band, Range rows, Range keys, int turn) {
+        unsigned block = num_blocks;
+#pragma unroll 1
+        for (int end = keys.end; end > keys.begin; end -= block_keys(), ++block) {
+            load_keys(block, message_for(band, rows, {max(end - block_keys(), keys.begin), end}), turn);
+            load_pending_values(block - 1, turn);
+            pending = true;
+        }
     }
 
-    __device__ __forceinline__ void load_values(int block, Coordinates at, int full_barrier) const {
-        const int stage = block & 1;
-        memory.barrier(kVEmpty + stage).wait(((block >> 1) & 1) ^ 1);
-        memory.barrier(full_barrier).arrive_and_expect(block_keys() * panels(Config::kVDim) * kPanelRowBytes);
-        load<Config::kVDim>(memory.v(stage), maps.v[wide], block_keys(), at, memory.barrier(full_barrier));
+    __device__ __forceinline__ void produce_cleaned(const Band& band, Range rows, Range keys, int turn) {
+        if (lane == 0) {
+            load_keys(num_blocks, message_for(band, rows, keys), turn);
+            load_pending_values(num_blocks - 1, turn);
+            load_values(num_blocks, turn, memory.v_loaded());
+        }
+        clean_values(num_blocks++, keys.end - keys.begin);
+    }
+
+    // Values are loaded after the keys of the next block, which are needed first and whose place is free earlier.
+    __device__ __forceinline__ void load_pending_values(unsigned block, int turn) {
+        if (pending)
+            load_values(block, turn, memory.v_full(block));
+        pending = false;
+    }
+
+    __device__ __forceinline__ void load_keys(unsigned block, const BlockMessage& message, int turn) const {
+        memory.k_empty(block).wait(memory.parity(block) ^ 1);
+        memory.block_message(block) = message;
+        memory.k_full(block).arrive_and_expect(block_keys() * panels(Config::kDim) * kPanelRowBytes);
+        load<Config::kDim>(memory.k(block), maps.k[wide], block_keys(), coordinates(block, turn),
+                           memory.k_full(block));
+    }
+
+    __device__ __forceinline__ void load_values(unsigned block, int turn, Mbarrier arrived) const {
+        memory.v_empty(block).wait(memory.parity(block) ^ 1);
+        arrived.arrive_and_expect(block_keys() * panels(Config::kVDim) * kPanelRowBytes);
+        load<Config::kVDim>(memory.v(block), maps.v[wide], block_keys(), coordinates(block, turn), arrived);
+    }
+
+    // Of a block of keys or values; read back from the messages, since registers are scarce.
+    __device__ __forceinline__ Coordinates coordinates(unsigned block, int turn) const {
+        const TileMessage& tile = memory.tile_message(turn);
+        return {0, tile.key_head, memory.block_message(block).first_key, tile.example};
     }
 
     // By the whole warp: waits for the values of a short run, and puts zeros behind its last row.
-    __device__ __forceinline__ void clean_values(int stage, int first_row) {
+    __device__ __forceinline__ void clean_values(unsigned block, int first_row) {
         constexpr int kVectors = kPanelRowBytes / 16;
         __syncwarp();
-        memory.barrier(kVLoaded).wait(num_cleaned++ & 1);
+        memory.v_loaded().wait(num_cleaned++ & 1);
         for (int i = first_row * kVectors + lane; i < block_keys() * kVectors; i += 32) {
 #pragma unroll
             for (int panel = 0; panel < panels(Config::kVDim); ++panel)
-                store_zeros(memory.v(stage) + panel * block_keys() * kPanelRowBytes + i * 16);
+                store_zeros(memory.v(block) + panel * block_keys() * kPanelRowBytes + i * 16);
         }
         fence_shared_for_async();
         __syncwarp();
         if (lane == 0)
-            memory.barrier(kVFull + stage).arrive();
+            memory.v_full(block).arrive();
     }
 
     __device__ __forceinline__ static void store_zeros(SharedAddress to) {
@@ -179,7 +202,8 @@ private:
                 .lower = lo + rows.begin - keys.begin,
                 .upper = hi + rows.begin - keys.begin + 1,
                 .num_columns = keys.end - keys.begin,
-                .masked = not open};
+                .masked = not open,
+                .first_key = keys.begin};
     }
 
     template <int kColumns>

@@ -1,4 +1,4 @@
-"""Writes wgmma_shapes.inc: one wrapper per shape of `wgmma.mma_async`, since inline PTX has to list every register.
+"""Writes wgmma_shapes.inc: a wrapper per shape of `wgmma.mma_async`, since inline PTX lists every register.
 
 Usage: python generate_wgmma.py OUTPUT
 """
@@ -26,7 +26,8 @@ def instruction(n: int, dtype: str, *, from_registers: bool) -> str:
     immediates = ", ".join(f'"n"({name})' for name in transposed)
     return f"""\
     template <{template}>
-    static __device__ __forceinline__ void mma(float (&d)[{count}], {parameter}, Descriptor b, bool accumulate) {{
+    static __device__ __forceinline__ void mma(float (&d)[{count}], {parameter}, Descriptor b,
+                                               bool accumulate) {{
         asm volatile(
             "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{b + 1}, 0;\\n"
             "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype} "
