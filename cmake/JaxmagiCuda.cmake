@@ -50,5 +50,16 @@ endfunction()
 file(GLOB_RECURSE kernels CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/*.cu")
 jaxmagi_compile_kernels(kernel_objects ${kernels})
 jaxmagi_add_module(_cuda xla_ffi/attention_cuda.cc xla_ffi/module_cuda.cc ${kernel_objects})
+target_include_directories(_cuda PRIVATE "${PROJECT_BINARY_DIR}/generated")
 target_include_directories(_cuda SYSTEM PRIVATE ${JAXMAGI_CUDA_INCLUDE_DIRS})
 target_link_libraries(_cuda PRIVATE "${JAXMAGI_CUDART}" dl rt pthread)
+
+# In every build and before anything is compiled: sources that change meanwhile then belong to another hash.
+set(sources_header "${PROJECT_BINARY_DIR}/generated/sources.h")
+add_custom_target(
+  sources_hash
+  COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/sources_hash.py" "${sources_header}"
+  BYPRODUCTS "${sources_header}"
+  COMMENT "Hashing the sources"
+  VERBATIM)
+add_dependencies(_cuda sources_hash)

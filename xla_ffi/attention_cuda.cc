@@ -1,5 +1,6 @@
 #include "xla_ffi/attention_cuda.h"
 
+#include <numbers>
 #include <optional>
 
 #include "csrc/attention/sm90/forward.h"
@@ -34,11 +35,13 @@ void check_shape_and_type(const char* name, const Argument& buffer, const Shape&
 }
 
 sm90::TileShape tile_of(int64_t dim, int64_t v_dim) {
-    const bool fits = 0 < dim and dim <= kUnbounded and 0 < v_dim and v_dim <= kUnbounded and
-                      sm90::forward_supports(static_cast<int>(dim), static_cast<int>(v_dim));
-    check(fits, "no kernel for the head dimensions " + std::to_string(dim) + " (query, key) and " +
-                    std::to_string(v_dim) + " (value)");
-    return sm90::forward_tile(static_cast<int>(dim), static_cast<int>(v_dim));
+    const auto fits = [](int64_t x) { return 0 < x and x <= kUnbounded; };
+    const auto tile = fits(dim) and fits(v_dim)
+                          ? sm90::forward_tile(static_cast<int>(dim), static_cast<int>(v_dim))
+                          : std::nullopt;
+    check(tile.has_value(), "no kernel for the head dimensions " + std::to_string(dim) + " (query, key) and " +
+                                std::to_string(v_dim) + " (value)");
+    return *tile;
 }
 
 // --- the plan ---
@@ -142,12 +145,12 @@ void check_tensors(const Argument& q, const Argument& k, const Argument& v) {
 }
 
 void check_plan(const ForwardOperands& operands, sm90::TileShape tile) {
-    check_rank("bands", operands.bands, 3);
+    check_rank("sorted", operands.bands, 3);
     const Shape query = shape_of(operands.q), bands = shape_of(operands.bands);
     check(bands[0] == 1 or bands[0] == query[0], "there must be 1 plan or one for each of " +
                                                       std::to_string(query[0]) + " examples, got " +
                                                       std::to_string(bands[0]));
-    check_shape_and_type("bands", operands.bands, {bands[0], bands[1], 8}, ffi::S32);
+    check_shape_and_type("sorted", operands.bands, {bands[0], bands[1], 8}, ffi::S32);
     check_shape_and_type("tiles", operands.tiles, {bands[0], ceil_div(query[1], tile.rows), 4}, ffi::S32);
 }
 
@@ -171,6 +174,13 @@ void check_numbers(const ForwardNumbers& numbers) {
     check(is_positive_normal_float(numbers.scale),
           "scale must be a positive normal float, got " + to_string(numbers.scale));
     check_soft_cap(numbers.soft_cap);
+    // The kernels work with logits in units of log 2, and of the cap.
+    const bool capped = numbers.soft_cap > 0;
+    const double logit_scale = capped ? numbers.scale / numbers.soft_cap : numbers.scale * std::numbers::log2e;
+    check(is_positive_normal_float(logit_scale) and
+              (not capped or is_positive_normal_float(numbers.soft_cap * std::numbers::log2e)),
+          "scale " + to_string(numbers.scale) + " and soft_cap " + to_string(numbers.soft_cap) +
+              " together leave the range of float");
 }
 
 int num_ctas(const CudaDevice& device, int64_t sm_margin) {

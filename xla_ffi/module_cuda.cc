@@ -4,6 +4,7 @@
 
 #include "csrc/attention/sm90/forward.h"
 #include "csrc/attention/sm90/plan.h"
+#include "sources.h"
 #include "xla_ffi/attention_cuda.h"
 
 namespace nb = nanobind;
@@ -26,15 +27,14 @@ nb::dict registrations() {
 }
 
 std::optional<std::pair<int, int>> forward_tile(int dim, int v_dim) {
-    if (not jaxmagi::sm90::forward_supports(dim, v_dim))
-        return std::nullopt;
-    const jaxmagi::sm90::TileShape tile = jaxmagi::sm90::forward_tile(dim, v_dim);
-    return std::pair(tile.rows, tile.keys);
+    const auto tile = jaxmagi::sm90::forward_tile(dim, v_dim);
+    return tile ? std::optional(std::pair(tile->rows, tile->keys)) : std::nullopt;
 }
 
 }  // namespace
 
 NB_MODULE(_cuda, m) {
+    m.attr("sources") = kSourcesHash;
     m.def("registrations", registrations, "Per target the handlers of its stages, for platform \"CUDA\".");
     m.def("forward_tile", forward_tile, nb::arg("dim"), nb::arg("v_dim"),
           "Rows and keys of the forward kernel's tile, or None without a kernel for these head dimensions.");

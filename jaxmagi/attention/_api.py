@@ -98,7 +98,7 @@ def attention(
         scale: factor of q·k, finite, D**-0.5 by default. Static.
         logits_soft_cap: c, to use c · tanh(logits / c) as logits. Static.
         sinks: [N], per head a logit that takes part in the softmax and has no value.
-        deterministic: whether gradients must be bitwise reproducible. On CPU they always are.
+        deterministic: whether gradients must be bitwise reproducible. As yet they always are.
         return_residual: whether to return the residual too.
         implementation: "ffi" (compiled kernels), "xla" (plain JAX, any platform), or None for "ffi" where it
             fits and "xla" elsewhere. Kernels run on CPUs and on GPUs of compute capability 9.0 (H100, H200);

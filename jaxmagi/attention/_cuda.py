@@ -1,10 +1,11 @@
 """The forward pass on Hopper GPUs: a custom call that plans the mask, then one that attends.
 
 The plan depends on the mask and the lengths, not on the layer, and XLA merges equal calls: all layers under
-one mask share one plan, save that a loop over layers makes it in every iteration.
+one mask share one plan, save across the borders of loops and of ``jax.checkpoint``.
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Sequence
 from types import ModuleType
@@ -21,14 +22,15 @@ PLAN = "jaxmagi_attention_plan"
 FORWARD = "jaxmagi_attention_forward"
 
 _CAPABILITY = "9.0"
+_LOG2E = math.log2(math.e)
 _DTYPES = ("bfloat16", "float16")
 _OUT, _LSE = 0, 1  # among the results
 _PREVIOUS_OUT, _PREVIOUS_LSE = 6, 7  # among the operands
 
 
-def forward_misfit(operands: Sequence[Any], *, scale: float, **_: Any) -> str | None:
+def forward_misfit(operands: Sequence[Any], *, scale: float, soft_cap: float, **_: Any) -> str | None:
     """Why the forward kernel cannot run these operands here; None if it can."""
-    return _module_misfit() or _device_misfit() or _operand_misfit(operands, scale)
+    return _module_misfit() or _device_misfit() or _operand_misfit(operands, scale, soft_cap)
 
 
 def backward_misfit(operands: Sequence[Any], **_: Any) -> str | None:
@@ -48,44 +50,55 @@ def _module_misfit() -> str | None:
 
 def _device_misfit() -> str | None:
     """None also when lowering for CUDA where no GPU is: the handlers check the device that they run on."""
-    gpu = _local_gpu()
-    if gpu is None or gpu.compute_capability == _CAPABILITY:
-        return None
-    return (
-        f"its GPU, {gpu.device_kind}, has compute capability {gpu.compute_capability}, and the kernels are "
-        f"for {_CAPABILITY} (H100, H200)"
-    )
+    for gpu in _local_gpus():
+        if gpu.compute_capability != _CAPABILITY:
+            return (
+                f"{gpu.device_kind} has compute capability {gpu.compute_capability}, and the kernels are for "
+                f"{_CAPABILITY} (H100, H200)"
+            )
+    return None
 
 
-def _local_gpu() -> Any:
+def _local_gpus() -> Sequence[Any]:
     try:
-        return jax.local_devices(backend="cuda")[0]
+        return jax.local_devices(backend="cuda")
     except RuntimeError:
-        return None
+        return ()
 
 
-def _operand_misfit(operands: Sequence[Any], scale: float) -> str | None:
+def _operand_misfit(operands: Sequence[Any], scale: float, soft_cap: float) -> str | None:
     q, _, v, *_ = operands
     if q.dtype.name not in _DTYPES:
         return f"the operands are {q.dtype.name}, and the kernels are for {' and '.join(_DTYPES)}"
     if _compiled().forward_tile(*_padded_dims(q, v)) is None:
         dims = f"{q.shape[3]} (query, key) and {v.shape[3]} (value)"
         return f"no kernel has room for the head dimensions {dims}: the largest is for 256 and 256"
-    if scale != 0 and not is_positive_normal(abs(scale)):
-        return f"scale is {scale}, and the kernels need 0 or a normal number of float32"
+    if not _is_within_range(abs(scale) or 1.0, soft_cap):
+        return (
+            f"scale {scale} and soft cap {soft_cap} leave the normal numbers of float32, alone, in units of "
+            "log 2, or divided by each other"
+        )
     return None
 
 
-def warn_of_other_gpu() -> None:
-    """Says, once per process, that attention runs on plain XLA because of the GPU."""
-    misfit = _device_misfit()
-    if misfit is not None:
+def _is_within_range(scale: float, soft_cap: float) -> bool:
+    """Whether the kernels, which work in units of log 2 and of the cap, can represent these numbers."""
+    numbers = (scale, scale * _LOG2E)
+    if soft_cap > 0:
+        numbers = (scale, scale / soft_cap, soft_cap * _LOG2E)
+    return all(map(is_positive_normal, numbers))
+
+
+def warn_of_plain_xla() -> None:
+    """Says, once per process, that attention on a GPU runs on plain XLA, because of the GPU or the build."""
+    misfit = _device_misfit() or _module_misfit()
+    if misfit is not None and _local_gpus():
         _warn_once(f'jaxmagi.attention runs on plain XLA (implementation="xla"): {misfit}.')
 
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=2)
+    warnings.warn(message, RuntimeWarning, stacklevel=1)
 
 
 def forward(

@@ -30,7 +30,7 @@ def register_forward(primitive: Primitive) -> None:
     )
     mlir.register_lowering(primitive, _portable_rule(primitive, function, _no_kernel))
     mlir.register_lowering(primitive, for_cpu, platform="cpu")
-    mlir.register_lowering(primitive, _warn_of_other_gpu(for_cuda), platform="cuda")
+    mlir.register_lowering(primitive, _warn_of_plain_xla(for_cuda), platform="cuda")
 
 
 def register_backward(primitive: Primitive) -> None:
@@ -73,12 +73,12 @@ def _compiled_rule(function: _Function, misfit: _Misfit, otherwise: _Rule) -> _R
     return rule
 
 
-def _warn_of_other_gpu(rule: _Rule) -> _Rule:
+def _warn_of_plain_xla(rule: _Rule) -> _Rule:
     def warning_rule(
         ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any
     ) -> Any:
         if implementation is None:
-            _cuda.warn_of_other_gpu()
+            _cuda.warn_of_plain_xla()
         return rule(ctx, *operands, implementation=implementation, **params)
 
     return warning_rule

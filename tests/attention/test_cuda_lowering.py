@@ -42,6 +42,9 @@ class Call:
         self.aliases = {int(operand): int(result) for result, operand in aliases}
 
 
+HOPPER = Gpu(compute_capability="9.0", device_kind="NVIDIA H200")
+
+
 @pytest.fixture(autouse=True)
 def extension(monkeypatch: pytest.MonkeyPatch) -> None:
     """Something in place of jaxmagi._cuda, and a machine without a GPU."""
@@ -51,17 +54,26 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> None:
         plan_workspace_words=lambda plans, capacity, q_len, tile_rows: WORDS,
     )
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", stand_in)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(_cuda, "_local_gpu", lambda: None)
+    monkeypatch.setattr(_cuda, "_local_gpus", lambda: ())
+
+
+def _with_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu) -> Iterator[None]:
+    monkeypatch.setattr(_cuda, "_local_gpus", lambda: gpus)
+    _cuda._warn_once.cache_clear()
+    yield
+    _cuda._warn_once.cache_clear()
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine with a GPU that the kernels are for."""
+    yield from _with_gpus(monkeypatch, HOPPER)
 
 
 @pytest.fixture
 def ampere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine with another GPU."""
-    gpu = Gpu(compute_capability="8.0", device_kind="NVIDIA A100")
-    monkeypatch.setattr(_cuda, "_local_gpu", lambda: gpu)
-    _cuda._warn_once.cache_clear()
-    yield
-    _cuda._warn_once.cache_clear()
+    """A machine with another GPU beside one that the kernels are for."""
+    yield from _with_gpus(monkeypatch, HOPPER, Gpu(compute_capability="8.0", device_kind="NVIDIA A100"))
 
 
 def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -167,7 +179,8 @@ MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"dtype": jnp.float32}, {}, r"the operands are float32, and the kernels are for bfloat16 and float16"),
     ({"dim": 300}, {}, r"head dimensions 300 \(query, key\) and 128 \(value\)"),
     ({"v_dim": 257}, {}, r"head dimensions 128 \(query, key\) and 257 \(value\)"),
-    ({}, {"scale": 1e-50}, r"scale is 1e-50"),
+    ({}, {"scale": 1e-50}, r"scale 1e-50"),
+    ({}, {"scale": 1e30, "soft_cap": 1e-30}, r"scale 1e\+30 and soft cap 1e-30"),
 ]
 
 
@@ -193,10 +206,16 @@ def test_built_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not calls_in(forward_text(operands(), implementation=None))
 
 
+def test_built_without_cuda_on_a_gpu(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
+    monkeypatch.setitem(_native._EXTENSIONS, "cuda", None)
+    with pytest.warns(RuntimeWarning, match=r"plain XLA .*built without CUDA"):
+        assert not calls_in(forward_text(operands(), implementation=None))
+
+
 def test_other_gpu(ampere: None) -> None:
-    with pytest.raises(NotImplementedError, match=r"NVIDIA A100, has compute capability 8\.0.* for 9\.0"):
+    with pytest.raises(NotImplementedError, match=r"NVIDIA A100 has compute capability 8\.0.* for 9\.0"):
         forward_text(operands())
-    with pytest.warns(RuntimeWarning, match=r"plain XLA .*NVIDIA A100, has compute capability 8\.0"):
+    with pytest.warns(RuntimeWarning, match=r"plain XLA .*NVIDIA A100 has compute capability 8\.0"):
         assert not calls_in(forward_text(operands(), implementation=None))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

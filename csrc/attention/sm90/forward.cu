@@ -1,6 +1,6 @@
 #include "csrc/attention/sm90/forward.h"
 
-#include "csrc/attention/sm90/forward_tiles.h"
+#include "csrc/attention/sm90/forward_kernels.h"
 
 namespace jaxmagi::sm90 {
 namespace {
@@ -19,12 +19,9 @@ const ForwardKernel* find_kernel(int dim, int v_dim) {
 
 }  // namespace
 
-bool forward_supports(int dim, int v_dim) {
-    return find_kernel(dim, v_dim) != nullptr;
-}
-
-TileShape forward_tile(int dim, int v_dim) {
-    return find_kernel(dim, v_dim)->tile;
+std::optional<TileShape> forward_tile(int dim, int v_dim) {
+    const ForwardKernel* kernel = find_kernel(dim, v_dim);
+    return kernel != nullptr ? std::optional(kernel->tile) : std::nullopt;
 }
 
 cudaError_t attention_forward(const ForwardParams& params, cudaStream_t stream) {

@@ -2,6 +2,8 @@
 
 #include <cuda_runtime.h>
 
+#include <optional>
+
 #include "csrc/attention/sm90/plan.h"
 
 namespace jaxmagi::sm90 {
@@ -13,9 +15,8 @@ struct TileShape {
     int rows, keys;
 };
 
-// Whether there is a kernel for these head dimensions, and its tile.
-bool forward_supports(int dim, int v_dim);
-TileShape forward_tile(int dim, int v_dim);
+// The tile of the kernel for these head dimensions; for dimensions without a kernel, nothing may be called but this.
+std::optional<TileShape> forward_tile(int dim, int v_dim);
 
 struct ForwardParams {
     DType dtype;   // of q, k, v, and of out unless out_f32

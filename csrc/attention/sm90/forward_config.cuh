@@ -1,18 +1,12 @@
 #pragma once
 
-#include "csrc/common/macros.h"
 #include "csrc/common/sm90/mbarrier.cuh"
+#include "csrc/common/sm90/panel.h"
 #include "csrc/common/sm90/warpgroup.cuh"
 
 // What a forward kernel is made of: sizes known at compile time and the layout of shared memory.
 
 namespace jaxmagi::sm90 {
-
-inline constexpr int kPanelColumns = 64, kPanelRowBytes = 128;
-
-JAXMAGI_HOST_DEVICE constexpr int panels(int dim) {
-    return (dim + kPanelColumns - 1) / kPanelColumns;
-}
 
 // kDim, kVDim: what the matrix units work with; smaller head dimensions are filled up with zeros by TMA.
 // kWideKeys, kNarrowKeys: keys of a block. Wide blocks are faster, narrow ones leave less over at the ends of short bands;
@@ -30,6 +24,7 @@ struct ForwardConfig {
     // setmaxnreg: 384 x 168 (2 consumers) or 512 x 128 (3) registers at launch.
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
     static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+    static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= 65536 / kWarpgroupThreads);
     // Whether the warpgroups take turns at issuing products; with the longest products they do well without.
     static constexpr bool kTurns = kVDim <= 192;
 
@@ -46,22 +41,25 @@ struct alignas(16) TileMessage {
     bool wide;  // blocks
 };
 
-// How the logits of one block of keys are masked. A row r of the tile sees columns
-// [max(0, r + lower), min(num_columns, r + upper)) if row_begin <= r < row_end, and no column otherwise.
+// One block of keys, for the consumers. Row r of the tile sees columns [max(0, r + lower), min(num_columns, r + upper)) if
+// row_begin <= r < row_end, and no column otherwise; where not masked, every row sees every column.
 struct alignas(16) BlockMessage {
-    int row_begin, row_end, lower, upper;
-    int num_columns, masked;
-    int first_key;
+    int row_begin, row_end, lower, upper;  // read together
+    int num_columns;
+    bool masked;
+    int first_key;  // for the producer itself
 };
 
 template <typename Config> struct ForwardMemory {
     // A block's message is read when its keys may already be replaced, hence the longer ring.
     static constexpr int kTileMessages = 2, kBlockMessages = 2 * Config::kStages;
+    static constexpr int kSingleBarriers = 3;
     static constexpr int kQ = 0, kK = kQ + Config::kQBytes, kV = kK + Config::kStages * Config::kKBytes,
                          kTiles = kV + Config::kStages * Config::kVBytes,
                          kBlocks = kTiles + kTileMessages * static_cast<int>(sizeof(TileMessage)),
                          kBarriers = kBlocks + kBlockMessages * static_cast<int>(sizeof(BlockMessage)),
-                         kEnd = kBarriers + 8 * (4 + 4 * Config::kStages), kAlignment = 1024, kBytes = kEnd + kAlignment;
+                         kEnd = kBarriers + 8 * (kSingleBarriers + 4 * Config::kStages), kAlignment = 1024, kBytes = kEnd + kAlignment;
+    static_assert(kBytes <= 227 * 1024);
 
     char* base;  // aligned
 
@@ -95,7 +93,7 @@ template <typename Config> struct ForwardMemory {
     // By one thread.
     __device__ __forceinline__ void init_barriers() const {
         q_full().init(1);
-        q_empty().init(Config::kConsumers);
+        q_empty().init(Config::kConsumers * kWarpgroupThreads / 32);
         v_loaded().init(1);
         for (int stage = 0; stage < Config::kStages; ++stage) {
             k_full(stage).init(1);
@@ -111,7 +109,7 @@ private:
         return {shared_address(base) + kBarriers + 8 * index};
     }
     __device__ __forceinline__ Mbarrier stage_barrier(int kind, unsigned block) const {
-        return barrier(4 + kind * Config::kStages + block % Config::kStages);
+        return barrier(kSingleBarriers + kind * Config::kStages + block % Config::kStages);
     }
 };
 

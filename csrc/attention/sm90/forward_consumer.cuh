@@ -20,11 +20,11 @@ template <typename Config> struct ForwardConsumer {
 
     ForwardMemory<Config> memory;
     const ForwardArguments& args;
-    int index, thread;  // of the warpgroup; in it
-    unsigned block = 0;  // the newest whose logits were computed
+    int warpgroup, thread;  // among the consumers; in the warpgroup
+    unsigned block = 0;     // the one in work; between tiles, the next one
 
     __device__ __forceinline__ void run() {
-        if (Config::kTurns and index == 0)
+        if (Config::kTurns and warpgroup == 0)
             named_barrier_arrive(kFirstTurnBarrier, kTurnThreads);
         for (int turn = 0;; ++turn) {
             memory.q_full().wait(turn & 1);
@@ -39,42 +39,54 @@ template <typename Config> struct ForwardConsumer {
     }
 
 private:
-    __device__ __forceinline__ int row() const { return index * 64 + thread / 32 * 16 + thread % 32 / 4; }
+    __device__ __forceinline__ int row() const { return warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4; }
     __device__ __forceinline__ int first_column() const { return thread % 4 * 2; }
     __device__ __forceinline__ float to_log2() const { return Config::kSoftCap ? 1.f : args.logit_scale; }
 
+    // Of keys or values: one thread may speak for its warpgroup, since a product is finished by its four warps together.
     __device__ __forceinline__ void release(Mbarrier empty) const {
         if (thread == 0)
             empty.arrive();
+    }
+
+    // Of the queries and of the tile before: without products between, as in tiles that see nothing, warps may drift apart.
+    __device__ __forceinline__ void release_queries() const {
+        __syncwarp();
+        if (thread % 32 == 0)
+            memory.q_empty().arrive();
     }
 
     template <int kKeys> __device__ __forceinline__ void attend(int num_blocks, int turn) {
         RowState rows;
         Output out;
         float sink;
-#pragma unroll
-        for (int i = 0; i < Config::kVDim / 2; ++i)
-            out[i] = 0.f;
         if (num_blocks > 0) {
             Operand<kKeys> p;
             first_step<kKeys>(p, rows);
-            bool masked = num_blocks > 1 and is_masked(block + 1);
+            clear(out);
+            bool masked = num_blocks > 1 and await_keys(block + 1);
 #pragma unroll 1
-            for (int i = 1; i < num_blocks; ++i) {
+            for (int left = num_blocks - 1; left > 0; --left) {
                 ++block;
-                const bool more = i + 1 < num_blocks;
-                masked = masked ? step<kKeys, true>(out, p, rows, more)
-                                : step<kKeys, false>(out, p, rows, more);
+                masked = masked ? step<kKeys, true>(out, p, rows, left > 1)
+                                : step<kKeys, false>(out, p, rows, left > 1);
             }
             sink = load_sink(turn);  // arrives during the last product
-            release(memory.q_empty());
-            last_step<kKeys>(out, p, rows);
+            release_queries();
+            last_step<kKeys>(out, p);
         } else {
+            clear(out);
             sink = load_sink(turn);
-            release(memory.q_empty());
+            release_queries();
         }
         const ForwardEpilogue<Config> epilogue{args, memory.tile_message(turn), sink, row(), thread % 32};
         epilogue.store(out, rows, to_log2());
+    }
+
+    __device__ __forceinline__ static void clear(Output& out) {
+#pragma unroll
+        for (int i = 0; i < Config::kVDim / 2; ++i)
+            out[i] = 0.f;
     }
 
     __device__ __forceinline__ float load_sink(int turn) const {
@@ -95,13 +107,13 @@ private:
         round_to_operand<Element>(logits, p);
     }
 
-    // Returns whether the next block is masked.
+    // The keys are there already; waits for those of the next block, and returns whether it is masked.
     template <int kKeys, bool kMasked>
     __device__ __forceinline__ bool step(Output& out, Operand<kKeys>& p, RowState& rows, bool more) const {
         const unsigned previous = block - 1;
         Logits<kKeys> logits;
         if constexpr (Config::kTurns)
-            named_barrier_sync(kFirstTurnBarrier + index, kTurnThreads);
+            named_barrier_sync(kFirstTurnBarrier + warpgroup, kTurnThreads);
         pin(logits);
         pin(out);
         wgmma_fence();
@@ -112,13 +124,13 @@ private:
         multiply_values<kKeys>(out, p, previous);
         wgmma_commit();
         if constexpr (Config::kTurns)
-            named_barrier_arrive(kFirstTurnBarrier + (index + 1) % Config::kConsumers, kTurnThreads);
+            named_barrier_arrive(kFirstTurnBarrier + (warpgroup + 1) % Config::kConsumers, kTurnThreads);
         wgmma_wait<1>();
         pin(logits);
         release(memory.k_empty(block));
         const bool rescale = softmax<kKeys, kMasked>(logits, rows);
         finish_before_wait(rows);
-        const bool masked = more and is_masked(block + 1);
+        const bool masked = more and await_keys(block + 1);
         wgmma_wait<0>();
         pin(out);
         release(memory.v_empty(previous));
@@ -135,12 +147,13 @@ private:
             memory.q_empty().arrive();
     }
 
-    __device__ __forceinline__ bool is_masked(unsigned index) const {
-        memory.k_full(index).wait(memory.parity(index));
-        return memory.block_message(index).masked;
+    // Waits for the keys of a block; returns whether it is masked.
+    __device__ __forceinline__ bool await_keys(unsigned of) const {
+        memory.k_full(of).wait(memory.parity(of));
+        return memory.block_message(of).masked;
     }
 
-    template <int kKeys> __device__ __forceinline__ void last_step(Output& out, Operand<kKeys>& p, RowState& rows) {
+    template <int kKeys> __device__ __forceinline__ void last_step(Output& out, Operand<kKeys>& p) {
         memory.v_full(block).wait(memory.parity(block));
         pin(out);
         wgmma_fence();
@@ -154,7 +167,7 @@ private:
 
     template <int kKeys> __device__ __forceinline__ void multiply_keys(Logits<kKeys>& logits) const {
         constexpr int kUnused = 16;
-        const SwizzledOperand q(memory.q() + index * 64 * kPanelRowBytes, kUnused), k(memory.k(block), kUnused);
+        const SwizzledOperand q(memory.q() + warpgroup * 64 * kPanelRowBytes, kUnused), k(memory.k(block), kUnused);
 #pragma unroll
         for (int i = 0; i < Config::kDim / 16; ++i) {
             const int panel = i / 4, inside = i % 4 * 32;
@@ -165,8 +178,8 @@ private:
     }
 
     template <int kKeys>
-    __device__ __forceinline__ void multiply_values(Output& out, Operand<kKeys>& p, unsigned index) const {
-        const SwizzledOperand v(memory.v(index), kKeys * kPanelRowBytes);
+    __device__ __forceinline__ void multiply_values(Output& out, Operand<kKeys>& p, unsigned of) const {
+        const SwizzledOperand v(memory.v(of), kKeys * kPanelRowBytes);
 #pragma unroll
         for (int i = 0; i < kKeys / 16; ++i)
             Wgmma<Element, Config::kVDim>::template mma<1>(out, p[i], v.at(i * 16 * kPanelRowBytes), true);

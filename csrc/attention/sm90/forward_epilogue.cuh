@@ -7,8 +7,6 @@
 
 namespace jaxmagi::sm90 {
 
-inline constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
 // 4 x 4 words over the 4 lanes of a quad: lane t gets the t-th word of every lane.
 __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int lane) {
 #pragma unroll
@@ -90,28 +88,45 @@ private:
     // Of element i of the thread's output: an even one and the next lie side by side.
     __device__ __forceinline__ int column(int i) const { return i / 4 * 8 + lane % 4 * 2; }
     __device__ __forceinline__ bool exists(int r, int i) const { return exists(r) and i / 4 * 8 < args.v_dim; }
+    template <typename Pair> __device__ __forceinline__ Pair* row_of(void* data, int r) const {
+        return static_cast<Pair*>(data) + row_index(r) * args.v_dim / 2;
+    }
 
+    // From a thread's first row to its second, in pairs.
+    __device__ __forceinline__ int row_stride() const { return 8 * args.heads * args.v_dim / 2; }
+
+    // Loads are issued four at a time, or each would wait for the one before.
     __device__ __forceinline__ void add_previous(float (&out)[kCount], const float (&share)[2]) const {
+        const int64_t first = row_index(0) * args.v_dim / 2;
 #pragma unroll
-        for (int i = 0; i < kCount; i += 2) {
-            const int r = i / 2 % 2;
-            if (not exists(r, i) or share[r] == 0.f)
-                continue;
-            const int64_t at = (row_index(r) * args.v_dim + column(i)) / 2;
-            const float2 previous = args.out_f32
-                                        ? static_cast<const float2*>(args.previous_out)[at]
-                                        : Element::unpack(static_cast<const uint32_t*>(args.previous_out)[at]);
-            out[i] += share[r] * previous.x;
-            out[i + 1] += share[r] * previous.y;
+        for (int i = 0; i < kCount; i += 8) {
+            float2 pairs[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int r = j % 2, at = i + 2 * j;
+                const bool wanted = exists(r, at) and share[r] != 0.f;
+                pairs[j] = wanted ? previous_pair(first + r * row_stride() + column(at) / 2) : float2{};
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                out[i + 2 * j] += share[j % 2] * pairs[j].x;
+                out[i + 2 * j + 1] += share[j % 2] * pairs[j].y;
+            }
         }
     }
 
+    __device__ __forceinline__ float2 previous_pair(int64_t at) const {
+        return args.out_f32 ? static_cast<const float2*>(args.previous_out)[at]
+                            : Element::unpack(static_cast<const uint32_t*>(args.previous_out)[at]);
+    }
+
     __device__ __forceinline__ void store_f32(const float (&out)[kCount]) const {
+        float2* const first = row_of<float2>(args.out, 0);
 #pragma unroll
         for (int i = 0; i < kCount; i += 2) {
             const int r = i / 2 % 2;
             if (exists(r, i))
-                static_cast<float2*>(args.out)[(row_index(r) * args.v_dim + column(i)) / 2] = {out[i], out[i + 1]};
+                first[r * row_stride() + column(i) / 2] = {out[i], out[i + 1]};
         }
     }
 

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "csrc/attention/sm90/forward_launch.cuh"
-#include "csrc/attention/sm90/forward_tiles.h"
+#include "csrc/attention/sm90/forward_kernels.h"
 
 namespace jaxmagi::sm90 {
 

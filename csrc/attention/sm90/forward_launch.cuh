@@ -9,20 +9,6 @@
 
 namespace jaxmagi::sm90 {
 
-// What the keys and values of the heads that are worked on at a time may fill of the L2 cache (50 MB).
-inline constexpr int64_t kSectionBytes = int64_t{8} << 20;
-
-inline ForwardSchedule make_schedule(const ForwardParams& params, int tile_rows) {
-    const int tiles = ceil_div(params.q_len, tile_rows), key_heads = params.batch / params.plans * params.kv_heads;
-    const int64_t head_bytes = int64_t{2} * params.kv_len * (params.dim + params.v_dim);
-    const int64_t section = std::clamp<int64_t>(kSectionBytes / head_bytes, 1, key_heads);
-    return {.num_items = params.batch * params.heads * tiles,
-            .num_tiles = tiles,
-            .key_heads = key_heads,
-            .section = static_cast<int>(section),
-            .group = params.heads / params.kv_heads};
-}
-
 inline ForwardArguments make_arguments(const ForwardParams& params, int tile_rows) {
     const bool capped = params.soft_cap > 0;
     return {.schedule = make_schedule(params, tile_rows),
@@ -58,6 +44,8 @@ template <typename Config> cudaError_t encode_maps(const ForwardParams& params, 
     const HeadsTensor v{params.v, type, params.batch, params.kv_len, params.kv_heads, params.v_dim};
     cudaError_t error = encode_panel_map(q, Config::kRows, &maps->q);
     for (const bool wide : {false, true}) {
+        if (not wide and not Config::kTwoWidths)
+            continue;
         const int rows = wide ? Config::kWideKeys : Config::kNarrowKeys;
         if (error == cudaSuccess)
             error = encode_panel_map(k, rows, &maps->k[wide]);

@@ -6,6 +6,8 @@
 
 namespace jaxmagi::sm90 {
 
+inline constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -20,8 +22,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
 
 // To 4e-7 relative. The exponential loses digits near 0, where the series (x to the 7th power) has them.
 __device__ __forceinline__ float fast_tanh(float x) {
-    constexpr float kTwoLog2E = 2.885390081777927f;
-    const float large = 1.f - 2.f * reciprocal_approx(exp2_approx(x * kTwoLog2E) + 1.f);
+    const float large = 1.f - 2.f * reciprocal_approx(exp2_approx(x * (2.f * kLog2E)) + 1.f);
     const float square = x * x;
     const float series = fmaf(fmaf(fmaf(-17.f / 315.f, square, 2.f / 15.f), square, -1.f / 3.f), square, 1.f);
     return fabsf(x) < 0.25f ? x * series : large;

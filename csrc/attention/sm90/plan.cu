@@ -40,12 +40,12 @@ struct Threads {
     __device__ int num_warps() const { return count / kWarpSize; }
 };
 
-constexpr int words_per_tile = sizeof(PlannedTile) / sizeof(uint64_t);
+constexpr int kWordsPerTile = sizeof(PlannedTile) / sizeof(uint64_t);
 
-__host__ __device__ int64_t words_of_plan(int capacity, int num_tiles) {
-    const int64_t tiles = int64_t{num_tiles} * (words_per_tile + 1);
+JAXMAGI_HOST_DEVICE int64_t words_of_plan(int capacity, int num_tiles) {
+    const int64_t tiles = int64_t{num_tiles} * (kWordsPerTile + 1);
     const int64_t bands = capacity + ceil_div(ceil_div(capacity, kReachGroup), 2);
-    return round_up(tiles + bands, words_per_tile);
+    return round_up(tiles + bands, kWordsPerTile);
 }
 
 __device__ int num_tiles_of(const PlanParams& params) {
@@ -55,7 +55,7 @@ __device__ int num_tiles_of(const PlanParams& params) {
 __device__ Plan plan_at(const PlanParams& params, int64_t index) {
     const int num_tiles = num_tiles_of(params);
     uint64_t* workspace = params.workspace + index * words_of_plan(params.capacity, num_tiles);
-    uint64_t* tile_keys = workspace + int64_t{num_tiles} * words_per_tile;
+    uint64_t* tile_keys = workspace + int64_t{num_tiles} * kWordsPerTile;
     uint64_t* band_keys = tile_keys + num_tiles;
     return {.bands = params.bands + index * params.capacity * 6,
             .sorted = params.sorted + index * params.capacity,

@@ -11,7 +11,7 @@ struct Mbarrier {
     SharedAddress address;
 
     __device__ __forceinline__ void init(int count) const {
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address), "r"(count));
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address), "r"(count) : "memory");
     }
     __device__ __forceinline__ void arrive() const {
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");

@@ -1,5 +1,7 @@
 #include "csrc/common/sm90/tensor_map.h"
 
+#include "csrc/common/sm90/panel.h"
+
 namespace jaxmagi::sm90 {
 namespace {
 
@@ -23,11 +25,11 @@ cudaError_t encode_panel_map(const HeadsTensor& tensor, int rows, CUtensorMap* m
     static const cudaError_t found = encoder(&encode);
     if (found != cudaSuccess)
         return found;
-    constexpr int kBytes = 2;
     const cuuint64_t dim = tensor.dim, heads = tensor.heads, length = tensor.length, batch = tensor.batch;
     const cuuint64_t sizes[] = {dim, heads, length, batch};
-    const cuuint64_t strides[] = {dim * kBytes, heads * dim * kBytes, length * heads * dim * kBytes};
-    const cuuint32_t box[] = {64, 1, static_cast<cuuint32_t>(rows), 1}, steps[] = {1, 1, 1, 1};
+    const cuuint64_t strides[] = {dim * kElementBytes, heads * dim * kElementBytes,
+                                  length * heads * dim * kElementBytes};
+    const cuuint32_t box[] = {kPanelColumns, 1, static_cast<cuuint32_t>(rows), 1}, steps[] = {1, 1, 1, 1};
     const CUresult result =
         encode(map, tensor.type, 4, const_cast<void*>(tensor.data), sizes, strides, box, steps,
                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

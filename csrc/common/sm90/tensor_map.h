@@ -14,8 +14,7 @@ struct HeadsTensor {
     int64_t batch, length, heads, dim;
 };
 
-// Describes loads of boxes of 64 numbers of one head by `rows` positions, coordinates (number, head, position, example),
-// written as a panel with 128-byte swizzle.
+// Describes loads of panels: 64 numbers of one head by `rows` positions, coordinates (number, head, position, example).
 cudaError_t encode_panel_map(const HeadsTensor& tensor, int rows, CUtensorMap* map);
 
 }  // namespace jaxmagi::sm90

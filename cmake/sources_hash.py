@@ -1,0 +1,36 @@
+"""Which sources a module was built from: a hash of everything that decides what the kernels are.
+
+    python cmake/sources_hash.py HEADER          # writes it as kSourcesHash, where HEADER says otherwise
+
+The build puts it into `jaxmagi._cuda`, and the log of the GPU tests compares it with that of the tree.
+"""
+
+import hashlib
+import sys
+from pathlib import Path
+
+SOURCES = ("CMakeLists.txt", "cmake", "csrc", "xla_ffi")
+
+_HEADER = '#pragma once\n\ninline constexpr const char* kSourcesHash = "{}";\n'
+
+
+def sources_hash(root: Path) -> str:
+    """Sha256 over the names and contents of all files of `SOURCES`, but for what Python compiles."""
+    files = (path for name in SOURCES for path in (root / name, *(root / name).rglob("*")) if path.is_file())
+    digest = hashlib.sha256()
+    for path in sorted(path for path in files if "__pycache__" not in path.parts):
+        text = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()}\0{len(text)}\0".encode() + text)
+    return digest.hexdigest()
+
+
+def main() -> None:
+    """Leaves a header that is right untouched, for nothing to be compiled again."""
+    header = Path(sys.argv[1])
+    text = _HEADER.format(sources_hash(Path(__file__).resolve().parent.parent))
+    if not header.exists() or header.read_text() != text:
+        header.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
