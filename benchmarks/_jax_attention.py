@@ -1,7 +1,9 @@
-"""Attention in JAX, as work to be timed: ours, and the peers that JAX has."""
+"""Attention in JAX, as work to be timed: ours, and the peers that JAX has.
+
+A peer that is not installed raises ModuleNotFoundError.
+"""
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks._measure import DeviceWork
-from benchmarks._workloads import HEADS, KV_HEADS, Causal, Full, Workload
-from jaxmagi import AttnMask, attention, masks
+from benchmarks._workloads import HEADS, KV_HEADS, Causal, Full, Workload, shuffled_documents
+from jaxmagi import AttnMask, _native, attention
 from jaxmagi.attention import _cuda
 
 type Forward = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -104,17 +106,21 @@ def candidates(workload: Workload) -> dict[str, Callable[[Workload, int], Device
         found["ours, own plans"] = ours_planned_each_time
     if isinstance(workload.pattern, Full | Causal):
         found["cuDNN (jax.nn)"] = cudnn_by_jax
-        if importlib.util.find_spec("tokamax"):
-            found["tokamax"] = tokamax
+        found["tokamax"] = tokamax
     return found
 
 
 def plan(num_bands: int, num_tiles: int, passes: int) -> DeviceWork:
-    """The plan op alone, of masks of ``num_bands`` causal documents at head dimension 128."""
-    length = num_tiles * 128
-    mask = masks.documents(np.diff(np.linspace(0, length, num_bands + 1).astype(np.int32)))
+    """The plan op alone, of masks of ``num_bands`` shuffled causal documents at head dimension 128."""
+    extension = _native.extension("cuda")
+    if extension is None:
+        raise RuntimeError("jaxmagi was built without CUDA")
+    rows, _ = extension.forward_tile(128, 128)
+    length = num_tiles * rows
+    rng = np.random.default_rng(0)
+    masks = [jnp.asarray(shuffled_documents(rng, length, num_bands)[None]) for _ in range(passes)]
 
     def layers(bands: list[jax.Array]) -> list[jax.Array]:
         return [_cuda.plan(x, length, length, (128, 128))[1] for x in bands]
 
-    return _work(layers, passes, [jnp.array(mask.bands)[None] for _ in range(passes)])
+    return _work(layers, passes, masks)

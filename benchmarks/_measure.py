@@ -6,14 +6,16 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.extend import backend
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -27,16 +29,23 @@ class Timing:
     slowest: float
 
 
+def _in_turns(names: Iterable[str], repeats: int) -> Iterator[str]:
+    """All names in each repeat, and another one first: who follows an idle device finds it cooler."""
+    order = list(names)
+    for i in range(repeats if order else 0):
+        first = i % len(order)
+        yield from order[first:] + order[:first]
+
+
 def time_interleaved(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Timing]:
     """Times several calls in turns, so that a slow phase of the machine hits all of them alike."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         jax.block_until_ready(call())
-    for _ in range(repeats):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            seconds[name].append(time.perf_counter() - start)
+    for name in _in_turns(calls, repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(calls[name]())
+        seconds[name].append(time.perf_counter() - start)
     return {name: Timing(statistics.median(times), min(times), max(times)) for name, times in seconds.items()}
 
 
@@ -67,10 +76,10 @@ def time_on_device(works: dict[str, DeviceWork], repeats: int, batches: int) -> 
     must have run before.
     """
     seconds: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(repeats):
-        for name, work in works.items():
-            first = work.seconds(batches)
-            seconds[name].append((work.seconds(2 * batches) - first) / (batches * work.passes))
+    for name in _in_turns(works, repeats):
+        work = works[name]
+        first = work.seconds(batches)
+        seconds[name].append((work.seconds(2 * batches) - first) / (batches * work.passes))
     return {name: Timing(statistics.median(times), min(times), max(times)) for name, times in seconds.items()}
 
 
@@ -84,7 +93,36 @@ def environment() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "jaxlib": importlib.metadata.version("jaxlib"),
+        "jaxlib": package_version("jaxlib"),
+    }
+
+
+def package_version(name: str) -> str | None:
+    """None for a package that is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
+
+
+def gpu_environment() -> dict[str, Any]:
+    """The GPUs and the software of this process; None for what cannot be told."""
+    packages = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin")
+    return {
+        "date": datetime.date.today().isoformat(),
+        "gpu": jax.devices()[0].device_kind,
+        "gpus": len(jax.devices()),
+        "driver": _driver(),
+        "platform": " ".join(backend.get_backend().platform_version.split()),
+        **{name: package_version(name) for name in packages},
     }
 
 

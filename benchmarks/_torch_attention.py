@@ -1,20 +1,19 @@
 """Attention in PyTorch, as work to be timed: cuDNN, FlexAttention and FlashAttention-4.
 
-PyTorch is no dependency: without it, there are no candidates here. FlashAttention-4 is the package
-flash-attn-4; where it is not installed, it has no row.
+PyTorch and FlashAttention-4 (the package flash-attn-4) are no dependencies: what is not installed raises
+ModuleNotFoundError.
 """
 
 # pyright: reportMissingImports=false
 
 import functools
-import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from benchmarks._measure import DeviceWork
+from benchmarks._measure import DeviceWork, package_version
 from benchmarks._workloads import (
     HEADS,
     KV_HEADS,
@@ -116,7 +115,7 @@ def _mask_mod(pattern: Pattern) -> Callable[..., Any]:
 
 
 def flex(workload: Workload, layers: int) -> DeviceWork:
-    """FlexAttention, compiled; the block mask is made beforehand."""
+    """FlexAttention, compiled; the block mask is made beforehand (uncompiled, which is quicker once)."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -124,9 +123,7 @@ def flex(workload: Workload, layers: int) -> DeviceWork:
     queries, key, value = inputs(workload, layers)
     key, value = _heads_first(key), _heads_first(value)
     length = workload.pattern.length
-    block_mask = torch.compile(create_block_mask)(
-        _mask_mod(workload.pattern), None, None, length, length, device="cuda"
-    )
+    block_mask = create_block_mask(_mask_mod(workload.pattern), None, None, length, length, device="cuda")
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def forward(query: Any) -> Any:
@@ -166,22 +163,22 @@ def flash_attention_4(workload: Workload, layers: int) -> DeviceWork:
 
 def candidates(workload: Workload) -> dict[str, Callable[[Workload, int], DeviceWork]]:
     """Which of them can express the workload, by name. FlexAttention is for the masks that cuDNN lacks."""
-    if not importlib.util.find_spec("torch"):
-        return {}
     dense = isinstance(workload.pattern, Full | Causal)
     found = {"cuDNN": cudnn} if dense else {"FlexAttention": flex}
-    if importlib.util.find_spec("flash_attn") and not isinstance(workload.pattern, SharedPrefix | Video):
+    if not isinstance(workload.pattern, SharedPrefix | Video):
         found["FlashAttention-4"] = flash_attention_4
     return found
 
 
-def versions() -> dict[str, str]:
-    """Of what is there."""
+def versions() -> dict[str, str | None]:
+    """None for what is not installed."""
+    return {name: package_version(name) for name in ("torch", "flash-attn-4")} | {"cudnn": _cudnn_version()}
+
+
+def _cudnn_version() -> str | None:
+    """Of the cuDNN that PyTorch uses."""
     if not importlib.util.find_spec("torch"):
-        return {}
+        return None
     import torch
 
-    found = {"torch": torch.__version__, "cudnn": str(torch.backends.cudnn.version())}
-    if importlib.util.find_spec("flash_attn"):
-        found["flash-attn-4"] = importlib.metadata.version("flash-attn-4")
-    return found
+    return str(torch.backends.cudnn.version())

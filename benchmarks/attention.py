@@ -1,39 +1,49 @@
-"""The forward pass on a GPU beside cuDNN, FlexAttention and FlashAttention-4, in one run.
+"""The forward pass on a GPU beside its peers, in one run.
 
-    XLA_PYTHON_CLIENT_PREALLOCATE=false python -m benchmarks.attention [--rows REGEX] [--peers REGEX]
-        [--repeats 5] [--out FOLDER]
+    python -m benchmarks.attention [--rows REGEX] [--peers REGEX] [--repeats 5] [--out FOLDER]
+    python -m benchmarks.attention --plot FOLDER
 
-bfloat16, batch 1, 64 query heads, 8 key heads; unit-normal operands. Time on the device: several layers, each
-with its own query, are launched one after another, and what launching and waiting cost is subtracted. TFLOP/s
-count two products over exactly the visible cells. With --out, writes attention_h200.json and .png there.
+The peers: cuDNN by PyTorch and by jax.nn, FlexAttention, FlashAttention-4 and tokamax, each where it can
+express the mask. bfloat16, batch 1, 64 query heads, 8 key heads; unit-normal operands. TFLOP/s count two
+products over exactly the visible cells.
+
+Time on the device: several layers, each with its own query, are launched one after another, and what
+launching and waiting cost is subtracted. JAX, so ours too, runs without CUDA graphs. The layers of PyTorch's
+short rows are launched as one graph, for Python would take longer than they do. Ours plans once for all
+layers; on the short rows, where that counts, it is also measured with a plan for each layer, and that is what
+the peers are held against.
+
+With --out, writes attention_h200.json there after each row, and at the end the .png, which --plot draws anew.
 """
 
 import argparse
 import gc
 import importlib.util
+import json
 import math
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from benchmarks import _jax_attention, _torch_attention
-from benchmarks._measure import DeviceWork, Timing, save, time_on_device
+from benchmarks._measure import DeviceWork, Timing, gpu_environment, save, time_on_device
 from benchmarks._workloads import Workload, workloads
-from benchmarks.gpu_log import gpu_environment
 
 NAME = "attention_h200"
 PLAN = "plan of 4096 bands, 2048 tiles"
 BATCH_SECONDS, MAX_LAYERS = 8e-3, 32  # of the layers that one program runs
-MEASURED_SECONDS = 30e-3  # at least, so that the clock's errors do not matter
+MEASURED_SECONDS = 20e-3  # at least, so that the clock's errors do not matter
 
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds of one workload by one implementation; speedup: how many times as fast ours is."""
+    """Milliseconds of one workload by one implementation.
+
+    speedup: how many times as fast ours is; of short workloads, ours with plans of its own for each layer.
+    """
 
     workload: str
     direction: str
@@ -65,6 +75,8 @@ def make_works(workload: Workload, layers: int, peers: str) -> tuple[dict[str, D
             work = make(workload, layers)
             work.seconds(1)
             works[name] = work
+        except ModuleNotFoundError as error:
+            failures.append(Failure(workload.name, "forward", name, f"not installed: {error.name}"))
         except Exception as error:
             failures.append(Failure(workload.name, "forward", name, f"{type(error).__name__}: {error}"[:300]))
     return works, failures
@@ -80,7 +92,7 @@ def measure(workload: Workload, peers: str, repeats: int) -> list[Row | Failure]
 
 
 def to_rows(workload: Workload, timings: dict[str, Timing]) -> list[Row]:
-    ours, flops = timings.get("ours"), workload.flops()
+    ours, flops = timings.get("ours, own plans" if workload.is_short else "ours"), workload.flops()
     return [
         Row(
             workload=workload.name,
@@ -98,7 +110,7 @@ def to_rows(workload: Workload, timings: dict[str, Timing]) -> list[Row]:
 
 def measure_plan(repeats: int) -> dict[str, Any]:
     """The plan op alone, in microseconds."""
-    work = _jax_attention.plan(4096, 2048, passes=64)
+    work = _jax_attention.plan(num_bands=4096, num_tiles=2048, passes=64)
     work.seconds(1)
     timing = time_on_device({"plan": work}, repeats, batches=20)["plan"]
     return {"workload": PLAN} | {f"{name}_us": 1e6 * seconds for name, seconds in vars(timing).items()}
@@ -131,6 +143,30 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def run(rows: str, peers: str, repeats: int, out: Path | None) -> None:
+    """Measures what the patterns select; saves after each row, so that a run cut short leaves something."""
+    start = time.perf_counter()
+    about = gpu_environment() | _torch_attention.versions()
+    results: list[Any] = []
+
+    def done() -> None:
+        print(f"[{time.perf_counter() - start:.0f} s]", flush=True)
+        if out:
+            save(NAME, results, out, **about)
+
+    if re.search(rows, PLAN):
+        results.append(measure_plan(repeats))
+        print(results[-1])
+        done()
+    for workload in workloads():
+        if re.search(rows, workload.name):
+            measured = measure(workload, peers, repeats)
+            show(measured)
+            results += measured
+            done()
+            release_memory()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -139,44 +175,41 @@ def main() -> None:
     parser.add_argument("--peers", default="", metavar="REGEX", help="only peers whose name it finds")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write JSON and plot there")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="only draw the plot of the JSON there")
     arguments = parser.parse_args()
-    if os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") != "false":
-        parser.error("set XLA_PYTHON_CLIENT_PREALLOCATE=false: JAX would leave no memory to PyTorch")
-    results: list[Any] = []
-    for workload in workloads():
-        if re.search(arguments.rows, workload.name):
-            results += (rows := measure(workload, arguments.peers, arguments.repeats))
-            show(rows)
-            release_memory()
-    if re.search(arguments.rows, PLAN):
-        results.append(measure_plan(arguments.repeats))
-        print(results[-1])
+    if arguments.plot:
+        return plot(arguments.plot)
+    # Read when JAX first looks for a GPU. Otherwise, it would leave no memory to PyTorch.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    run(arguments.rows, arguments.peers, arguments.repeats, arguments.out)
     if arguments.out:
-        print("saved", save(NAME, results, arguments.out, **gpu_environment(), **_torch_attention.versions()))
-        plot(results, arguments.out / f"{NAME}.png")
+        plot(arguments.out)
 
 
-def plot(results: list[Any], path: Path) -> None:
+def plot(folder: Path) -> None:
     """Bars of TFLOP/s by workload, if matplotlib is there."""
     if not importlib.util.find_spec("matplotlib"):
         return
     import matplotlib.pyplot as plt
 
-    rows = [row for row in results if isinstance(row, Row)]
-    names = list(dict.fromkeys(row.workload for row in rows))
-    implementations = list(dict.fromkeys(row.implementation for row in rows))
-    height = 0.85 / len(implementations)
+    saved = json.loads((folder / f"{NAME}.json").read_text())
+    rows = [row for row in saved["rows"] if "tflops" in row]
+    names = list(dict.fromkeys(row["workload"] for row in rows))
+    implementations = list(dict.fromkeys(row["implementation"] for row in rows))
+    height = 0.85 / max(len(implementations), 1)
     figure, axes = plt.subplots(figsize=(9, 0.6 * len(names) + 1), layout="constrained")
     for i, implementation in enumerate(implementations):
-        chosen = [row for row in rows if row.implementation == implementation]
-        places = [names.index(row.workload) + (i - (len(implementations) - 1) / 2) * height for row in chosen]
-        axes.barh(places, [row.tflops for row in chosen], height, label=implementation)
+        chosen = [row for row in rows if row["implementation"] == implementation]
+        shift = (i - (len(implementations) - 1) / 2) * height
+        places = [names.index(row["workload"]) + shift for row in chosen]
+        axes.barh(places, [row["tflops"] for row in chosen], height, label=implementation)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlabel(f"TFLOP/s, forward, {jax.devices()[0].device_kind}")
+    axes.set_xlabel(f"TFLOP/s, forward, {saved['environment']['gpu']}")
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(loc="lower right", fontsize="small")
-    figure.savefig(path, dpi=120)
+    if rows:
+        axes.legend(loc="lower right", fontsize="small")
+    figure.savefig(folder / f"{NAME}.png", dpi=120)
 
 
 if __name__ == "__main__":

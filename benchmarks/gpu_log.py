@@ -1,17 +1,17 @@
 """The log of the GPU tests: which of them passed, where, and for which kernels.
 
-    python -m pytest -m gpu [--gpu-log PATH]     # on a machine with a GPU, all of tests/: writes the log
-    python -m benchmarks.gpu_log --check         # anywhere: exits 0 where the committed log is still true
+    python -m pytest -m gpu [--gpu-log PATH]               # on a machine with a GPU: writes the log
+    python -m benchmarks.gpu_log --check [--allow-stale]   # anywhere: exits 0 where the log is still true
 
 The log is true where every GPU test of the tree passed, and the kernels' sources are those that were tested.
-Only a whole run writes it: one of a part of the tests (a path, -k, --lf, -x that hit) would hold less.
+Only a whole run writes it, for one of a part of the tests (a path, -k, --lf, -x that hit) would hold less,
+and only one with a module that was built from the sources as they are: the module carries their hash.
 """
 
 import argparse
-import datetime
-import hashlib
-import importlib.metadata
 import json
+import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -19,52 +19,53 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.extend import backend
+
+from benchmarks._measure import gpu_environment
+from jaxmagi import _native
 
 if TYPE_CHECKING:
     import pytest
 
 ROOT = Path(__file__).parent.parent
 LOG = ROOT / "benchmarks" / "results" / "gpu-tests.json"
-SOURCES = ("csrc", "xla_ffi")
 _WORSE = ("passed", "skipped", "failed")
 
 
-def sources_hash(root: Path = ROOT) -> str:
-    """Sha256 over the names and contents of all files of `SOURCES`, but for what Python compiles."""
-    files = (path for folder in SOURCES for path in (root / folder).rglob("*") if path.is_file())
-    digest = hashlib.sha256()
-    for path in sorted(path for path in files if "__pycache__" not in path.parts):
-        text = path.read_bytes()
-        digest.update(f"{path.relative_to(root).as_posix()}\0{len(text)}\0".encode() + text)
-    return digest.hexdigest()
+def sources_hash() -> str:
+    """The hash of the tree's sources, as the build takes it."""
+    return runpy.run_path(str(ROOT / "cmake" / "sources_hash.py"))["sources_hash"](ROOT)
 
 
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[0]
-
-
-def gpu_environment() -> dict[str, Any]:
-    """The GPUs and the software of this process."""
-    packages = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin")
-    installed = {x.metadata["Name"]: x.version for x in importlib.metadata.distributions()}
-    return {
-        "date": datetime.date.today().isoformat(),
-        "gpu": jax.devices()[0].device_kind,
-        "gpus": len(jax.devices()),
-        "driver": _driver(),
-        "platform": " ".join(backend.get_backend().platform_version.split()),
-        **{name: installed[name] for name in packages if name in installed},
-    }
+def built_hash() -> str | None:
+    """The hash of the sources that the CUDA module was built from; None without the module."""
+    return getattr(_native.extension("cuda"), "sources", None)
 
 
 class Recorder:
-    """A plugin of pytest that writes the log at the end of a whole run."""
+    """A plugin of pytest that writes the log at the end of a whole run.
+
+    What it says of the machine and the sources is found out before the first test: what goes wrong there must
+    not cost a finished run.
+    """
 
     def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
+        self.header = {"sources": sources_hash(), **gpu_environment()}
         self.outcomes: dict[str, str] = {}
+        self.verdict = self._misfit()
+
+    def _misfit(self) -> str:
+        built, tree = built_hash(), self.header["sources"]
+        if built == tree:
+            return ""
+        return (
+            f"no GPU log: jaxmagi._cuda is built from sources {built}, and the tree is {tree}; build it again"
+        )
+
+    def pytest_report_header(self) -> str:
+        """Says at once that a run is in vain."""
+        return self.verdict or f"GPU log: {self.path}"
 
     def pytest_runtest_logreport(self, report: "pytest.TestReport") -> None:
         """Keeps the worst of set-up, call and tear-down."""
@@ -72,11 +73,18 @@ class Recorder:
         self.outcomes[report.nodeid] = max(known, report.outcome, key=_WORSE.index)
 
     def pytest_sessionfinish(self, session: "pytest.Session") -> None:
+        """Writes the log, unless the run was interrupted."""
+        if self.verdict:
+            return
         if len(self.outcomes) != len(session.items):
-            return  # interrupted
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        log = {"sources": sources_hash(), **gpu_environment(), "tests": self.outcomes}
-        self.path.write_text(json.dumps(log, indent=1) + "\n")
+            self.verdict = f"no GPU log: {len(self.outcomes)} of {len(session.items)} tests ran"
+            return
+        self.path.write_text(json.dumps(self.header | {"tests": self.outcomes}, indent=1) + "\n")
+        self.verdict = f"GPU log written to {self.path}"
+
+    def pytest_terminal_summary(self, terminalreporter: "pytest.TerminalReporter") -> None:
+        """Says whether there is a log."""
+        terminalreporter.write_line(self.verdict)
 
 
 def add_option(parser: "pytest.Parser") -> None:
@@ -111,15 +119,26 @@ def collect() -> list[str]:
     return tests
 
 
-def problems(log: dict[str, Any], tests: Iterable[str], sources: str) -> list[str]:
-    """Why a log does not show that these tests pass with these sources; empty if it does."""
-    found = []
+def is_uncommitted(path: Path) -> bool:
+    """Whether git knows of changes to a file; False where there is no git."""
+    if not shutil.which("git"):
+        return False
+    command = ["git", "status", "--porcelain", "--", str(path)]
+    return bool(subprocess.run(command, cwd=path.parent, capture_output=True, text=True).stdout)
+
+
+def failures(log: dict[str, Any]) -> list[str]:
+    """The tests of a log that did not pass."""
+    return [f"{name}: {outcome}" for name, outcome in log["tests"].items() if outcome != "passed"]
+
+
+def staleness(log: dict[str, Any], tests: Iterable[str], sources: str) -> list[str]:
+    """Why a log is not that of these tests and these sources as they are committed; empty if it is."""
+    found = [f"{name}: not in the log" for name in tests if name not in log["tests"]]
     if log["sources"] != sources:
-        found.append(
-            f"the log is of sources {log['sources'][:12]}, but {' and '.join(SOURCES)} are {sources[:12]}"
-        )
-    found += [f"{name}: not in the log" for name in tests if name not in log["tests"]]
-    found += [f"{name}: {outcome}" for name, outcome in log["tests"].items() if outcome != "passed"]
+        found.append(f"the log is of sources {log['sources'][:12]}, and the tree is {sources[:12]}")
+    if is_uncommitted(LOG):
+        found.append(f"{LOG} is not committed")
     return found
 
 
@@ -129,13 +148,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", required=True, help="check the committed log")
-    parser.parse_args()
+    parser.add_argument(
+        "--allow-stale", action="store_true", help="only warn of a log of other sources or tests"
+    )
+    arguments = parser.parse_args()
     if not LOG.exists():
         sys.exit(f"there is no {LOG}")
     log = json.loads(LOG.read_text())
-    found = problems(log, collect(), sources_hash())
-    if found:
-        sys.exit("\n".join(found))
+    failed, stale = failures(log), staleness(log, collect(), sources_hash())
+    if failed or (stale and not arguments.allow_stale):
+        sys.exit("\n".join(failed + stale))
+    for line in stale:
+        print(f"warning: {line}")
     print(f"{len(log['tests'])} tests passed on {log['gpu']}, {log['date']}")
 
 

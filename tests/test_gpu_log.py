@@ -2,6 +2,9 @@
 
 import json
 import os
+import re
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +12,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_log
+from jaxmagi import _native
 
 TESTS = {"tests/a.py::one": "passed", "tests/a.py::two[x]": "passed"}
 PROJECT = {
     "pytest.ini": "[pytest]\ntestpaths = tests\nmarkers = gpu",
     "tests/conftest.py": """
+import os
 import jax
 from benchmarks import gpu_log
 jax.default_backend = lambda: "gpu"
 gpu_log.gpu_environment = lambda: {"gpu": "a stand-in"}
+gpu_log.built_hash = lambda: os.environ.get("BUILT") or gpu_log.sources_hash()
 pytest_addoption, pytest_configure = gpu_log.add_option, gpu_log.record
 """,
     "tests/test_some.py": """
@@ -50,36 +56,61 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("arguments", "writes"),
-    [
-        ("-m gpu", True),
-        ("-m gpu tests/test_some.py", False),
-        ("-m gpu -k good", False),
-        ("-m gpu -x", False),
-        ("-m gpu --collect-only", False),
-        ("", False),
-    ],
-)
-def test_only_whole_runs_write(project: Path, arguments: str, writes: bool) -> None:
+def run_project(project: Path, arguments: str, **environment: str) -> tuple[Path, str]:
+    """The path for the log, and what was printed."""
     log = project / "out" / "log.json"
     command = [sys.executable, "-m", "pytest", "-q", f"--gpu-log={log}", *arguments.split()]
-    environment = os.environ | {"PYTHONPATH": str(gpu_log.ROOT), "JAX_PLATFORMS": "cpu"}
-    run = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
-    assert log.exists() == writes, run.stdout + run.stderr
-    if writes:
-        written = json.loads(log.read_text())
-        assert written["tests"] == {f"tests/test_some.py::{name}": x for name, x in ALL_TESTS.items()}
-        assert (written["sources"], written["gpu"]) == (gpu_log.sources_hash(), "a stand-in")
+    environment |= {"PYTHONPATH": str(gpu_log.ROOT), "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(command, cwd=project, env=os.environ | environment, capture_output=True, text=True)
+    return log, run.stdout + run.stderr
 
 
-def check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: dict[str, object] | None) -> None:
-    """``--check`` with this log committed, in a tree with `TESTS`."""
+def test_whole_run_writes(project: Path) -> None:
+    log, printed = run_project(project, "-m gpu")
+    assert f"GPU log written to {log}" in printed
+    written = json.loads(log.read_text())
+    assert written["tests"] == {f"tests/test_some.py::{name}": x for name, x in ALL_TESTS.items()}
+    assert (written["sources"], written["gpu"]) == (gpu_log.sources_hash(), "a stand-in")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("-m gpu tests/test_some.py", ""),
+        ("-m gpu -k good", ""),
+        ("-m gpu -x", "no GPU log: 1 of 5 tests ran"),
+        ("-m gpu --collect-only", ""),
+        ("", ""),
+    ],
+)
+def test_part_of_a_run_does_not_write(project: Path, arguments: str, message: str) -> None:
+    log, printed = run_project(project, arguments)
+    assert not log.exists()
+    assert message in printed
+
+
+def test_module_of_other_sources(project: Path) -> None:
+    log, printed = run_project(project, "-m gpu", BUILT="0123")
+    assert not log.exists()
+    assert "no GPU log: jaxmagi._cuda is built from sources 0123" in printed
+
+
+def test_module_says_what_it_was_built_from() -> None:
+    """Not that it is the tree: sources may have changed since."""
+    if _native.extension("cuda") is None:
+        pytest.skip("jaxmagi was built without CUDA")
+    assert re.fullmatch("[0-9a-f]{64}", gpu_log.built_hash() or "")
+
+
+def check(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: dict[str, object] | None, *options: str
+) -> None:
+    """``--check`` with this log, in a tree with `TESTS`."""
     if log is not None:
         (tmp_path / "log.json").write_text(json.dumps({"gpu": "x", "date": "y"} | log))
     monkeypatch.setattr(gpu_log, "LOG", tmp_path / "log.json")
     monkeypatch.setattr(gpu_log, "collect", lambda: list(TESTS))
-    monkeypatch.setattr(sys, "argv", ["gpu_log", "--check"])
+    monkeypatch.setattr(sys, "argv", ["gpu_log", "--check", *options])
     gpu_log.main()
 
 
@@ -101,6 +132,29 @@ def test_refused(
     assert exit.value.code != 0
 
 
+def test_uncommitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    log = {"sources": gpu_log.sources_hash(), "tests": TESTS}
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    with pytest.raises(SystemExit, match="is not committed"):
+        check(monkeypatch, tmp_path, log)
+    identity = ["-c", "user.name=x", "-c", "user.email=x", "-c", "commit.gpgsign=false"]
+    for command in (["add", "log.json"], [*identity, "commit", "-q", "-m", "x"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    check(monkeypatch, tmp_path, log)
+
+
+def test_stale_may_be_allowed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log: dict[str, object] = {"sources": "0" * 64, "tests": {"tests/a.py::one": "passed"}}
+    check(monkeypatch, tmp_path, log, "--allow-stale")
+    assert "warning: the log is of sources 000000000000" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"tests/a.py::one: failed"):
+        check(monkeypatch, tmp_path, log | {"tests": {"tests/a.py::one": "failed"}}, "--allow-stale")
+
+
 def test_no_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="there is no"):
         check(monkeypatch, tmp_path, None)
@@ -114,16 +168,34 @@ def test_accepted(
 
 
 def test_hash_covers_names_and_contents(tmp_path: Path) -> None:
+    sources_hash = runpy.run_path(str(gpu_log.ROOT / "cmake" / "sources_hash.py"))["sources_hash"]
     hashes = []
-    for name, text in [("csrc/a.h", "1"), ("csrc/b/c.cu", ""), ("xla_ffi/d.cc", "2"), ("csrc/b/c.cu", "3")]:
+    for name, text in [
+        ("CMakeLists.txt", "0"),
+        ("cmake/flags.in", "1"),
+        ("csrc/a.h", "1"),
+        ("csrc/b/c.cu", ""),
+        ("xla_ffi/d.cc", "2"),
+        ("csrc/b/c.cu", "3"),
+    ]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-        hashes.append(gpu_log.sources_hash(tmp_path))
+        hashes.append(sources_hash(tmp_path))
     assert len(set(hashes)) == len(hashes)
     (tmp_path / "csrc" / "__pycache__").mkdir()
     (tmp_path / "csrc" / "__pycache__" / "x.pyc").write_text("")
     (tmp_path / "README.md").write_text("")
-    assert gpu_log.sources_hash(tmp_path) == hashes[-1]
+    assert sources_hash(tmp_path) == hashes[-1]
+
+
+def test_header_is_kept_where_it_is_right(tmp_path: Path) -> None:
+    """So that a build without changes compiles nothing."""
+    header = tmp_path / "sources.h"
+    command = [sys.executable, gpu_log.ROOT / "cmake" / "sources_hash.py", header]
+    subprocess.run(command, check=True)
+    os.utime(header, (0, 0))
+    subprocess.run(command, check=True)
+    assert header.stat().st_mtime == 0
 
 
 def test_collects_this_tree() -> None:

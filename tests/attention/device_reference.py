@@ -5,28 +5,30 @@ all tests of a session share a handful of compiled programs. Only `_take_block` 
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
+from .helpers import Operands
+
 LSE_TOLERANCE = 1e-4
+
+# Of every row alone, in units of `Exact.unit`. Simulated kernels (blocks of keys, probabilities relative to a
+# maximum that lags, fp32 sums) reach 1.54 over a million rows of 2 to 1024 keys in 8 to 128 dimensions.
+ROW_TOLERANCE = 2.25
 
 _DIM = 256  # all head dimensions are padded to it
 _MAX_ROWS, _MAX_CELLS = 4096, 2**26
 _MIN_KEYS, _MIN_BANDS = 1024, 512
 
-
-class Operands(NamedTuple):
-    """Operands of attention, with a batch axis, or something for each of them."""
-
-    query: Any  # [B, T, N, D]
-    key: Any  # [B, S, K, D]
-    value: Any  # [B, S, K, Dv]
-    bands: Any  # int32[1 or B, C, 6]
-    sinks: Any  # float32[N], -inf for none
+# On GPUs most of the time would go to trying kernels for products of float64; the first of cuBLAS will do.
+_QUICK_TO_COMPILE: dict[str, str | bool] = {
+    "xla_gpu_autotune_level": "0",
+    "xla_gpu_enable_triton_gemm": False,
+}
 
 
 class Logits(NamedTuple):
@@ -53,6 +55,8 @@ class Report(NamedTuple):
     rounded: Deviation
     lse: float  # largest difference; relative to |lse| / 128 where that is above 1
     largest_out: float
+    rms_out: float
+    worst_row: float  # largest error of a row, in units of `Exact.unit`
     seen: int  # rows that see something
     wrong_blind: int  # numbers of blind rows that are not exactly 0 (output) or -inf (log-sum-exp)
 
@@ -84,6 +88,7 @@ class Exact(NamedTuple):
     out: jax.Array  # [R, _DIM]
     rounded: jax.Array  # [R, _DIM]
     lse: jax.Array  # [R]
+    unit: jax.Array  # [R], about the error of the output that rounding explains
 
 
 def _up_to_power(length: int, least: int) -> int:
@@ -159,14 +164,14 @@ def _counts(bands: jax.Array, rows: jax.Array, length: int) -> jax.Array:
     return _running_sum(steps[:, :length])
 
 
-def _round(x: jax.Array, to_half: bool) -> jax.Array:
+def _round(x: jax.Array, to_half: jax.Array) -> jax.Array:
     """To float16 or to bfloat16. Not by astype there and back, which XLA may leave out."""
     as_half = jax.lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)
     return jnp.where(to_half, as_half, jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7))
 
 
-@jax.jit
-def _exact(block: _Block, logits: Logits, is_half: bool) -> Exact:
+@functools.partial(jax.jit, compiler_options=_QUICK_TO_COMPILE)
+def _exact(block: _Block, logits: Logits, is_half: jax.Array) -> Exact:
     counts = _counts(block.bands, block.rows, block.key.shape[0])
     seen, seen_keys = counts > 0, (counts > 0).any(axis=0)[:, None]
     query, key, value = (x.astype(jnp.float64) for x in (block.query, block.key, block.value))
@@ -181,11 +186,25 @@ def _exact(block: _Block, logits: Logits, is_half: bool) -> Exact:
     peak = jnp.where(blind, 0, peak)
     p = counts * jnp.exp(s - peak[:, None])
     total = jnp.where(blind, 1, p.sum(axis=1) + jnp.exp(block.sinks.astype(jnp.float64) - peak))
+    out = (p @ value) / total[:, None]
     return Exact(
-        out=(p @ value) / total[:, None],
+        out=out,
         rounded=_round((_round(p, is_half) @ value) / total[:, None], is_half),
         lse=jnp.where(blind, -jnp.inf, peak + jnp.log(total)),
+        unit=_unit(out, jnp.sqrt(p**2 @ value**2) / total[:, None], peak, is_half),
     )
+
+
+def _unit(out: jax.Array, noise: jax.Array, peak: jax.Array, is_half: jax.Array) -> jax.Array:
+    """Half an ulp of a row's largest number and of what its probabilities' roundings sum up to, as they are
+    independent; and what rounding large logits to fp32 makes of the latter.
+
+    Output below the dtype's normal numbers is rounded to a multiple of the smallest, or flushed in bfloat16.
+    """
+    half_ulp = jnp.where(is_half, 2.0**-11, 2.0**-8)
+    least = jnp.where(is_half, 2.0**-14, 2.0**-118)
+    largest, noise = jnp.abs(out).max(axis=1), noise.max(axis=1)
+    return half_ulp * jnp.maximum(least, jnp.hypot(largest, noise)) + 2.0**-22 * jnp.abs(peak) * noise
 
 
 @jax.jit
@@ -201,26 +220,30 @@ def _measure(block: _Block, exact: Exact) -> jax.Array:
     lse_error = jnp.where(seen, lse - exact_lse, 0) / jnp.maximum(1, jnp.abs(exact_lse) / 128)
     wrong_blind = jnp.sum(jnp.where(blind[:, None], out != 0, False))
     wrong_blind += jnp.sum(jnp.where(blind, ~jnp.isneginf(lse), False))
-    largest = [jnp.abs(x).max() for x in (*errors, lse_error, jnp.where(rows[:, None], exact.out, 0))]
-    sums = [*(jnp.sum(x**2) for x in errors), jnp.sum(seen), wrong_blind]
+    exact_out = jnp.where(rows[:, None], exact.out, 0)
+    of_rows = jnp.where(seen, jnp.abs(errors[0]).max(axis=1) / exact.unit, 0)
+    largest = [jnp.abs(x).max() for x in (*errors, lse_error, exact_out, of_rows)]
+    sums = [*(jnp.sum(x**2) for x in (*errors, exact_out)), jnp.sum(seen), wrong_blind]
     # max may drop NaN, sums do not.
     return jnp.stack([*largest, jnp.sum(lse_error), *(x.astype(jnp.float64) for x in sums)])
 
 
 def _report(measured: np.ndarray, numbers: int) -> Report:
     """From the rows of `_measure`, for an output of so many numbers."""
-    largest, sums = measured[:, :4].max(axis=0), measured[:, 5:].sum(axis=0)
-    lse = largest[2] if np.isfinite(measured[:, 4]).all() else np.nan
-    rms = np.sqrt(sums[:2] / max(1, numbers))
+    largest, sums = measured[:, :5].max(axis=0), measured[:, 6:].sum(axis=0)
+    lse = largest[2] if np.isfinite(measured[:, 5]).all() else np.nan
+    rms = np.sqrt(sums[:3] / max(1, numbers))
     if np.isnan(sums[0]):
-        largest[0] = np.nan
+        largest[[0, 4]] = np.nan
     return Report(
         out=Deviation(largest[0], rms[0]),
         rounded=Deviation(largest[1], rms[1]),
         lse=lse,
         largest_out=largest[3],
-        seen=int(sums[2]),
-        wrong_blind=int(sums[3]),
+        rms_out=rms[2],
+        worst_row=largest[4],
+        seen=int(sums[3]),
+        wrong_blind=int(sums[4]),
     )
 
 
@@ -237,7 +260,7 @@ def judge(
     row_list = np.arange(q_len, dtype=np.int32) if rows is None else np.asarray(rows, np.int32)
     size = _size(operands)
     num_blocks = -(-len(row_list) * (heads // kv_heads) // size.rows)
-    is_half = operands.query.dtype == jnp.float16
+    is_half = jnp.asarray(operands.query.dtype == jnp.float16)
     measured = []
     with jax.enable_x64(True):
         for place in np.ndindex(batch, kv_heads, num_blocks):
@@ -250,11 +273,21 @@ def judge(
 def check(report: Report, dtype: jax.typing.DTypeLike) -> None:
     """Asserts that the result is right: at most twice the error that rounding makes, and exact zeros.
 
-    Where rounding happens to make next to no error (one key, say), an eighth of an ulp of the largest output
-    is allowed.
+    Where rounding happens to make next to no error (one key, say), an eighth of an ulp of the output is
+    allowed. The largest numbers, of rows that see few keys, say nothing of the others: hence each row too.
     """
-    slack = float(jnp.finfo(dtype).eps) / 8 * report.largest_out
+    slack = float(jnp.finfo(dtype).eps) / 8
+    compared = (
+        *report.out,
+        *report.rounded,
+        report.lse,
+        report.largest_out,
+        report.rms_out,
+        report.worst_row,
+    )
+    assert np.isfinite(compared).all(), f"not finite: {report}"
     assert report.wrong_blind == 0, f"rows that see nothing: {report}"
-    assert report.out.largest <= 2 * report.rounded.largest + slack, f"output: {report}"
-    assert report.out.rms <= 2 * report.rounded.rms + slack, f"output: {report}"
+    assert report.out.largest <= 2 * report.rounded.largest + slack * report.largest_out, f"output: {report}"
+    assert report.out.rms <= 2 * report.rounded.rms + slack * report.rms_out, f"output: {report}"
+    assert report.worst_row <= ROW_TOLERANCE, f"a row of the output: {report}"
     assert report.lse <= LSE_TOLERANCE, f"log-sum-exp: {report}"

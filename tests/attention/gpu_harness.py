@@ -1,6 +1,8 @@
 """The forward kernel on the GPU, on cached inputs, judged against fp64."""
 
 import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -9,8 +11,13 @@ import numpy as np
 
 from jaxmagi.attention import attention, attention_forward
 from jaxmagi.masks import AttnMask
+from tests.cases import tile_edge_bands
 
-from .device_reference import Logits, Operands, Report, check, judge
+from .device_reference import Logits, Report, check, judge
+from .helpers import Operands
+
+CAPACITY = 64  # of random masks
+KERNEL_DIMS = [*[(dim, dim) for dim in (64, 96, 128, 192, 256)], (192, 128)]
 
 
 class Shape(NamedTuple):
@@ -66,6 +73,14 @@ def make_operands(shape: Shape, bands: np.ndarray, sinks: np.ndarray | None = No
     return Operands(*arrays(shape), jnp.asarray(bands), jnp.asarray(sinks, np.float32))
 
 
+def random_operands(
+    rng: np.random.Generator, shape: Shape, *, count: int = 20, with_sinks: bool = False
+) -> Operands:
+    """Under random bands that many rows share."""
+    bands = pad_bands(tile_edge_bands(rng, shape.q_len, shape.kv_len, count), CAPACITY)
+    return make_operands(shape, bands, rng.standard_normal(shape.heads) if with_sinks else None)
+
+
 def default_logits(operands: Operands) -> Logits:
     return Logits(operands.query.shape[-1] ** -0.5)
 
@@ -111,6 +126,23 @@ def run_and_check(operands: Operands, logits: Logits | None = None, rows: Any = 
     report = judge(operands, logits, out, lse, rows)
     check(report, operands.query.dtype)
     return report
+
+
+def with_command_buffers(function: Callable[..., Any], kinds: str, dump: Path) -> Callable[..., Any]:
+    """Compiled, the operations of these kinds ("" for none) captured; XLA dumps what it runs."""
+    options = {
+        "xla_gpu_enable_command_buffer": kinds,
+        "xla_gpu_graph_min_graph_size": 1,
+        "xla_dump_to": str(dump),
+    }
+    return jax.jit(function, compiler_options=options)
+
+
+def has_command_buffers(dump: Path) -> bool:
+    """Whether a program compiled by `with_command_buffers` runs any."""
+    sequences = list(dump.glob("*thunk_sequence*.txt"))
+    assert sequences, f"XLA left no list of what it runs among {sorted(x.name for x in dump.iterdir())}"
+    return any("kCommandBuffer" in path.read_text() for path in sequences)
 
 
 def assert_same(first: tuple[jax.Array, ...], second: tuple[jax.Array, ...]) -> None:

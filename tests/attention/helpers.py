@@ -31,6 +31,16 @@ class Inputs(NamedTuple):
         return Inputs(*map(function, self))
 
 
+class Operands(NamedTuple):
+    """Operands of attention, with a batch axis, or something for each of them."""
+
+    query: Any  # [B, T, N, D]
+    key: Any  # [B, S, K, D]
+    value: Any  # [B, S, K, Dv]
+    bands: Any  # int32[1 or B, C, 6]
+    sinks: Any  # float32[N], -inf for none
+
+
 class Results(NamedTuple):
     """The op's results and gradients."""
 

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +13,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxmagi.attention import Partial, attention_forward, merge
 from tests.cases import FP32_TOLERANCE, FP64_TOLERANCE, random_bands
 
-from .helpers import max_error
+from .helpers import Operands, max_error
 
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, DIM, V_DIM = 2, 30, 40, 4, 2, 8, 12
-
-
-class Operands(NamedTuple):
-    """Those of `attention_forward`, in its order."""
-
-    q: Any
-    k: Any
-    v: Any
-    bands: Any
-    sinks: Any
 
 
 def make_operands(
@@ -39,9 +29,9 @@ def make_operands(
 
     bands = [random_bands(rng, Q_LEN // 2, KV_LEN, 4) for _ in range(int(np.prod(leading)))]
     return Operands(
-        q=normal(Q_LEN, HEADS, DIM),
-        k=normal(KV_LEN, KV_HEADS, DIM),
-        v=normal(KV_LEN, KV_HEADS, V_DIM),
+        query=normal(Q_LEN, HEADS, DIM),
+        key=normal(KV_LEN, KV_HEADS, DIM),
+        value=normal(KV_LEN, KV_HEADS, V_DIM),
         bands=jnp.asarray(np.reshape(bands, (*leading, 1, 4, 6)), jnp.int32),
         sinks=jnp.asarray(
             rng.standard_normal((*leading, HEADS)) if sinks else -np.inf * np.ones((*leading, HEADS)),
@@ -65,7 +55,7 @@ def forward(
     static: dict[str, Any] = {
         "scale": 0.3,
         "soft_cap": 0.0,
-        "out_dtype": operands.q.dtype if previous is None else previous.out.dtype,
+        "out_dtype": operands.query.dtype if previous is None else previous.out.dtype,
         "implementation": None,
     }
     return Partial(*attention_forward(*operands, previous=previous, **(static | options)))
@@ -116,8 +106,8 @@ def test_stages_are_as_good_as_all_keys_at_once(rng: np.random.Generator, implem
     result = None
     for first in range(0, KV_LEN, 10):
         stage = operands._replace(
-            k=operands.k[:, first : first + 10],
-            v=operands.v[:, first : first + 10],
+            key=operands.key[:, first : first + 10],
+            value=operands.value[:, first : first + 10],
             bands=jnp.asarray([[[0, Q_LEN, 0, 10, -(2**30), 2**30]]], jnp.int32),
             sinks=operands.sinks if first == 10 else jnp.full(HEADS, -jnp.inf),
         )
@@ -129,7 +119,7 @@ def test_stages_are_as_good_as_all_keys_at_once(rng: np.random.Generator, implem
 
 @pytest.mark.parametrize(
     "mapped",
-    ["all", "previous", "sinks", "q", "sinks+previous", "q+sinks", "bands+previous"],
+    ["all", "previous", "sinks", "query", "sinks+previous", "query+sinks", "bands+previous"],
 )
 def test_vmap(rng: np.random.Generator, mapped: str) -> None:
     size = 3

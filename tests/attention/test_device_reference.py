@@ -1,5 +1,6 @@
 """The reference of the GPU tests against the host's, and that it notices what is wrong."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmagi import masks
 from jaxmagi.attention import attention_reference
 from jaxmagi.masks import AttnMask
 from tests.cases import random_bands
 
 from . import device_reference
-from .device_reference import Logits, Operands, Report, check, judge
-from .helpers import CAPACITY, KV_LEN, Q_LEN, make_inputs
+from .device_reference import Logits, Report, check, judge
+from .helpers import CAPACITY, KV_LEN, Q_LEN, Operands, make_inputs
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +52,8 @@ def test_agrees_with_the_host(rng: np.random.Generator, dtype: Any, soft_cap: fl
     operands, logits = make_operands(rng, dtype), Logits(-0.3, soft_cap)
     report = judge(operands, logits, *exact(operands, logits))
     assert report.out.largest <= 1e-6 and report.lse <= 1e-6 and report.wrong_blind == 0
-    assert report.largest_out > 1 and report.seen > 100
+    assert report.largest_out > 1 and report.worst_row < 0.01 and report.seen > 100
+    assert report.rms_out == pytest.approx(float(np.sqrt(np.mean(np.square(exact(operands, logits)[0])))))
     eps = float(jnp.finfo(dtype).eps)
     assert eps / 4 < report.rounded.largest < 2 * eps * report.largest_out
     check(report, dtype)
@@ -82,3 +85,48 @@ def test_faults_are_noticed(rng: np.random.Generator, fault: str) -> None:
     report: Report = judge(operands, logits, *spoil(*exact(operands, logits), fault))
     with pytest.raises(AssertionError):
         check(report, jnp.bfloat16)
+
+
+LONG = 4096
+
+
+@functools.cache
+def long_causal() -> tuple[Operands, np.ndarray, jax.Array, jax.Array]:
+    """Thousands of rows, the probabilities, and the result of a kernel that rounds as it has to."""
+    rng = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(rng.standard_normal((1, LONG, 1, 64)), jnp.bfloat16) for _ in range(3))
+    operands = Operands(query, key, value, masks.causal(LONG).bands[None], np.full(1, -np.inf, np.float32))
+    q, k, v = (np.asarray(x[0, :, 0], np.float32) for x in (query, key, value))
+    s = np.where(np.tri(LONG, dtype=bool), q @ k.T / 8, -np.inf)
+    p = np.exp(s - s.max(axis=1, keepdims=True))
+    total = p.sum(axis=1, keepdims=True)
+    out = np.asarray(jnp.asarray(p, jnp.bfloat16), np.float32) @ v / total
+    lse = s.max(axis=1) + np.log(total[:, 0])
+    return operands, p / total, jnp.asarray(out)[None, :, None], jnp.asarray(lse)[None, :, None]
+
+
+def mutate(mutant: str) -> jax.Array:
+    """The output of `long_causal`, wrong by little where it is small."""
+    operands, p, out, _ = long_causal()
+    if mutant == "half of the rows":
+        return out.at[:, LONG // 2 :].multiply(1.05)
+    if mutant == "late rows":
+        return out.at[:, -LONG // 8 :].multiply(1.02)
+    if mutant == "eight keys":
+        keys = slice(LONG - 128, LONG - 120)
+        return out.at[0, :, 0].add(-p[:, keys] @ np.asarray(operands.value[0, keys, 0], np.float32))
+    return out
+
+
+@pytest.mark.parametrize("mutant", ["none", "half of the rows", "eight keys", "late rows"])
+def test_small_faults_in_late_rows_are_noticed(monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
+    """Which no maximum over all rows shows: the first rows' numbers, and so their errors, are far larger."""
+    monkeypatch.setattr(device_reference, "_MAX_ROWS", 1024)
+    operands, *_, lse = long_causal()
+    report = judge(operands, Logits(0.125), mutate(mutant).astype(jnp.bfloat16), lse)
+    assert report.out.largest <= 2 * report.rounded.largest
+    if mutant == "none":
+        return check(report, jnp.bfloat16)
+    with pytest.raises(AssertionError, match="output"):
+        check(report, jnp.bfloat16)
+    assert report.worst_row > 1.5 * device_reference.ROW_TOLERANCE

@@ -48,9 +48,11 @@ def test_nothing_to_do(q_len: int, kv_len: int) -> None:
 
 def test_margin_out_of_range() -> None:
     problem = make_operands(Shape(LENGTH, LENGTH), np.asarray(MASK.bands))
-    for sm_margin in (-1, 1000):
-        with pytest.raises(Exception, match=str(sm_margin)):
-            jax.block_until_ready(forward(problem, sm_margin=sm_margin))
+    with pytest.raises(ValueError, match="sm_margin must be at least 0, but is -1"):
+        forward(problem, sm_margin=-1)
+    message = r"sm_margin must be at least 0 and less than the \d+ SMs of the NVIDIA .*, got 1000"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(forward(problem, sm_margin=1000))
 
 
 def test_float32_gradients_by_default(rng: np.random.Generator) -> None:

@@ -10,8 +10,9 @@ import pytest
 from jaxmagi import masks
 from tests.cases import document_lengths
 
-from .device_reference import Operands, check, judge
+from .device_reference import check, judge
 from .gpu_harness import default_logits, run
+from .helpers import Operands
 
 pytestmark = pytest.mark.gpu
 

@@ -1,5 +1,6 @@
 """The forward kernel on all kinds of operands: head dimensions, dtypes, groups, options, extreme numbers."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,31 +10,36 @@ import pytest
 from jaxmagi import masks
 from tests.cases import tile_edge_bands
 
-from .device_reference import Logits, Operands
-from .gpu_harness import Shape, as_mask, default_logits, make_operands, pad_bands, run, run_and_check
+from .device_reference import Logits
+from .gpu_harness import (
+    CAPACITY,
+    KERNEL_DIMS,
+    Shape,
+    as_mask,
+    default_logits,
+    make_operands,
+    pad_bands,
+    random_operands,
+    run,
+    run_and_check,
+)
+from .helpers import Operands
 
 pytestmark = pytest.mark.gpu
 
-Q_LEN, KV_LEN, CAPACITY = 333, 401, 64
+Q_LEN, KV_LEN = 333, 401
 DIMS = [
-    *[(dim, dim) for dim in (64, 96, 128, 192, 256)],
-    (192, 128),
+    *KERNEL_DIMS,
     *[(dim, dim) for dim in (8, 40, 72, 80, 100, 160, 224)],
     (64, 128),
     (256, 64),
     (36, 100),
 ]
 
-
-def random_operands(
-    rng: np.random.Generator, shape: Shape, *, count: int = 20, with_sinks: bool = False
-) -> Operands:
-    """Under random bands that many rows share."""
-    bands = pad_bands(tile_edge_bands(rng, shape.q_len, shape.kv_len, count), CAPACITY)
-    return make_operands(shape, bands, rng.standard_normal(shape.heads) if with_sinks else None)
+both_dtypes = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@both_dtypes
 @pytest.mark.parametrize(("dim", "v_dim"), DIMS)
 def test_head_dimensions(rng: np.random.Generator, dim: int, v_dim: int, dtype: Any) -> None:
     shape = Shape(Q_LEN, KV_LEN, 4, 2, dim, v_dim, dtype)
@@ -58,11 +64,17 @@ def test_scale(rng: np.random.Generator, scale: float) -> None:
     run_and_check(random_operands(rng, Shape(Q_LEN, KV_LEN), with_sinks=True), Logits(scale))
 
 
-@pytest.mark.parametrize("scale", [0.1, -0.1, 0.0])
-@pytest.mark.parametrize(("dim", "soft_cap"), [(64, 50.0), (128, 2.0), (256, 30.0)])
-def test_soft_cap(rng: np.random.Generator, dim: int, soft_cap: float, scale: float) -> None:
-    shape = Shape(Q_LEN, KV_LEN, dim=dim, v_dim=dim)
-    run_and_check(random_operands(rng, shape, with_sinks=True), Logits(scale, soft_cap))
+@both_dtypes
+@pytest.mark.parametrize(("dim", "v_dim"), KERNEL_DIMS)
+def test_soft_cap(rng: np.random.Generator, dim: int, v_dim: int, dtype: Any) -> None:
+    """Which compiles to kernels of their own."""
+    shape = Shape(Q_LEN, KV_LEN, 4, 2, dim, v_dim, dtype)
+    run_and_check(random_operands(rng, shape, with_sinks=True), Logits(0.1, 2.0))
+
+
+@pytest.mark.parametrize(("scale", "soft_cap"), [(0.1, 50.0), (-0.1, 30.0), (0.0, 2.0)])
+def test_scale_of_capped_logits(rng: np.random.Generator, scale: float, soft_cap: float) -> None:
+    run_and_check(random_operands(rng, Shape(Q_LEN, KV_LEN), with_sinks=True), Logits(scale, soft_cap))
 
 
 def test_saturated_soft_cap(rng: np.random.Generator) -> None:
@@ -75,11 +87,51 @@ def test_large_sinks(rng: np.random.Generator) -> None:
         run_and_check(operands._replace(sinks=jnp.asarray(sinks, jnp.float32)))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@both_dtypes
 def test_huge_logits(rng: np.random.Generator, dtype: Any) -> None:
     """Logits of thousands: each row comes down to a key or two."""
     operands = random_operands(rng, Shape(Q_LEN, KV_LEN, dtype=dtype))
     run_and_check(operands._replace(query=operands.query * 64), Logits(1.0))
+
+
+LAGS = {  # from block to block of keys, in units of log 2; a reference lags behind the maximum by up to 8
+    "just below 8": [7.75],
+    "just above 8": [8.25],
+    "exactly 8": [8.0],
+    "slowly": [1.5],
+    "huge": [300.0],
+    "falling": [-8.25],
+    "falling steeply": [-300.0],
+    "up and down": [7.75, 7.75, -20.0],
+    "steeply up and down": [300.0, -290.0],
+}
+
+
+def with_rising_logits(operands: Operands, steps: list[float], block: int) -> Operands:
+    """The logits, with scale log 2, are a level per block of keys in units of log 2, and little else.
+
+    The first two dimensions hold the level, in sixteens and units: 16 bits would not hold it in one.
+    """
+    kv_len = operands.key.shape[1]
+    blocks = -(-kv_len // block)
+    level = np.cumsum(np.resize(steps, blocks)).repeat(block)[:kv_len]
+    sixteens, units = (jnp.asarray(x, operands.key.dtype)[None, :, None] for x in np.divmod(level, 16))
+    key = (0.005 * operands.key).at[..., 0].set(sixteens).at[..., 1].set(units)
+    return operands._replace(query=operands.query.at[..., 0].set(16).at[..., 1].set(1), key=key)
+
+
+@both_dtypes
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_maximum_that_rises(dim: int, dtype: Any) -> None:
+    shape = Shape(2500, 2500, 2, 1, dim, dim, dtype)
+    operands = make_operands(shape, np.asarray(masks.causal(2500).bands))
+    for name, steps in LAGS.items():
+        for block in (64, 128):
+            try:
+                run_and_check(with_rising_logits(operands, steps, block), Logits(math.log(2)))
+            except AssertionError as error:
+                error.add_note(f"{name}, blocks of {block} keys")
+                raise
 
 
 def test_large_values(rng: np.random.Generator) -> None:

@@ -1,10 +1,10 @@
-r"""Small runs of every kernel, for compute-sanitizer: it slows programs down too much for the other tests.
+"""Small runs of every kernel, for compute-sanitizer: it slows programs down too much for the other tests."""
 
-    XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck --target-processes all \
-        --error-exitcode 1 python -m pytest -m gpu -k sanitizer_subset tests/attention
-
-With that allocator each array is an allocation of its own, so that a step beyond its end is seen.
-"""
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,18 +13,16 @@ import pytest
 from jaxmagi.attention import Partial, attention_reference
 from tests.cases import tile_edge_bands
 
-from .device_reference import Operands
-from .gpu_harness import forward
-from .helpers import make_inputs, max_error
+from .gpu_harness import KERNEL_DIMS, forward
+from .helpers import Operands, make_inputs, max_error
 
 pytestmark = pytest.mark.gpu
 
 Q_LEN, KV_LEN = 205, 203
+DIMS = [*KERNEL_DIMS, (40, 72)]
 
 
-@pytest.mark.parametrize(
-    ("dim", "v_dim"), [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (40, 72)]
-)
+@pytest.mark.parametrize(("dim", "v_dim"), DIMS)
 def test_sanitizer_subset(rng: np.random.Generator, dim: int, v_dim: int) -> None:
     """Ragged lengths, per-example bands, sinks; then with soft cap, accumulated into the first result."""
     x = make_inputs(rng, q_len=Q_LEN, kv_len=KV_LEN, heads=2, kv_heads=1, dim=dim, v_dim=v_dim)
@@ -43,3 +41,22 @@ def test_sanitizer_subset(rng: np.random.Generator, dim: int, v_dim: int) -> Non
     _, again = forward(no_sinks, scale=0.1, soft_cap=8.0, out_dtype=jnp.float32, previous=Partial(out, lse))
     _, capped = attention_reference(*operands[:4], scale=0.1, logits_soft_cap=8.0)
     assert max_error(again, np.logaddexp(want_lse, capped)) <= 1e-4
+
+
+def test_memcheck_is_clean() -> None:
+    """The tests above in another process, with each array an allocation, to see steps beyond its end."""
+    sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
+    assert sanitizer is not None, "compute-sanitizer, a part of CUDA, is not on the PATH"
+    memcheck = [sanitizer, "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "1"]
+    tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-k", "test_sanitizer_subset", __file__]
+    run = subprocess.run(
+        [*memcheck, *tests, "-p", "no:cacheprovider"],
+        cwd=Path(__file__).parent.parent.parent,
+        env=os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    report = run.stdout + run.stderr
+    assert run.returncode == 0, report
+    assert "ERROR SUMMARY: 0 errors" in report and f"{len(DIMS)} passed" in report, report

@@ -181,8 +181,8 @@ template <typename Element, int... kColumns> void check_shapes(Verdict& verdict)
 int main() {
     using namespace jaxmagi::test;
     Verdict verdict;
-    check_shapes<BFloat16, 16, 64, 80, 96, 112, 128, 176, 192, 256>(verdict);
-    check_shapes<Float16, 80, 128, 256>(verdict);
+    check_shapes<BFloat16, 16, 64, 80, 96, 112, 128, 144, 176, 192, 256>(verdict);
+    check_shapes<Float16, 64, 80, 96, 112, 128, 144, 176, 192, 256>(verdict);
     check<Form<BFloat16, 128, Source::kStores, false, false>>(verdict);
     check<Form<Float16, 80, Source::kStores, true, true>>(verdict);
     return verdict.exit_code();

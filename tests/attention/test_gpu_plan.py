@@ -2,7 +2,8 @@
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks._workloads import shuffled_documents
 from jaxmagi import _native, masks
 from jaxmagi.attention import _cuda, attention
 from jaxmagi.masks import AttnMask
 from tests.cases import random_bands
 
+from .gpu_harness import has_command_buffers, with_command_buffers
 from .plan_oracle import UNBOUNDED, Ints, make_plan
 
 pytestmark = pytest.mark.gpu
@@ -44,14 +47,6 @@ def check(bands: Ints, q_len: int, kv_len: int, dims: tuple[int, int] = DIMS) ->
         for got in (first, second):
             np.testing.assert_array_equal(got[0][i], want.bands)
             np.testing.assert_array_equal(got[1][i], want.tiles)
-
-
-def shuffled_documents(rng: np.random.Generator, length: int, count: int) -> Ints:
-    """Causal documents in any order."""
-    cuts = np.sort(rng.choice(np.arange(1, length), count - 1, replace=False))
-    begins, ends = np.r_[0, cuts], np.r_[cuts, length]
-    bands = np.stack([begins, ends, begins, ends, np.full(count, -UNBOUNDED), np.zeros(count)], axis=1)
-    return rng.permutation(bands.astype(np.int64))
 
 
 @pytest.mark.parametrize("count", [1, 2, 31, 33, 255, 256, 257, 1000, 4096])
@@ -95,7 +90,7 @@ def test_any_numbers(rng: np.random.Generator) -> None:
 
 def test_hundred_thousand_documents(rng: np.random.Generator) -> None:
     length = 1 << 24
-    check(shuffled_documents(rng, length, 100_000)[None], length, length)
+    check(shuffled_documents(rng, length, 100_000)[None].astype(np.int64), length, length)
 
 
 # --- in programs ---
@@ -120,23 +115,24 @@ def problem(rng: np.random.Generator) -> tuple[jax.Array, AttnMask]:
     return x, masks.documents([300, 500, 200])
 
 
-def computations_with(text: str, target: str) -> list[str]:
-    """The names of the computations of a compiled program that call a target, once for each call."""
-    found, name = [], ""
+def lines_by_computation(text: str) -> Iterator[tuple[str, str]]:
+    """The lines of a compiled program, each with the name of the computation that it is in."""
+    name = ""
     for line in text.splitlines():
         header = re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line)
         name = header[1] if header else name
-        found += [name] * line.count(f'custom_call_target="{target}"')
-    return found
+        yield name, line
+
+
+def computations_with(text: str, target: str) -> list[str]:
+    """The names of the computations of a compiled program that call a target, once for each call."""
+    return [name for name, line in lines_by_computation(text) if f'custom_call_target="{target}"' in line]
 
 
 def loop_bodies(text: str) -> set[str]:
     """The computations that run once per iteration of some loop."""
     calls: dict[str, set[str]] = {}
-    name = ""
-    for line in text.splitlines():
-        header = re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line)
-        name = header[1] if header else name
+    for name, line in lines_by_computation(text):
         calls.setdefault(name, set()).update(re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", line))
     inside = set(re.findall(r"body=%?([\w.\-]+)", text))
     while more := set().union(*(calls.get(body, set()) for body in inside)) - inside:
@@ -159,21 +155,17 @@ def test_one_plan_for_all_layers(
 
 
 @pytest.mark.parametrize("model", [unrolled, scanned])
-def test_captured_loops(rng: np.random.Generator, model: Callable[..., jax.Array]) -> None:
+def test_captured_loops(rng: np.random.Generator, tmp_path: Path, model: Callable[..., jax.Array]) -> None:
     """With and without command buffers, bit for bit, for several masks of one capacity."""
     x, mask = problem(rng)
-    off, on = (
-        jax.jit(
-            model,
-            compiler_options={"xla_gpu_enable_command_buffer": kinds, "xla_gpu_graph_min_graph_size": 1},
-        )
-        for kinds in ("", "FUSION,CUSTOM_CALL,WHILE")
-    )
+    off = with_command_buffers(model, "", tmp_path / "off")
+    on = with_command_buffers(model, "FUSION,CUSTOM_CALL,WHILE", tmp_path / "on")
     others = [masks.causal(1000), masks.sliding_window(1000, 70)]
     for other in (mask, *(other.pad_to(mask.bands.shape[0]) for other in others)):
         want = off(x, other)
         for _ in range(3):
             assert bool(jnp.array_equal(on(x, other), want))
+    assert has_command_buffers(tmp_path / "on") and not has_command_buffers(tmp_path / "off")
 
 
 def seconds_per_step(step: Callable[[Any], Any], start: Any, steps: int = 200) -> float:

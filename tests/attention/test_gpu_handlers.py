@@ -1,0 +1,77 @@
+"""The handlers on the GPU, called without the checks of the Python code: they name what does not fit."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmagi import _native
+from jaxmagi.attention import _cuda
+
+pytestmark = pytest.mark.gpu
+
+LENGTH, HEADS, BANDS, DIM = 300, 2, 5, 64
+ATTRIBUTES: dict[str, dict[str, Any]] = {
+    _cuda.PLAN: {
+        "q_len": np.int64(LENGTH),
+        "kv_len": np.int64(LENGTH),
+        "dim": np.int64(DIM),
+        "v_dim": np.int64(DIM),
+    },
+    _cuda.FORWARD: {"scale": np.float64(1), "soft_cap": np.float64(0), "sm_margin": np.int64(0)},
+}
+
+
+def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def arrays(target: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """Arguments and results by name, as they have to be."""
+    extension = _native.extension("cuda")
+    assert extension is not None, "jaxmagi was built without CUDA"
+    rows, _ = extension.forward_tile(DIM, DIM)
+    plan = {"sorted": array(1, BANDS, 8), "tiles": array(1, -(-LENGTH // rows), 4)}
+    if target == _cuda.PLAN:
+        words = extension.plan_workspace_words(1, BANDS, LENGTH, rows)
+        return {"bands": array(1, BANDS, 6), **plan, "workspace": array(words, 2)}
+    tensor = array(1, LENGTH, HEADS, DIM, dtype=jnp.bfloat16)
+    operands = {"q": tensor, "k": tensor, "v": tensor, **plan, "sinks": array(HEADS, dtype=jnp.float32)}
+    lse = array(1, LENGTH, HEADS, dtype=jnp.float32)
+    return {**operands, "out": tensor, "lse": lse, "counter": array(1)}
+
+
+def call(target: str, change: dict[str, jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """A custom call, on zeros."""
+    given = list((arrays(target) | change).values())
+    function = jax.ffi.ffi_call(target, given[-3:])
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in given[:-3]]
+    return jax.block_until_ready(jax.jit(lambda *args: function(*args, **ATTRIBUTES[target]))(*zeros))
+
+
+@pytest.mark.parametrize("target", [_cuda.PLAN, _cuda.FORWARD])
+def test_what_fits_runs(target: str) -> None:
+    call(target, {})
+
+
+@pytest.mark.parametrize(
+    ("target", "change", "message"),
+    [
+        (_cuda.PLAN, {"bands": array(1, BANDS, 7)}, r"bands must have shape .*, got \[1, 5, 7\]"),
+        (_cuda.PLAN, {"bands": array(1, BANDS, 6, dtype=jnp.float32)}, "bands must be s32, got f32"),
+        (_cuda.PLAN, {"sorted": array(1, BANDS, 6)}, r"sorted must have shape \[1, 5, 8\], got \[1, 5, 6\]"),
+        (_cuda.PLAN, {"tiles": array(1, 7, 4)}, r"tiles must have shape \[1, \d, 4\], got \[1, 7, 4\]"),
+        (_cuda.FORWARD, {"tiles": array(1, 7, 4)}, r"tiles must have shape \[1, \d, 4\], got \[1, 7, 4\]"),
+        (_cuda.FORWARD, {"sorted": array(2, BANDS, 8)}, "1 plan or one for each of 1 examples, got 2"),
+        (_cuda.FORWARD, {"sorted": array(1, BANDS, 8, dtype=jnp.float32)}, "bands must be s32, got f32"),
+        (_cuda.FORWARD, {"q": array(1, LENGTH, HEADS, DIM)}, "q must be bf16 or f16, got s32"),
+        (_cuda.FORWARD, {"lse": array(1, LENGTH, HEADS)}, "lse must be f32, got s32"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    target: str, change: dict[str, jax.ShapeDtypeStruct], message: str
+) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{target}: .*{message}"):
+        call(target, change)
