@@ -273,10 +273,12 @@ def judge(
 def check(report: Report, dtype: jax.typing.DTypeLike) -> None:
     """Asserts that the result is right: at most twice the error that rounding makes, and exact zeros.
 
-    Where rounding happens to make next to no error (one key, say), an eighth of an ulp of the output is
-    allowed. The largest numbers, of rows that see few keys, say nothing of the others: hence each row too.
+    Rounding may happen to make next to no error where few rows have large outputs (those that see few keys),
+    so it is taken for half an ulp of the largest output at least. That says nothing of the other rows: hence
+    the root mean square, and each row by itself.
     """
-    slack = float(jnp.finfo(dtype).eps) / 8
+    eps = float(jnp.finfo(dtype).eps)
+    half_ulp = eps / 2 * 2.0 ** np.floor(np.log2(max(report.largest_out, 1e-30)))
     compared = (
         *report.out,
         *report.rounded,
@@ -287,7 +289,7 @@ def check(report: Report, dtype: jax.typing.DTypeLike) -> None:
     )
     assert np.isfinite(compared).all(), f"not finite: {report}"
     assert report.wrong_blind == 0, f"rows that see nothing: {report}"
-    assert report.out.largest <= 2 * report.rounded.largest + slack * report.largest_out, f"output: {report}"
-    assert report.out.rms <= 2 * report.rounded.rms + slack * report.rms_out, f"output: {report}"
+    assert report.out.largest <= 2 * max(report.rounded.largest, half_ulp), f"output: {report}"
+    assert report.out.rms <= 2 * report.rounded.rms + eps / 8 * report.rms_out, f"output: {report}"
     assert report.worst_row <= ROW_TOLERANCE, f"a row of the output: {report}"
     assert report.lse <= LSE_TOLERANCE, f"log-sum-exp: {report}"

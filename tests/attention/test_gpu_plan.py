@@ -1,10 +1,8 @@
 """The plan op on the GPU: against the oracle, shared by layers, captured, and fast."""
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -166,34 +164,3 @@ def test_captured_loops(rng: np.random.Generator, tmp_path: Path, model: Callabl
         for _ in range(3):
             assert bool(jnp.array_equal(on(x, other), want))
     assert has_command_buffers(tmp_path / "on") and not has_command_buffers(tmp_path / "off")
-
-
-def seconds_per_step(step: Callable[[Any], Any], start: Any, steps: int = 200) -> float:
-    """The shortest of several runs of a loop on the device."""
-    run = jax.jit(lambda x: jax.lax.fori_loop(0, steps, lambda _, x: step(x), x))
-    jax.block_until_ready(run(start))
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        jax.block_until_ready(run(start))
-        times.append(time.perf_counter() - begin)
-    return min(times) / steps
-
-
-def test_duration(rng: np.random.Generator, record_property: Callable[[str, object], None]) -> None:
-    """4096 unsorted bands over 2048 tiles in 20 microseconds, besides what a loop's step takes anyway."""
-    extension = _native.extension("cuda")
-    assert extension is not None
-    length = 2048 * extension.forward_tile(*DIMS)[0]
-    bands = jnp.asarray(shuffled_documents(rng, length, 4096)[None], jnp.int32)
-
-    def planned(bands: jax.Array) -> jax.Array:
-        sorted_bands, tiles = _cuda.plan(bands, length, length, DIMS)
-        return bands + jnp.minimum(sorted_bands[0, 0, 0] + tiles[0, 0, 1], 0)
-
-    def plain(bands: jax.Array) -> jax.Array:
-        return bands + jnp.minimum(bands[0, 0, 0] + bands[0, 1, 1], 0)
-
-    duration = seconds_per_step(planned, bands) - seconds_per_step(plain, bands)
-    record_property("plan_microseconds", 1e6 * duration)
-    assert duration <= 20e-6

@@ -91,7 +91,7 @@ __device__ int rank_of_lane(const uint64_t* keys, int num_keys, int first, int l
     int smaller[kRankedPerWarp] = {};
     for (int t = 0; t < kRankedPerWarp; ++t)
         own[t] = keys[min(first + t, num_keys - 1)];
-#pragma unroll 4
+#pragma unroll 8  // loads in flight: their latency is what takes time
     for (int i = lane; i < num_keys; i += kWarpSize) {
         const uint64_t key = keys[i];
         for (int t = 0; t < kRankedPerWarp; ++t)
