@@ -104,7 +104,8 @@ def attention(
             fits and "xla" elsewhere. Kernels run on CPUs and on GPUs of compute capability 9.0 (H100, H200);
             those for GPUs give output and residual in bfloat16 and float16 for D and Dv up to 256, at full
             speed for 64, 96, 128, 192, 256 and for 192 with a Dv of 128. Gradients on GPUs come from "xla",
-            so there "ffi" cannot be differentiated. On other GPUs None warns, once per process.
+            so there "ffi" cannot be differentiated. On other GPUs, and on any where jaxmagi was built without
+            CUDA, None warns once per process.
 
     Returns:
         The output [T, N, Dv] or [B, T, N, Dv] in the dtype of query. With ``return_residual`` a pair of it

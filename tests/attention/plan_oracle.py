@@ -5,9 +5,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-type Ints = NDArray[np.int64]
+from jaxmagi.masks import UNBOUNDED
 
-UNBOUNDED = 2**30
+type Ints = NDArray[np.int64]
 
 
 class Plan(NamedTuple):

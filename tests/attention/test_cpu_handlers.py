@@ -14,10 +14,10 @@ from jax.typing import DTypeLike
 
 from jaxmagi import _native
 from jaxmagi.attention._reference import attention_reference, attention_reference_vjp
+from jaxmagi.masks import UNBOUNDED
 from tests.cases import FP32_TOLERANCE, random_bands
 
 FORWARD, BACKWARD = "jaxmagi_attention_forward_test", "jaxmagi_attention_backward_test"
-UNBOUNDED = 2**30
 
 
 def _cpu() -> types.ModuleType:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmagi.attention import Partial
+from jaxmagi.masks import UNBOUNDED
 
 from .device_reference import check, judge
 from .gpu_harness import (
@@ -21,8 +22,6 @@ from .gpu_harness import (
 )
 
 pytestmark = pytest.mark.gpu
-
-UNBOUNDED = 2**30
 
 
 @pytest.mark.parametrize(("batch", "kv_heads"), [(1, 5), (3, 3)])

@@ -1,6 +1,7 @@
 // TMA loads of panels at all kinds of coordinates, against the same box cut out on the host.
 
 #include "csrc/common/sm90/mbarrier.cuh"
+#include "csrc/common/sm90/panel.h"
 #include "csrc/common/sm90/tensor_map.h"
 #include "csrc/common/sm90/tma.cuh"
 #include "tests/csrc/check.h"
@@ -10,7 +11,7 @@ namespace {
 
 using namespace jaxmagi::sm90;
 
-constexpr int kPanelColumns = 64, kMaxRows = 256;
+constexpr int kMaxRows = 256;
 constexpr int kBatch = 3, kLength = 37, kHeads = 3, kDim = 72;
 
 // Loads one box over memory that holds other numbers, and undoes the swizzle.
@@ -28,7 +29,7 @@ __global__ void load_box(const __grid_constant__ CUtensorMap map, Coordinates at
     }
     __syncthreads();
     if (threadIdx.x == 0) {
-        arrived.arrive_and_expect(rows * kPanelColumns * 2);
+        arrived.arrive_and_expect(rows * kPanelRowBytes);
         tma_load(shared_address(panel), map, at, arrived);
     }
     arrived.wait(0);

@@ -2,6 +2,7 @@
 // operands written by TMA or by ordinary stores.
 
 #include "csrc/common/sm90/mbarrier.cuh"
+#include "csrc/common/sm90/panel.h"
 #include "csrc/common/sm90/tensor_map.h"
 #include "csrc/common/sm90/tma.cuh"
 #include "csrc/common/sm90/wgmma.cuh"
@@ -12,7 +13,7 @@ namespace {
 
 using namespace jaxmagi::sm90;
 
-constexpr int kM = 64, kDepth = 128, kPanelColumns = 64, kRowBytes = 128, kThreads = 128;
+constexpr int kM = 64, kDepth = 128, kThreads = 128;
 
 enum class Source { kTma, kStores, kRegisters };  // of A; B comes by TMA, or by stores with A
 
@@ -25,9 +26,8 @@ template <typename Element_, int kColumns_, Source kSource_, bool kTransposedA_,
 
     static constexpr int kARows = kTransposedA ? kDepth : kM, kACols = kTransposedA ? kM : kDepth;
     static constexpr int kBRows = kTransposedB ? kDepth : kColumns, kBCols = kTransposedB ? kColumns : kDepth;
-    static constexpr int panels(int columns) { return (columns + kPanelColumns - 1) / kPanelColumns; }
-    static constexpr int kAPanelBytes = kARows * kRowBytes, kABytes = kAPanelBytes * panels(kACols);
-    static constexpr int kBPanelBytes = kBRows * kRowBytes, kBBytes = kBPanelBytes * panels(kBCols);
+    static constexpr int kAPanelBytes = kARows * kPanelRowBytes, kABytes = kAPanelBytes * panels(kACols);
+    static constexpr int kBPanelBytes = kBRows * kPanelRowBytes, kBBytes = kBPanelBytes * panels(kBCols);
     static constexpr int kSharedBytes = kABytes + kBBytes + 1024;
 
     static std::string name() {
@@ -40,9 +40,9 @@ template <typename Element_, int kColumns_, Source kSource_, bool kTransposedA_,
 
 // As TMA would write it: 16-byte units of a row change places by the row's number.
 __device__ void store_panels(SharedAddress to, const uint16_t* from, int rows, int columns) {
-    for (int i = threadIdx.x; i < rows * ((columns + 63) / 64) * 64; i += kThreads) {
+    for (int i = threadIdx.x; i < rows * panels(columns) * kPanelColumns; i += kThreads) {
         const int row = i % rows, column = i / rows, unit = column / 8 % 8 ^ row % 8;
-        const SharedAddress at = to + column / 64 * rows * kRowBytes + row * kRowBytes + unit * 16 + column % 8 * 2;
+        const SharedAddress at = to + column / 64 * rows * kPanelRowBytes + row * kPanelRowBytes + unit * 16 + column % 8 * 2;
         const uint16_t number = column < columns ? from[row * columns + column] : uint16_t{0};
         asm volatile("st.shared.b16 [%0], %1;" ::"r"(at), "h"(number) : "memory");
     }
@@ -51,12 +51,12 @@ __device__ void store_panels(SharedAddress to, const uint16_t* from, int rows, i
 
 __device__ void load_panels(SharedAddress to, const CUtensorMap& map, int rows, int columns, Mbarrier arrived) {
     for (int panel = 0; panel * kPanelColumns < columns; ++panel)
-        tma_load(to + panel * rows * kRowBytes, map, {panel * kPanelColumns, 0, 0, 0}, arrived);
+        tma_load(to + panel * rows * kPanelRowBytes, map, {panel * kPanelColumns, 0, 0, 0}, arrived);
 }
 
 // Where the part of an operand for one step begins.
 __device__ constexpr int step_offset(bool transposed, int panel_bytes, int step) {
-    return transposed ? step * 16 * kRowBytes : step / 4 * panel_bytes + step % 4 * 32;
+    return transposed ? step * 16 * kPanelRowBytes : step / 4 * panel_bytes + step % 4 * 32;
 }
 
 // The thread's part of columns 16 · step .. 16 · step + 15 of A.
