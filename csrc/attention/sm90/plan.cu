@@ -16,18 +16,19 @@ namespace {
 constexpr unsigned kAllLanes = ~0u;
 constexpr int kWarpSize = 32;
 constexpr int kRankedPerWarp = 4;
+constexpr int kStagedKeys = 4096;  // in shared memory at a time, while keys are counted
 constexpr int kReachGroup = 128;
 constexpr int kThreads = 256, kThreadsAlone = 1024;
 constexpr int kMaxAlone = 256;  // bands, and tiles, of a plan that one CTA makes
 constexpr int kMaxCtas = 65535;
 
-// What one plan reads and writes. Keys are unique: the sort is stable and the same every time.
+// What one plan reads and writes. Sorting is stable.
 struct Plan {
     const int32_t* bands;
     PlannedBand* sorted;
     PlannedTile* tiles;
     PlannedTile* unsorted_tiles;
-    uint64_t *band_keys, *tile_keys;
+    uint32_t *band_keys, *tile_keys;  // below 2^31
     int* reach;  // per kReachGroup sorted bands the largest q1
 };
 
@@ -43,9 +44,8 @@ struct Threads {
 constexpr int kWordsPerTile = sizeof(PlannedTile) / sizeof(uint64_t);
 
 JAXMAGI_HOST_DEVICE int64_t words_of_plan(int capacity, int num_tiles) {
-    const int64_t tiles = int64_t{num_tiles} * (kWordsPerTile + 1);
-    const int64_t bands = capacity + ceil_div(ceil_div(capacity, kReachGroup), 2);
-    return round_up(tiles + bands, kWordsPerTile);
+    const int64_t keys = int64_t{capacity} + num_tiles, groups = ceil_div(capacity, kReachGroup);
+    return round_up(int64_t{num_tiles} * kWordsPerTile + ceil_div(keys + groups, int64_t{2}), int64_t{kWordsPerTile});
 }
 
 __device__ int num_tiles_of(const PlanParams& params) {
@@ -55,8 +55,8 @@ __device__ int num_tiles_of(const PlanParams& params) {
 __device__ Plan plan_at(const PlanParams& params, int64_t index) {
     const int num_tiles = num_tiles_of(params);
     uint64_t* workspace = params.workspace + index * words_of_plan(params.capacity, num_tiles);
-    uint64_t* tile_keys = workspace + int64_t{num_tiles} * kWordsPerTile;
-    uint64_t* band_keys = tile_keys + num_tiles;
+    uint32_t* tile_keys = reinterpret_cast<uint32_t*>(workspace + int64_t{num_tiles} * kWordsPerTile);
+    uint32_t* band_keys = tile_keys + num_tiles;
     return {.bands = params.bands + index * params.capacity * 6,
             .sorted = params.sorted + index * params.capacity,
             .tiles = params.tiles + index * num_tiles,
@@ -64,10 +64,6 @@ __device__ Plan plan_at(const PlanParams& params, int64_t index) {
             .band_keys = band_keys,
             .tile_keys = tile_keys,
             .reach = reinterpret_cast<int*>(band_keys + params.capacity)};
-}
-
-__device__ uint64_t make_key(int major, int minor) {
-    return static_cast<uint64_t>(major) << 32 | static_cast<uint32_t>(minor);
 }
 
 __device__ Band tight_band(const PlanParams& params, const Plan& plan, int index) {
@@ -79,47 +75,91 @@ __device__ Band tight_band(const PlanParams& params, const Plan& plan, int index
 __device__ void key_bands(const PlanParams& params, const Plan& plan, Threads threads) {
     for (int i = threads.index; i < params.capacity; i += threads.count) {
         const Band band = tight_band(params, plan, i);
-        plan.band_keys[i] = make_key(band.q0 < band.q1 ? band.q0 : INT_MAX, i);
+        plan.band_keys[i] = band.q0 < band.q1 ? band.q0 : INT_MAX;
     }
     for (int i = threads.index; i < ceil_div(params.capacity, kReachGroup); i += threads.count)
         plan.reach[i] = 0;
 }
 
-// To lane t the rank of key first + t, for t < kRankedPerWarp.
-__device__ int rank_of_lane(const uint64_t* keys, int num_keys, int first, int lane) {
-    uint64_t own[kRankedPerWarp];
-    int smaller[kRankedPerWarp] = {};
-    for (int t = 0; t < kRankedPerWarp; ++t)
-        own[t] = keys[min(first + t, num_keys - 1)];
-#pragma unroll 8  // loads in flight: their latency is what takes time
-    for (int i = lane; i < num_keys; i += kWarpSize) {
-        const uint64_t key = keys[i];
-        for (int t = 0; t < kRankedPerWarp; ++t)
-            smaller[t] += key < own[t];
+// Copies keys [start, start + kStagedKeys), and behind the last one what is larger than any key.
+__device__ void stage_keys(const uint32_t* keys, int num_keys, int start, uint32_t (&staged)[kStagedKeys]) {
+    const int count = min(kStagedKeys, round_up(num_keys - start, kWarpSize * 4));
+    __syncthreads();
+#pragma unroll 16  // loads in flight
+    for (int i = threadIdx.x; i < count; i += blockDim.x)
+        staged[i] = start + i < num_keys ? keys[start + i] : UINT_MAX;
+    __syncthreads();
+}
+
+// count -= key < bound, as a borrow: two instructions instead of four.
+__device__ void subtract_if_smaller(int& count, uint32_t key, uint32_t bound) {
+    asm("{\n"
+        ".reg .u32 unused;\n"
+        "sub.cc.u32 unused, %1, %2;\n"
+        "subc.u32 %0, %0, 0;\n"
+        "}\n"
+        : "+r"(count)
+        : "r"(key), "r"(bound));
+}
+
+// Counts down, for the keys at first + t, by the staged keys that come before them: smaller ones, and equal ones in front
+// of `first`.
+__device__ void count_before(const uint32_t (&staged)[kStagedKeys], int start, int end, int first, int lane,
+                             const uint32_t (&own)[kRankedPerWarp], int (&minus_before)[kRankedPerWarp]) {
+#pragma unroll 4
+    for (int i = start + lane * 4; i < end; i += kWarpSize * 4) {
+        const uint4 keys = reinterpret_cast<const uint4*>(staged)[(i - start) / 4];
+        const uint32_t tie = i < first;  // first and i are multiples of 4
+        for (int t = 0; t < kRankedPerWarp; ++t) {
+            const uint32_t bound = own[t] + tie;
+            for (const uint32_t key : {keys.x, keys.y, keys.z, keys.w})
+                subtract_if_smaller(minus_before[t], key, bound);
+        }
     }
+}
+
+// To lane t the rank of key first + t, for t < kRankedPerWarp.
+__device__ int rank_of_lane(const uint32_t (&own)[kRankedPerWarp], const int (&minus_before)[kRankedPerWarp], int lane) {
     int rank = 0;
     for (int t = 0; t < kRankedPerWarp; ++t) {
-        const int total = __reduce_add_sync(kAllLanes, smaller[t]);
+        int total = -__reduce_add_sync(kAllLanes, minus_before[t]);
+        for (int other = 0; other < t; ++other)
+            total += own[other] == own[t];
         rank = lane == t ? total : rank;
     }
     return rank;
 }
 
-// Calls place(index, rank) for every key.
-template <typename Place> __device__ void sort(const uint64_t* keys, int num_keys, Threads threads, Place place) {
+// Calls place(load(index), rank) for every key. All threads of the CTA take part.
+template <typename Load, typename Place>
+__device__ void sort(const uint32_t* keys, int num_keys, Threads threads, Load load, Place place) {
+    static_assert(kRankedPerWarp == 4);  // see `tie`
+    __shared__ alignas(16) uint32_t staged[kStagedKeys];
     const int stride = threads.num_warps() * kRankedPerWarp, lane = threads.lane();
-    for (int first = threads.warp() * kRankedPerWarp; first < num_keys; first += stride) {
-        const int rank = rank_of_lane(keys, num_keys, first, lane);
+    for (int base = 0; base < num_keys; base += stride) {
+        const int first = base + threads.warp() * kRankedPerWarp;
+        const auto item = load(min(first + lane % kRankedPerWarp, num_keys - 1));  // arrives while keys are counted
+        uint32_t own[kRankedPerWarp];
+        int minus_before[kRankedPerWarp] = {};
+        for (int t = 0; t < kRankedPerWarp; ++t)
+            own[t] = keys[min(first + t, num_keys - 1)];
+        for (int start = 0; start < num_keys; start += kStagedKeys) {
+            stage_keys(keys, num_keys, start, staged);
+            count_before(staged, start, min(start + kStagedKeys, num_keys), first, lane, own, minus_before);
+        }
+        const int rank = rank_of_lane(own, minus_before, lane);
         if (lane < kRankedPerWarp and first + lane < num_keys)
-            place(first + lane, rank);
+            place(item, rank);
     }
 }
 
 __device__ void sort_bands(const PlanParams& params, const Plan& plan, Threads threads) {
-    sort(plan.band_keys, params.capacity, threads, [&](int index, int rank) {
-        const Band band = tight_band(params, plan, index);
+    const auto load = [&](int index) { return tight_band(params, plan, index); };
+    sort(plan.band_keys, params.capacity, threads, load, [&](const Band& band, int rank) {
         plan.sorted[rank] = {band.q0, band.q1, band.k0, band.k1, band.lo, band.hi, 0, 0};
-        atomicMax(plan.reach + rank / kReachGroup, band.q1);
+        int* const reach = plan.reach + rank / kReachGroup;
+        if (*reach < band.q1)  // spares most of the atomics, on few addresses
+            atomicMax(reach, band.q1);
     });
 }
 
@@ -180,14 +220,15 @@ __device__ void plan_tiles(const PlanParams& params, const Plan& plan, Threads t
         const int blocks = count_blocks(params, plan, rows, window, lane);
         if (lane == 0) {
             plan.unsorted_tiles[tile] = {tile, window.begin, window.end, blocks};
-            plan.tile_keys[tile] = make_key(INT_MAX - blocks, tile);
+            plan.tile_keys[tile] = INT_MAX - blocks;
         }
     }
 }
 
 __device__ void sort_tiles(const PlanParams& params, const Plan& plan, Threads threads) {
-    sort(plan.tile_keys, num_tiles_of(params), threads,
-         [&](int index, int rank) { plan.tiles[rank] = plan.unsorted_tiles[index]; });
+    const auto load = [&](int index) { return plan.unsorted_tiles[index]; };
+    sort(plan.tile_keys, num_tiles_of(params), threads, load,
+         [&](const PlannedTile& tile, int rank) { plan.tiles[rank] = tile; });
 }
 
 using Phase = void(const PlanParams&, const Plan&, Threads);
