@@ -1,4 +1,4 @@
-"""Past 2**31 elements: a million tokens of 64 heads."""
+"""Past 2**31 elements: a million tokens of 64 heads, and keys as long as a mask may be."""
 
 import functools
 
@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from jaxmagi import masks
+from jaxmagi.masks import UNBOUNDED
 from tests.cases import document_lengths
 
 from .device_reference import check, judge
-from .gpu_harness import default_logits, run
+from .gpu_harness import Shape, assert_same, default_logits, random_operands, run
 from .helpers import Operands
 
 pytestmark = pytest.mark.gpu
@@ -46,3 +47,26 @@ def test_a_million_tokens(rng: np.random.Generator) -> None:
     assert out.size > 2**32 and bool(all_finite(out)) and bool(all_finite(lse))
     rows = [0, 1, 262_143, 262_144, 524_287, 524_288, TOKENS - 1, *rng.integers(0, TOKENS, 9)]
     check(judge(operands, default_logits(operands), out, lse, rows), jnp.bfloat16)
+
+
+def shift_keys(operands: Operands, by: int) -> Operands:
+    """The same keys behind others that nobody sees."""
+
+    @jax.jit
+    def shift(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (by, 0), (0, 0), (0, 0)))
+
+    bands = np.asarray(operands.bands, np.int64)
+    limited = np.abs(bands) < UNBOUNDED
+    limited[..., :2] = False  # queries
+    bands = jnp.asarray(bands + by * limited, jnp.int32)
+    return operands._replace(key=shift(operands.key), value=shift(operands.value), bands=bands)
+
+
+def test_last_keys_of_the_longest(rng: np.random.Generator) -> None:
+    """Bit for bit what the same keys give alone."""
+    operands = random_operands(rng, Shape(300, 1_000, 2, 1, 8, 8), count=40)
+    assert_same(
+        run(operands, default_logits(operands)),
+        run(shift_keys(operands, UNBOUNDED - 1_000), default_logits(operands)),
+    )

@@ -3,6 +3,7 @@
 #include "csrc/common/sm90/mbarrier.cuh"
 #include "csrc/common/sm90/panel.h"
 #include "csrc/common/sm90/warpgroup.cuh"
+#include "csrc/mask/band.h"
 
 // What a forward kernel is made of: sizes known at compile time and the layout of shared memory.
 
@@ -21,10 +22,12 @@ struct ForwardConfig {
     static constexpr int kRows = 64 * kConsumers, kThreads = kWarpgroupThreads * (kConsumers + 1);
     static constexpr int kStages = kDim <= 64 ? 4 : 2;  // blocks of keys and values in shared memory
 
-    // setmaxnreg: 384 x 168 (2 consumers) or 512 x 128 (3) registers at launch.
+    // What setmaxnreg divides: registers of a thread at launch, 168 (2 consumers) or 128 (3), times warpgroups. To ask for
+    // more is to wait forever.
+    static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
     static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-    static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= 65536 / kWarpgroupThreads);
+    static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= kLaunchRegisters * (kConsumers + 1));
     // Whether the warpgroups take turns at issuing products; with the longest products they do well without.
     static constexpr bool kTurns = kVDim <= 192;
 
@@ -33,12 +36,19 @@ struct ForwardConfig {
     static constexpr int kVBytes = kWideKeys * kPanelRowBytes * panels(kVDim);
 };
 
-// One row tile of a head, for the consumers.
+// One row tile of a head, for the producer and the consumers.
 struct alignas(16) TileMessage {
-    int num_blocks;  // -1: no more tiles
+    int num_blocks;  // 0: the rows see nothing; -1: no more tiles
     int row, head, example;
     int key_head;
     bool wide;  // blocks
+};
+
+// The keys that the rows of a tile see in one band, for the producer.
+struct alignas(16) RunMessage {
+    Band band;         // its keys: those of the run; none if the tile has no blocks
+    int turn;          // of the tile
+    bool first, last;  // of the tile
 };
 
 // One block of keys, for the consumers. Row r of the tile sees columns [max(0, r + lower), min(num_columns, r + upper)) if
@@ -47,18 +57,22 @@ struct alignas(16) BlockMessage {
     int row_begin, row_end, lower, upper;  // read together
     int num_columns;
     bool masked;
-    int first_key;  // for the producer itself
 };
 
 template <typename Config> struct ForwardMemory {
+    // Every tile has a run. While the scheduler writes the message of a tile, at most kRuns runs wait for the producer,
+    // the producer waits for the consumers to be done with the queries of the tile before its own, and they may still
+    // read the message of the one before that: hence kRuns + 3 messages of tiles, and one more for a power of two.
     // A block's message is read when its keys may already be replaced, hence the longer ring.
-    static constexpr int kTileMessages = 2, kBlockMessages = 2 * Config::kStages;
+    static constexpr int kRuns = 4, kTileMessages = kRuns + 4, kBlockMessages = 2 * Config::kStages;
     static constexpr int kSingleBarriers = 3;
     static constexpr int kQ = 0, kK = kQ + Config::kQBytes, kV = kK + Config::kStages * Config::kKBytes,
                          kTiles = kV + Config::kStages * Config::kVBytes,
-                         kBlocks = kTiles + kTileMessages * static_cast<int>(sizeof(TileMessage)),
+                         kRunMessages = kTiles + kTileMessages * static_cast<int>(sizeof(TileMessage)),
+                         kBlocks = kRunMessages + kRuns * static_cast<int>(sizeof(RunMessage)),
                          kBarriers = kBlocks + kBlockMessages * static_cast<int>(sizeof(BlockMessage)),
-                         kEnd = kBarriers + 8 * (kSingleBarriers + 4 * Config::kStages), kAlignment = 1024, kBytes = kEnd + kAlignment;
+                         kEnd = kBarriers + 8 * (kSingleBarriers + 2 * kRuns + 4 * Config::kStages), kAlignment = 1024,
+                         kBytes = kEnd + kAlignment;
     static_assert(kBytes <= 227 * 1024);
 
     char* base;  // aligned
@@ -73,7 +87,10 @@ template <typename Config> struct ForwardMemory {
         return shared_address(base) + kV + block % Config::kStages * Config::kVBytes;
     }
     __device__ __forceinline__ TileMessage& tile_message(int turn) const {
-        return reinterpret_cast<TileMessage*>(base + kTiles)[turn % kTileMessages];
+        return reinterpret_cast<TileMessage*>(base + kTiles)[static_cast<unsigned>(turn) % kTileMessages];
+    }
+    __device__ __forceinline__ RunMessage& run_message(unsigned run) const {
+        return reinterpret_cast<RunMessage*>(base + kRunMessages)[run % kRuns];
     }
     __device__ __forceinline__ BlockMessage& block_message(unsigned block) const {
         return reinterpret_cast<BlockMessage*>(base + kBlocks)[block % kBlockMessages];
@@ -82,6 +99,11 @@ template <typename Config> struct ForwardMemory {
     __device__ __forceinline__ Mbarrier q_full() const { return barrier(0); }
     __device__ __forceinline__ Mbarrier q_empty() const { return barrier(1); }
     __device__ __forceinline__ Mbarrier v_loaded() const { return barrier(2); }
+    __device__ __forceinline__ Mbarrier run_full(unsigned run) const { return barrier(kSingleBarriers + run % kRuns); }
+    __device__ __forceinline__ Mbarrier run_empty(unsigned run) const {
+        return barrier(kSingleBarriers + kRuns + run % kRuns);
+    }
+    __device__ __forceinline__ static int run_parity(unsigned run) { return run / kRuns & 1; }
     // Of the stage that a block goes through.
     __device__ __forceinline__ Mbarrier k_full(unsigned block) const { return stage_barrier(0, block); }
     __device__ __forceinline__ Mbarrier k_empty(unsigned block) const { return stage_barrier(1, block); }
@@ -95,6 +117,10 @@ template <typename Config> struct ForwardMemory {
         q_full().init(1);
         q_empty().init(Config::kConsumers * kWarpgroupThreads / 32);
         v_loaded().init(1);
+        for (int run = 0; run < kRuns; ++run) {
+            run_full(run).init(1);
+            run_empty(run).init(1);
+        }
         for (int stage = 0; stage < Config::kStages; ++stage) {
             k_full(stage).init(1);
             v_full(stage).init(1);
@@ -109,7 +135,7 @@ private:
         return {shared_address(base) + kBarriers + 8 * index};
     }
     __device__ __forceinline__ Mbarrier stage_barrier(int kind, unsigned block) const {
-        return barrier(kSingleBarriers + kind * Config::kStages + block % Config::kStages);
+        return barrier(kSingleBarriers + 2 * kRuns + kind * Config::kStages + block % Config::kStages);
     }
 };
 

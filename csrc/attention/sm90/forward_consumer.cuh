@@ -28,13 +28,15 @@ template <typename Config> struct ForwardConsumer {
             named_barrier_arrive(kFirstTurnBarrier, kTurnThreads);
         for (int turn = 0;; ++turn) {
             memory.q_full().wait(turn & 1);
-            const TileMessage& tile = memory.tile_message(turn);
-            if (tile.num_blocks < 0)
+            const int num_blocks = uniform(memory.tile_message(turn).num_blocks);
+            if (num_blocks < 0)
                 return;
-            if (not Config::kTwoWidths or tile.wide)
-                attend<Config::kWideKeys>(tile.num_blocks, turn);
+            if (num_blocks == 0)
+                skip(turn);
+            else if (not Config::kTwoWidths or memory.tile_message(turn).wide)
+                attend<Config::kWideKeys>(num_blocks, turn);
             else
-                attend<Config::kNarrowKeys>(tile.num_blocks, turn);
+                attend<Config::kNarrowKeys>(num_blocks, turn);
         }
     }
 
@@ -49,48 +51,44 @@ private:
             empty.arrive();
     }
 
-    // Of the queries and of the tile before: without products between, as in tiles that see nothing, warps may drift apart.
+    // Every warp for itself: without products between, as in tiles that see nothing, they may drift apart.
     __device__ __forceinline__ void release_queries() const {
         __syncwarp();
         if (thread % 32 == 0)
             memory.q_empty().arrive();
     }
 
+    // A tile whose rows see nothing.
+    __device__ __forceinline__ void skip(int turn) const {
+        make_epilogue(turn).store_empty();
+        release_queries();
+    }
+
     template <int kKeys> __device__ __forceinline__ void attend(int num_blocks, int turn) {
         RowState rows;
         Output out;
-        float sink;
-        if (num_blocks > 0) {
-            Operand<kKeys> p;
-            first_step<kKeys>(p, rows);
-            clear(out);
-            bool masked = num_blocks > 1 and await_keys(block + 1);
+        Operand<kKeys> p;
+        first_step<kKeys>(p, rows);
+        clear(out);
+        bool masked = num_blocks > 1 and await_keys(block + 1);
 #pragma unroll 1
-            for (int left = num_blocks - 1; left > 0; --left) {
-                ++block;
-                masked = masked ? step<kKeys, true>(out, p, rows, left > 1)
-                                : step<kKeys, false>(out, p, rows, left > 1);
-            }
-            sink = load_sink(turn);  // arrives during the last product
-            release_queries();
-            last_step<kKeys>(out, p);
-        } else {
-            clear(out);
-            sink = load_sink(turn);
-            release_queries();
+        for (int left = num_blocks - 1; left > 0; --left) {
+            ++block;
+            masked = masked ? step<kKeys, true>(out, p, rows, left > 1)
+                            : step<kKeys, false>(out, p, rows, left > 1);
         }
-        const ForwardEpilogue<Config> epilogue{args, memory.tile_message(turn), sink, row(), thread % 32};
-        epilogue.store(out, rows, to_log2());
+        last_step<kKeys>(out, p, rows, turn);
+    }
+
+    __device__ __forceinline__ ForwardEpilogue<Config> make_epilogue(int turn) const {
+        const TileMessage& tile = memory.tile_message(turn);
+        return {args, tile, __ldg(args.sinks + tile.head), row(), thread % 32};
     }
 
     __device__ __forceinline__ static void clear(Output& out) {
 #pragma unroll
         for (int i = 0; i < Config::kVDim / 2; ++i)
             out[i] = 0.f;
-    }
-
-    __device__ __forceinline__ float load_sink(int turn) const {
-        return __ldg(args.sinks + memory.tile_message(turn).head);
     }
 
     template <int kKeys> __device__ __forceinline__ void first_step(Operand<kKeys>& p, RowState& rows) const {
@@ -153,16 +151,21 @@ private:
         return memory.block_message(of).masked;
     }
 
-    template <int kKeys> __device__ __forceinline__ void last_step(Output& out, Operand<kKeys>& p) {
+    template <int kKeys>
+    __device__ __forceinline__ void last_step(Output& out, Operand<kKeys>& p, const RowState& rows, int turn) {
+        const ForwardEpilogue<Config> epilogue = make_epilogue(turn);
+        release_queries();
         memory.v_full(block).wait(memory.parity(block));
         pin(out);
         wgmma_fence();
         multiply_values<kKeys>(out, p, block);
         wgmma_commit();
+        const auto factors = epilogue.finish_rows(rows, to_log2());
         wgmma_wait<0>();
         pin(out);
         release(memory.v_empty(block));
         ++block;
+        epilogue.store(out, factors);
     }
 
     template <int kKeys> __device__ __forceinline__ void multiply_keys(Logits<kKeys>& logits) const {
@@ -190,7 +193,7 @@ private:
         if constexpr (Config::kSoftCap)
             cap_logits(logits, args.logit_scale, args.cap_log2);
         if constexpr (kMasked)
-            hide(logits, visible_columns(memory.block_message(block), row(), first_column()));
+            hide(logits, visible_bits<kKeys / 2>(memory.block_message(block), row(), first_column()));
         return exponentiate(logits, rows, to_log2());
     }
 };

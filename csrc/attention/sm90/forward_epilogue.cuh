@@ -31,22 +31,49 @@ template <typename Config> struct ForwardEpilogue {
     float sink;     // of the head
     int row, lane;  // of the tile: this thread's first row; of the warp
 
-    __device__ __forceinline__ void store(float (&out)[kCount], RowState& rows, float to_log2) const {
-        float previous_share[2];
+    // For the two rows of a thread: what their output, and that of the previous result, are multiplied with.
+    struct Factors {
+        float own[2], previous[2];
+    };
+
+    // Stores the log-sum-exp of the rows. Needs no output yet, and so can run beside the last product.
+    __device__ __forceinline__ Factors finish_rows(const RowState& rows, float to_log2) const {
+        Factors factors;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const LogSum sum = log_sum(rows.max[r] * to_log2, over_quad_sum(rows.sum[r]), sink * kLog2E);
-            rows.scale[r] = sum.factor * store_lse(r, sum.log2, previous_share[r]);
+            factors.own[r] = sum.factor * store_lse(r, sum.log2, factors.previous[r]);
         }
+        return factors;
+    }
+
+    __device__ __forceinline__ void store(float (&out)[kCount], const Factors& factors) const {
 #pragma unroll
         for (int i = 0; i < kCount; ++i)  // an empty row may hold 0 · NaN
-            out[i] = rows.scale[i / 2 % 2] == 0.f ? 0.f : out[i] * rows.scale[i / 2 % 2];
+            out[i] = factors.own[i / 2 % 2] == 0.f ? 0.f : out[i] * factors.own[i / 2 % 2];
         if (args.previous_lse != nullptr)
-            add_previous(out, previous_share);
+            add_previous(out, factors.previous);
         if (args.out_f32)
             store_f32(out);
         else
             store_16bit(out);
+    }
+
+    // Of a tile that sees nothing: what was there before, or nothing.
+    __device__ __forceinline__ void store_empty() const {
+        const int64_t row_bytes = args.v_dim * (args.out_f32 ? 4 : 2);
+#pragma unroll 1
+        for (int r = 0; r < 2; ++r) {
+            float share;
+            store_lse(r, -INFINITY, share);
+            const auto* from = static_cast<const char*>(args.previous_out) + row_index(r) * row_bytes;
+            auto* to = static_cast<char*>(args.out) + row_index(r) * row_bytes;
+#pragma unroll 1
+            for (int at = lane % 4 * 16; at < row_bytes and exists(r); at += 64) {
+                const bool kept = args.previous_lse != nullptr and share != 0.f;
+                *reinterpret_cast<uint4*>(to + at) = kept ? *reinterpret_cast<const uint4*>(from + at) : uint4{};
+            }
+        }
     }
 
 private:
@@ -88,9 +115,6 @@ private:
     // Of element i of the thread's output: an even one and the next lie side by side.
     __device__ __forceinline__ int column(int i) const { return i / 4 * 8 + lane % 4 * 2; }
     __device__ __forceinline__ bool exists(int r, int i) const { return exists(r) and i / 4 * 8 < args.v_dim; }
-    template <typename Pair> __device__ __forceinline__ Pair* row_of(void* data, int r) const {
-        return static_cast<Pair*>(data) + row_index(r) * args.v_dim / 2;
-    }
 
     // From a thread's first row to its second, in pairs.
     __device__ __forceinline__ int row_stride() const { return 8 * args.heads * args.v_dim / 2; }
@@ -121,7 +145,7 @@ private:
     }
 
     __device__ __forceinline__ void store_f32(const float (&out)[kCount]) const {
-        float2* const first = row_of<float2>(args.out, 0);
+        float2* const first = static_cast<float2*>(args.out) + row_index(0) * args.v_dim / 2;
 #pragma unroll
         for (int i = 0; i < kCount; i += 2) {
             const int r = i / 2 % 2;

@@ -2,21 +2,25 @@
 
 #include "csrc/attention/sm90/forward_consumer.cuh"
 #include "csrc/attention/sm90/forward_producer.cuh"
+#include "csrc/attention/sm90/forward_scheduler.cuh"
 
-// The forward kernel: persistent, one producer warp and Config::kConsumers consumer warpgroups a CTA. Every tile is
-// finished by one CTA, so that results do not depend on which CTA takes it, and need no atomics.
+// The forward kernel: persistent, one scheduler warp, one producer warp and Config::kConsumers consumer warpgroups a CTA.
+// Every tile is finished by one CTA, so that results do not depend on which CTA takes it, and need no atomics.
 //
 // Schedule of a tile with blocks 0 .. n - 1:
-//   producer    Q  K0  K1  V0  K2  V1  ...  K(n-1)  V(n-2)  V(n-1)   each when its place is free; keys first, they are
+//   scheduler   runs of keys, one for each band that the tile sees; ahead of the producer, but for long tiles not far
+//   producer    K0  Q  K1  V0  K2  V1  ...  K(n-1)  V(n-2)  V(n-1)   each when its place is free; keys first, they are
 //                                                                    needed first
 //   consumers   S0 = Q·K0, softmax;  step j: S(j) = Q·K(j) and O += P(j-1)·V(j-1), softmax of S(j) beside the second
-//               product, O rescaled if the maximum moved;  O += P(n-1)·V(n-1);  epilogue
+//               product, O rescaled if the maximum moved;  O += P(n-1)·V(n-1), sums and log-sum-exp beside it;  stores
 // Tiles follow each other without a pause: the producer is at the next tile while the consumers finish this one.
 //
 // Barriers (arrivals a phase), what completes them, and what they protect:
-//   q_full (1)    producer and TMA     the queries, and the tile's message
-//   q_empty (all consumer warps)       after the last product with the queries. Every warp has then read the message of
-//                                      the tile before, and waited for this one: hence two messages suffice
+//   run_full (1)  scheduler            a run, and with the first of a tile the tile's message
+//   run_empty (1) producer             after the keys of the run are on their way
+//   q_full (1)    producer and TMA     the queries
+//   q_empty (all consumer warps)       after the last product with the queries. Every warp has then finished the tile
+//                                      before, and with it the message of that one
 //   k_full (1)    producer and TMA     keys of a block, and its message
 //   k_empty (consumer warpgroups)      after the product with the keys. The message is read later, in the softmax, but
 //                                      before the next product: hence twice as many messages as stages
@@ -31,8 +35,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardTensorMaps maps, const __grid_constant__ ForwardArguments args) {
     extern __shared__ char raw[];
     const ForwardMemory<Config> memory(raw);
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroupThreads, 0);
-    if (threadIdx.x == 0) {
+    const int warpgroup = uniform(threadIdx.x / kWarpgroupThreads);
+    const int thread = threadIdx.x % kWarpgroupThreads;
+    if (warpgroup == 0 and thread == 0) {
         prefetch_tensor_map(maps.q);
         prefetch_tensor_map(maps.k[true]);
         prefetch_tensor_map(maps.v[true]);
@@ -41,11 +46,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     __syncthreads();
     if (warpgroup == 0) {
         give_registers<Config::kProducerRegisters>();
-        if (threadIdx.x < 32)
-            ForwardProducer<Config>{memory, maps, args, static_cast<int>(threadIdx.x)}.run();
+        const int lane = thread % 32;
+        if (thread < 32)
+            ForwardProducer<Config>{memory, maps, args, lane}.run();
+        else if (thread < 64)
+            ForwardScheduler<Config>{memory, args, lane}.run();
     } else {
         take_registers<Config::kConsumerRegisters>();
-        ForwardConsumer<Config>{memory, args, warpgroup - 1, static_cast<int>(threadIdx.x % kWarpgroupThreads)}.run();
+        // Found again, or ptxas would keep it in local memory in between.
+        const int consumer = uniform(threadIdx.x / kWarpgroupThreads) - 1;
+        ForwardConsumer<Config>{memory, args, consumer, thread}.run();
     }
 }
 

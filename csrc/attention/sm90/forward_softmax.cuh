@@ -33,30 +33,46 @@ struct RowState {
     float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f}, scale[2];
 };
 
-// Columns that the two rows of a thread see: [begin, end), counted from the thread's first column.
-struct ColumnRange {
-    int begin[2], end[2];
+// A bit for each of a thread's logits in one row of a block, in order of columns: whether the row sees it.
+template <int kCount> struct VisibleBits {
+    static constexpr int kWords = (kCount / 2 + 31) / 32;
+    uint32_t words[2][kWords];
 };
 
-__device__ __forceinline__ ColumnRange visible_columns(const BlockMessage& message, int row, int first_column) {
+// The lowest `count` bits; none for a negative count, all from 32 on.
+__device__ __forceinline__ uint32_t low_bits(int count) {
+    uint32_t bit;
+    asm("shl.b32 %0, 1, %1;" : "=r"(bit) : "r"(max(count, 0)));  // 0 from 32 on
+    return bit - 1;
+}
+
+// How many of a thread's columns (0, 1, 8, 9, 16, 17, ...) are smaller.
+__device__ __forceinline__ int columns_below(int column) {
+    return column < 0 ? 0 : column / 8 * 2 + min(column % 8, 2);
+}
+
+template <int kCount>
+__device__ __forceinline__ VisibleBits<kCount> visible_bits(const BlockMessage& message, int row, int first_column) {
     const int4 rows = reinterpret_cast<const int4*>(&message)[0];  // row_begin, row_end, lower, upper
-    ColumnRange range;
+    VisibleBits<kCount> bits;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int at = row + 8 * r;
         const bool inside = rows.x <= at and at < rows.y;
-        const int end = min(message.num_columns, at + rows.w);
-        range.begin[r] = max(0, at + rows.z) - first_column;
-        range.end[r] = (inside ? end : 0) - first_column;
+        const int end = columns_below((inside ? min(message.num_columns, at + rows.w) : 0) - first_column);
+        const int begin = columns_below(max(0, at + rows.z) - first_column);
+#pragma unroll
+        for (int w = 0; w < VisibleBits<kCount>::kWords; ++w)
+            bits.words[r][w] = low_bits(end - 32 * w) & ~low_bits(begin - 32 * w);
     }
-    return range;
+    return bits;
 }
 
-template <int kCount> __device__ __forceinline__ void hide(float (&logits)[kCount], const ColumnRange& seen) {
+template <int kCount> __device__ __forceinline__ void hide(float (&logits)[kCount], const VisibleBits<kCount>& seen) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-        const int column = i / 4 * 8 + i % 2, r = i / 2 % 2;
-        if (column < seen.begin[r] or column >= seen.end[r])
+        const int r = i / 2 % 2, bit = i / 4 * 2 + i % 2;
+        if ((seen.words[r][bit / 32] & 1u << bit % 32) == 0)
             logits[i] = -INFINITY;
     }
 }
@@ -87,35 +103,32 @@ __device__ __forceinline__ float over_quad_sum(float x) {
 template <int kCount>
 __device__ __forceinline__ bool exponentiate(float (&logits)[kCount], RowState& rows, float to_log2) {
     constexpr float kMaxLag = 8.f;
-    float largest[2];
+    bool any_moves = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        largest[r] = rows.max[r];
+        float largest = rows.max[r];
 #pragma unroll
         for (int i = 2 * r; i < kCount; i += 4)
-            largest[r] = fmaxf(largest[r], fmaxf(logits[i], logits[i + 1]));
-        largest[r] = over_quad_max(largest[r]);
-    }
-    const bool move = __any_sync(~0u, (largest[0] - rows.max[0]) * to_log2 > kMaxLag or
-                                          (largest[1] - rows.max[1]) * to_log2 > kMaxLag);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const float reference = move ? largest[r] : rows.max[r];
+            largest = fmaxf(largest, fmaxf(logits[i], logits[i + 1]));
+        largest = over_quad_max(largest);
+        const bool move = __any_sync(~0u, (largest - rows.max[r]) * to_log2 > kMaxLag);
+        any_moves = any_moves or move;
+        const float reference = move ? largest : rows.max[r];
         const float offset = reference == -INFINITY ? 0.f : reference * to_log2;
         rows.scale[r] = move ? exp2_approx(rows.max[r] * to_log2 - offset) : 1.f;
         rows.max[r] = reference;
-        float sum = 0.f;
 #pragma unroll
         for (int i = 2 * r; i < kCount; i += 4) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                logits[i + e] = exp2_approx(logits[i + e] * to_log2 - offset);
-                sum += logits[i + e];
-            }
+            logits[i] = exp2_approx(logits[i] * to_log2 - offset);
+            logits[i + 1] = exp2_approx(logits[i + 1] * to_log2 - offset);
         }
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 2 * r; i < kCount; i += 4)
+            sum += logits[i] + logits[i + 1];
         rows.sum[r] = rows.sum[r] * rows.scale[r] + sum;
     }
-    return move;
+    return any_moves;
 }
 
 // As operand A of the product with the values, 16 keys at a time.

@@ -19,14 +19,16 @@ struct Mbarrier {
     __device__ __forceinline__ void arrive_and_expect(int bytes) const {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
     }
+    // Each try may sleep for a while, instead of the short time that is the default: polling takes issue slots.
     __device__ __forceinline__ void wait(int parity) const {
+        constexpr uint32_t kNanoseconds = 10'000'000;
         asm volatile(
             "{\n"
             ".reg .pred done;\n"
-            "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+            "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n"
             "@!done bra again;\n"
             "}\n" ::"r"(address),
-            "r"(parity)
+            "r"(parity), "r"(kNanoseconds)
             : "memory");
     }
 };

@@ -1,6 +1,8 @@
 #pragma once
 
-// Named barriers and the division of registers between warpgroups.
+#include <cstdint>
+
+// Named barriers, the division of registers between warpgroups, and values that a warp shares.
 
 namespace jaxmagi::sm90 {
 
@@ -12,6 +14,25 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
 }
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Of lane 0, by the whole warp. The compiler then knows that all lanes have the same, and keeps what follows from it in
+// uniform registers; without, it would loop over the lanes around every TMA instruction.
+__device__ __forceinline__ int uniform(int value) {
+    return __shfl_sync(~0u, value, 0);
+}
+
+// True for one lane, by the whole warp. The compiler knows that it is one.
+__device__ __forceinline__ bool elect_lane() {
+    uint32_t elected;
+    asm volatile(
+        "{\n"
+        ".reg .pred elected;\n"
+        "elect.sync _|elected, 0xffffffff;\n"
+        "selp.b32 %0, 1, 0, elected;\n"
+        "}\n"
+        : "=r"(elected));
+    return elected != 0;
 }
 
 // By all warps of a warpgroup. The sum over the CTA may not exceed what it was launched with.
