@@ -46,8 +46,8 @@ void check_transpose(Verdict& verdict) {
     verdict.compare("transpose", words.to_host(), want, 0);
 }
 
-// One warp: what its threads see of a block whose rows are those of the tile from 16 on.
-template <int kKeys> __global__ void hide_block(BlockMessage message, float* seen) {
+// One warp: what its threads see of a block whose rows are those of the tile from 16 on, some to a position.
+template <int kKeys> __global__ void hide_block(BlockMessage message, int pack_shift, float* seen) {
     __shared__ BlockMessage shared;
     shared = message;
     __syncthreads();
@@ -55,7 +55,7 @@ template <int kKeys> __global__ void hide_block(BlockMessage message, float* see
     float logits[kKeys / 2];
     for (float& x : logits)
         x = 1;
-    hide(logits, visible_bits<kKeys / 2>(shared, row, first_column));
+    hide(logits, visible_bits<kKeys / 2>(shared, row, pack_shift, first_column));
     for (int i = 0; i < kKeys / 2; ++i) {
         const int column = first_column + i / 4 * 8 + i % 2, at = row - 16 + i / 2 % 2 * 8;
         seen[at * kKeys + column] = logits[i] == 1;
@@ -67,6 +67,7 @@ template <int kKeys> void check_hide(Verdict& verdict) {
     const auto random = [&](int low, int high) { return std::uniform_int_distribution(low, high)(generator); };
     std::vector<float> got, want;
     for (int trial = 0; trial < 200; ++trial) {
+        const int pack_shift = trial % 5;
         const BlockMessage message{.row_begin = random(-40, 40),
                                    .row_end = random(0, 60),
                                    .lower = random(-60, kKeys + 20),
@@ -74,13 +75,15 @@ template <int kKeys> void check_hide(Verdict& verdict) {
                                    .num_columns = random(1, kKeys),
                                    .masked = true};
         const DeviceArray<float> seen(std::vector<float>(16 * kKeys, -1));
-        hide_block<kKeys><<<1, 32>>>(message, seen.data());
+        hide_block<kKeys><<<1, 32>>>(message, pack_shift, seen.data());
         for (const float x : seen.to_host())
             got.push_back(x);
-        for (int row = 16; row < 32; ++row)
+        for (int row = 16; row < 32; ++row) {
+            const int at = row >> pack_shift;
             for (int column = 0; column < kKeys; ++column)
-                want.push_back(message.row_begin <= row and row < message.row_end and row + message.lower <= column and
-                               column < row + message.upper and column < message.num_columns);
+                want.push_back(message.row_begin <= at and at < message.row_end and at + message.lower <= column and
+                               column < at + message.upper and column < message.num_columns);
+        }
     }
     verdict.compare("visible columns of " + std::to_string(kKeys), got, want, 0);
 }

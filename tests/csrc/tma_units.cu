@@ -43,27 +43,28 @@ bool inside(int x, int length) {
     return 0 <= x and x < length;
 }
 
-std::vector<uint16_t> cut_out(const std::vector<uint16_t>& tensor, Coordinates at, int rows) {
+// Rows: `heads` of each position.
+std::vector<uint16_t> cut_out(const std::vector<uint16_t>& tensor, Coordinates at, int rows, int heads) {
     std::vector<uint16_t> box(kMaxRows * kPanelColumns, 0xffff);
     for (int row = 0; row < rows; ++row) {
         for (int column = 0; column < kPanelColumns; ++column) {
-            const int x = at.x + column, z = at.z + row;
-            const bool exists = inside(x, kDim) and inside(at.y, kHeads) and inside(z, kLength) and inside(at.w, kBatch);
+            const int x = at.x + column, y = at.y + row % heads, z = at.z + row / heads;
+            const bool exists = inside(x, kDim) and inside(y, kHeads) and inside(z, kLength) and inside(at.w, kBatch);
             box[row * kPanelColumns + column] =
-                exists ? tensor[((at.w * kLength + z) * kHeads + at.y) * kDim + x] : uint16_t{0};
+                exists ? tensor[((at.w * kLength + z) * kHeads + y) * kDim + x] : uint16_t{0};
         }
     }
     return box;
 }
 
-void check(Verdict& verdict, const char* name, Coordinates at, int rows) {
+void check(Verdict& verdict, const char* name, Coordinates at, int rows, int heads = 1) {
     const auto tensor = random_numbers<BFloat16>(kBatch * kLength * kHeads * kDim, 3);
     const DeviceArray<uint16_t> device(tensor), box(std::vector<uint16_t>(kMaxRows * kPanelColumns));
     CUtensorMap map;
-    must(encode_panel_map({device.data(), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kBatch, kLength, kHeads, kDim}, rows, &map),
-         "encode_panel_map");
+    const HeadsTensor described{device.data(), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kBatch, kLength, kHeads, kDim};
+    must(encode_panel_map(described, heads, rows / heads, &map), "encode_panel_map");
     load_box<<<1, 128>>>(map, at, rows, box.data());
-    verdict.compare(std::string("TMA load ") + name, box.to_host(), cut_out(tensor, at, rows), 0);
+    verdict.compare(std::string("TMA load ") + name, box.to_host(), cut_out(tensor, at, rows, heads), 0);
 }
 
 }  // namespace
@@ -81,5 +82,7 @@ int main() {
     check(verdict, "entirely before the beginning", {0, 1, -64, 1}, 64);
     check(verdict, "entirely beyond the length", {0, 1, 1000, 1}, 64);
     check(verdict, "beyond length and head dimension", {64, 2, 36, 2}, 80);
+    check(verdict, "of two heads", {0, 1, 5, 1}, 48, 2);
+    check(verdict, "of two heads, beyond the length", {0, 0, 30, 1}, 128, 2);
     return verdict.exit_code();
 }

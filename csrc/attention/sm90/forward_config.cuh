@@ -36,10 +36,11 @@ struct ForwardConfig {
     static constexpr int kVBytes = kWideKeys * kPanelRowBytes * panels(kVDim);
 };
 
-// One row tile of a head, for the producer and the consumers.
+// One row tile, for the producer and the consumers: kRows rows of logits, which are some heads at each of some positions,
+// heads changing faster.
 struct alignas(16) TileMessage {
     int num_blocks;  // 0: the rows see nothing; -1: no more tiles
-    int row, head, example;
+    int row, head, example;  // the first position and the first head
     int key_head;
     bool wide;  // blocks
 };
@@ -51,8 +52,8 @@ struct alignas(16) RunMessage {
     bool first, last;  // of the tile
 };
 
-// One block of keys, for the consumers. Row r of the tile sees columns [max(0, r + lower), min(num_columns, r + upper)) if
-// row_begin <= r < row_end, and no column otherwise; where not masked, every row sees every column.
+// One block of keys, for the consumers. Position r of the tile sees columns [max(0, r + lower), min(num_columns, r + upper))
+// if row_begin <= r < row_end, and no column otherwise; where not masked, every position sees every column.
 struct alignas(16) BlockMessage {
     int row_begin, row_end, lower, upper;  // read together
     int num_columns;

@@ -81,8 +81,7 @@ private:
     }
 
     __device__ __forceinline__ ForwardEpilogue<Config> make_epilogue(int turn) const {
-        const TileMessage& tile = memory.tile_message(turn);
-        return {args, tile, __ldg(args.sinks + tile.head), row(), thread % 32};
+        return {args, memory.tile_message(turn), row(), thread % 32};
     }
 
     __device__ __forceinline__ static void clear(Output& out) {
@@ -193,7 +192,8 @@ private:
         if constexpr (Config::kSoftCap)
             cap_logits(logits, args.logit_scale, args.cap_log2);
         if constexpr (kMasked)
-            hide(logits, visible_bits<kKeys / 2>(memory.block_message(block), row(), first_column()));
+            hide(logits, visible_bits<kKeys / 2>(memory.block_message(block), row(), args.schedule.pack_shift,
+                                                 first_column()));
         return exponentiate(logits, rows, to_log2());
     }
 };

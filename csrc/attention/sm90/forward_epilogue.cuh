@@ -27,8 +27,7 @@ template <typename Config> struct ForwardEpilogue {
     using Element = typename Config::Element;
 
     const ForwardArguments& args;
-    TileMessage tile;
-    float sink;     // of the head
+    const TileMessage& tile;
     int row, lane;  // of the tile: this thread's first row; of the warp
 
     // For the two rows of a thread: what their output, and that of the previous result, are multiplied with.
@@ -41,7 +40,7 @@ template <typename Config> struct ForwardEpilogue {
         Factors factors;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const LogSum sum = log_sum(rows.max[r] * to_log2, over_quad_sum(rows.sum[r]), sink * kLog2E);
+            const LogSum sum = log_sum(rows.max[r] * to_log2, over_quad_sum(rows.sum[r]), sink(r) * kLog2E);
             factors.own[r] = sum.factor * store_lse(r, sum.log2, factors.previous[r]);
         }
         return factors;
@@ -107,17 +106,23 @@ private:
         return share;
     }
 
-    __device__ __forceinline__ int position(int r) const { return tile.row + row + 8 * r; }
+    __device__ __forceinline__ int position(int r) const { return tile.row + ((row + 8 * r) >> args.schedule.pack_shift); }
+    __device__ __forceinline__ int head(int r) const {
+        return tile.head + ((row + 8 * r) & (args.schedule.pack - 1));
+    }
+    __device__ __forceinline__ float sink(int r) const { return __ldg(args.sinks + head(r)); }
     __device__ __forceinline__ bool exists(int r) const { return position(r) < args.q_len; }
     __device__ __forceinline__ int64_t row_index(int r) const {
-        return (static_cast<int64_t>(tile.example) * args.q_len + position(r)) * args.heads + tile.head;
+        return (static_cast<int64_t>(tile.example) * args.q_len + position(r)) * args.heads + head(r);
     }
     // Of element i of the thread's output: an even one and the next lie side by side.
     __device__ __forceinline__ int column(int i) const { return i / 4 * 8 + lane % 4 * 2; }
     __device__ __forceinline__ bool exists(int r, int i) const { return exists(r) and i / 4 * 8 < args.v_dim; }
 
     // From a thread's first row to its second, in pairs.
-    __device__ __forceinline__ int row_stride() const { return 8 * args.heads * args.v_dim / 2; }
+    __device__ __forceinline__ int row_stride() const {
+        return ((position(1) - position(0)) * args.heads + head(1) - head(0)) * (args.v_dim / 2);
+    }
 
     // Loads are issued four at a time, or each would wait for the one before.
     __device__ __forceinline__ void add_previous(float (&out)[kCount], const float (&share)[2]) const {

@@ -36,21 +36,22 @@ template <typename Config> cudaError_t load_forward() {
                                 ForwardMemory<Config>::kBytes);
 }
 
-template <typename Config> cudaError_t encode_maps(const ForwardParams& params, ForwardTensorMaps* maps) {
+template <typename Config>
+cudaError_t encode_maps(const ForwardParams& params, int pack, ForwardTensorMaps* maps) {
     const auto type =
         params.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     const HeadsTensor q{params.q, type, params.batch, params.q_len, params.heads, params.dim};
     const HeadsTensor k{params.k, type, params.batch, params.kv_len, params.kv_heads, params.dim};
     const HeadsTensor v{params.v, type, params.batch, params.kv_len, params.kv_heads, params.v_dim};
-    cudaError_t error = encode_panel_map(q, Config::kRows, &maps->q);
+    cudaError_t error = encode_panel_map(q, pack, Config::kRows / pack, &maps->q);
     for (const bool wide : {false, true}) {
         if (not wide and not Config::kTwoWidths)
             continue;
         const int rows = wide ? Config::kWideKeys : Config::kNarrowKeys;
         if (error == cudaSuccess)
-            error = encode_panel_map(k, rows, &maps->k[wide]);
+            error = encode_panel_map(k, 1, rows, &maps->k[wide]);
         if (error == cudaSuccess)
-            error = encode_panel_map(v, rows, &maps->v[wide]);
+            error = encode_panel_map(v, 1, rows, &maps->v[wide]);
     }
     return error;
 }
@@ -58,7 +59,7 @@ template <typename Config> cudaError_t encode_maps(const ForwardParams& params, 
 template <typename Config> cudaError_t launch_forward(const ForwardParams& params, cudaStream_t stream) {
     const ForwardArguments args = make_arguments(params, Config::kRows);
     ForwardTensorMaps maps;
-    cudaError_t error = encode_maps<Config>(params, &maps);
+    cudaError_t error = encode_maps<Config>(params, args.schedule.pack, &maps);
     const int grid = std::min(params.num_sms, args.schedule.num_items);
     if (error == cudaSuccess and grid < args.schedule.num_items)
         error = cudaMemsetAsync(params.counter, 0, sizeof(int), stream);

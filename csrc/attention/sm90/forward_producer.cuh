@@ -14,7 +14,7 @@
 
 namespace jaxmagi::sm90 {
 
-// A run of keys as the rows of its tile see it: rows are counted from the first one of the tile.
+// A run of keys as the positions of its tile see it, counted from the first one.
 struct TileRun {
     int row_begin, row_end, last_row;  // those of the band; the last one that exists
     int lower, upper;                  // of column limits in BlockMessage, for a block that begins at key 0
@@ -94,7 +94,8 @@ private:
     __device__ __forceinline__ void produce_blocks(const RunMessage& message, const TileMessage& at) const {
         const TileMessage tile = at;
         const Band run = message.band;
-        const TileRun rows(run, tile.row, min(Config::kRows, args.q_len - tile.row) - 1);
+        const int num_rows = min(Config::kRows >> args.schedule.pack_shift, args.q_len - tile.row);
+        const TileRun rows(run, tile.row, num_rows - 1);
         const int step = block_keys(tile);
         bool queries_due = message.first;
         unsigned block = num_blocks;

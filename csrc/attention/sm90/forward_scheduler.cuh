@@ -20,7 +20,7 @@ template <typename Config> struct ForwardScheduler {
 #pragma unroll 1
         while (item < args.schedule.num_items) {
             const unsigned first_run = num_runs;
-            const bool is_long = schedule(item_at(args.schedule, item), turn++) > kManyBlocks;
+            const bool is_long = schedule(item_at(args.schedule, item), turn);
             await_producer(is_long ? 1 : num_runs - first_run + 1);
             item = next_item();
         }
@@ -47,30 +47,36 @@ private:
         return gridDim.x + __shfl_sync(~0u, taken, 0);
     }
 
-    // Returns the number of blocks.
-    __device__ __forceinline__ int schedule(const ForwardItem& item, int turn) {
+    // Returns whether there are many blocks. Behind the last position there is nothing to do.
+    __device__ __forceinline__ bool schedule(const ForwardItem& item, int& turn) {
         const PlannedTile tile = args.tiles[static_cast<int64_t>(item.plan) * args.schedule.num_tiles + item.rank];
         const PlannedBand* bands = args.bands + static_cast<int64_t>(item.plan) * args.capacity;
         const int example = item.plan + item.key_head / args.kv_heads, key_head = item.key_head % args.kv_heads;
-        const int row = tile.tile * Config::kRows, head = key_head * args.schedule.group + item.head_in_group;
-        const Range rows{row, min(row + Config::kRows, args.q_len)};
+        const int num_rows = Config::kRows >> args.schedule.pack_shift;
+        const int row = tile.tile * Config::kRows + item.slice * num_rows;
+        const int head = key_head * args.schedule.group + item.head_in_group;
+        if (row >= args.q_len)
+            return false;
+        const Range rows{row, min(row + num_rows, args.q_len)};
         const BlockCount blocks = count_blocks(bands, tile, rows);
         send(turn, {blocks.count, row, head, example, key_head, blocks.wide});
         if (blocks.count == 0)
             send_run(0, {.band = {}, .turn = turn, .first = true, .last = true});
         int left = blocks.count;
+        bool first = true;
 #pragma unroll 1
         for (int i = tile.first_band; i < tile.end_band; i += 32) {
             const Band band = seen_part(bands, i + lane, tile.end_band, rows);
             for (unsigned live = __ballot_sync(~0u, band.k0 < band.k1); live != 0; live &= live - 1) {
                 const int sender = __ffs(live) - 1;
                 const int size = __shfl_sync(~0u, band.k1 - band.k0, sender);
-                const bool first = left == blocks.count;
                 left -= ceil_div(size, blocks.wide ? Config::kWideKeys : Config::kNarrowKeys);
                 send_run(sender, {band, turn, first, left == 0});
+                first = false;
             }
         }
-        return blocks.count;
+        ++turn;
+        return blocks.count > kManyBlocks;
     }
 
     struct BlockCount {

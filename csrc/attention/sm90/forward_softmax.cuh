@@ -51,13 +51,15 @@ __device__ __forceinline__ int columns_below(int column) {
     return column < 0 ? 0 : column / 8 * 2 + min(column % 8, 2);
 }
 
+// row: the thread's first one; positions have 1 << pack_shift rows.
 template <int kCount>
-__device__ __forceinline__ VisibleBits<kCount> visible_bits(const BlockMessage& message, int row, int first_column) {
+__device__ __forceinline__ VisibleBits<kCount> visible_bits(const BlockMessage& message, int row, int pack_shift,
+                                                            int first_column) {
     const int4 rows = reinterpret_cast<const int4*>(&message)[0];  // row_begin, row_end, lower, upper
     VisibleBits<kCount> bits;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int at = row + 8 * r;
+        const int at = (row + 8 * r) >> pack_shift;
         const bool inside = rows.x <= at and at < rows.y;
         const int end = columns_below((inside ? min(message.num_columns, at + rows.w) : 0) - first_column);
         const int begin = columns_below(max(0, at + rows.z) - first_column);

@@ -233,8 +233,8 @@ __device__ void sort_tiles(const PlanParams& params, const Plan& plan, Threads t
 
 using Phase = void(const PlanParams&, const Plan&, Threads);
 
-template <Phase& kPhase>
-__global__ void __launch_bounds__(kThreads) run_phase(const __grid_constant__ PlanParams params) {
+template <Phase& kPhase>  // of the CTAs a multiprocessor has one; four leave enough registers
+__global__ void __launch_bounds__(kThreads, 4) run_phase(const __grid_constant__ PlanParams params) {
     const int index = blockIdx.y * blockDim.x + threadIdx.x, count = gridDim.y * blockDim.x;
     kPhase(params, plan_at(params, blockIdx.x), {index, count});
 }

@@ -20,7 +20,7 @@ cudaError_t encoder(decltype(&cuTensorMapEncodeTiled)* function) {
 
 }  // namespace
 
-cudaError_t encode_panel_map(const HeadsTensor& tensor, int rows, CUtensorMap* map) {
+cudaError_t encode_panel_map(const HeadsTensor& tensor, int box_heads, int positions, CUtensorMap* map) {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
     static const cudaError_t found = encoder(&encode);
     if (found != cudaSuccess)
@@ -29,7 +29,8 @@ cudaError_t encode_panel_map(const HeadsTensor& tensor, int rows, CUtensorMap* m
     const cuuint64_t sizes[] = {dim, heads, length, batch};
     const cuuint64_t strides[] = {dim * kElementBytes, heads * dim * kElementBytes,
                                   length * heads * dim * kElementBytes};
-    const cuuint32_t box[] = {kPanelColumns, 1, static_cast<cuuint32_t>(rows), 1}, steps[] = {1, 1, 1, 1};
+    const cuuint32_t box[] = {kPanelColumns, static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(positions), 1};
+    const cuuint32_t steps[] = {1, 1, 1, 1};
     const CUresult result =
         encode(map, tensor.type, 4, const_cast<void*>(tensor.data), sizes, strides, box, steps,
                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

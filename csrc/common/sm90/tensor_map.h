@@ -14,7 +14,8 @@ struct HeadsTensor {
     int64_t batch, length, heads, dim;
 };
 
-// Describes loads of panels: 64 numbers of one head by `rows` positions, coordinates (number, head, position, example).
-cudaError_t encode_panel_map(const HeadsTensor& tensor, int rows, CUtensorMap* map);
+// Describes loads of panels: 64 numbers of each of some heads at each of some positions, heads changing faster;
+// coordinates (number, head, position, example).
+cudaError_t encode_panel_map(const HeadsTensor& tensor, int heads, int positions, CUtensorMap* map);
 
 }  // namespace jaxmagi::sm90
