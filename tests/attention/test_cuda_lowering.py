@@ -284,7 +284,8 @@ def test_the_extension_knows_its_tiles() -> None:
     for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (8, 256)):
         rows, keys = compiled.forward_tile(*dims)
         assert rows % 64 == 0 and keys > 0
-        assert compiled.plan_workspace_words(3, 1000, 5000, rows) >= 3 * 1000
+        keys_and_tiles = 4 * 1000 + (4 + 16) * -(-5000 // rows)  # bytes of a plan
+        assert 8 * compiled.plan_workspace_words(3, 1000, 5000, rows) >= 3 * keys_and_tiles
     for dims in ((264, 64), (64, 264), (100, 100), (0, 64)):
         assert compiled.forward_tile(*dims) is None
     np.testing.assert_array_equal(sorted(compiled.registrations()), [_cuda.FORWARD, _cuda.PLAN])
