@@ -37,16 +37,27 @@ def _in_turns(names: Iterable[str], repeats: int) -> Iterator[str]:
         yield from order[first:] + order[:first]
 
 
+def _time_in_turns(names: Iterable[str], repeats: int, seconds: Callable[[str], float]) -> dict[str, Timing]:
+    """Of what ``seconds`` measures for each name, as often as ``repeats`` says."""
+    measured: dict[str, list[float]] = {name: [] for name in names}
+    for name in _in_turns(measured, repeats):
+        measured[name].append(seconds(name))
+    return {
+        name: Timing(statistics.median(times), min(times), max(times)) for name, times in measured.items()
+    }
+
+
 def time_interleaved(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Timing]:
     """Times several calls in turns, so that a slow phase of the machine hits all of them alike."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        jax.block_until_ready(call())
-    for name in _in_turns(calls, repeats):
+
+    def seconds(name: str) -> float:
         start = time.perf_counter()
         jax.block_until_ready(calls[name]())
-        seconds[name].append(time.perf_counter() - start)
-    return {name: Timing(statistics.median(times), min(times), max(times)) for name, times in seconds.items()}
+        return time.perf_counter() - start
+
+    for call in calls.values():
+        jax.block_until_ready(call())
+    return _time_in_turns(calls, repeats, seconds)
 
 
 @dataclass(frozen=True)
@@ -75,12 +86,13 @@ def time_on_device(works: dict[str, DeviceWork], repeats: int, batches: int) -> 
     The difference between twice as many batches and so many: what launching and waiting cost drops out. Each
     must have run before.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in works}
-    for name in _in_turns(works, repeats):
+
+    def seconds(name: str) -> float:
         work = works[name]
         first = work.seconds(batches)
-        seconds[name].append((work.seconds(2 * batches) - first) / (batches * work.passes))
-    return {name: Timing(statistics.median(times), min(times), max(times)) for name, times in seconds.items()}
+        return (work.seconds(2 * batches) - first) / (batches * work.passes)
+
+    return _time_in_turns(works, repeats, seconds)
 
 
 def environment() -> dict[str, Any]:

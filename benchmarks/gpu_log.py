@@ -31,9 +31,9 @@ LOG = ROOT / "benchmarks" / "results" / "gpu-tests.json"
 _WORSE = ("passed", "skipped", "failed")
 
 
-def sources_hash() -> str:
-    """The hash of the tree's sources, as the build takes it."""
-    return runpy.run_path(str(ROOT / "cmake" / "sources_hash.py"))["sources_hash"](ROOT)
+def sources_hash(root: Path = ROOT) -> str:
+    """The hash of a tree's sources, as the build takes it."""
+    return runpy.run_path(str(ROOT / "cmake" / "sources_hash.py"))["sources_hash"](root)
 
 
 def built_hash() -> str | None:

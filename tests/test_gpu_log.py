@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -168,7 +167,6 @@ def test_accepted(
 
 
 def test_hash_covers_names_and_contents(tmp_path: Path) -> None:
-    sources_hash = runpy.run_path(str(gpu_log.ROOT / "cmake" / "sources_hash.py"))["sources_hash"]
     hashes = []
     for name, text in [
         ("CMakeLists.txt", "0"),
@@ -180,12 +178,12 @@ def test_hash_covers_names_and_contents(tmp_path: Path) -> None:
     ]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-        hashes.append(sources_hash(tmp_path))
+        hashes.append(gpu_log.sources_hash(tmp_path))
     assert len(set(hashes)) == len(hashes)
     (tmp_path / "csrc" / "__pycache__").mkdir()
     (tmp_path / "csrc" / "__pycache__" / "x.pyc").write_text("")
     (tmp_path / "README.md").write_text("")
-    assert sources_hash(tmp_path) == hashes[-1]
+    assert gpu_log.sources_hash(tmp_path) == hashes[-1]
 
 
 def test_header_is_kept_where_it_is_right(tmp_path: Path) -> None:
