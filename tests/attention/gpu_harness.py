@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxmagi.attention import attention, attention_forward
 from jaxmagi.masks import AttnMask
@@ -15,6 +16,8 @@ from tests.cases import tile_edge_bands
 
 from .device_reference import Logits, Report, check, judge
 from .helpers import Operands
+
+both_dtypes = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 
 CAPACITY = 64  # of random masks
 KERNEL_DIMS = [*[(dim, dim) for dim in (64, 96, 128, 192, 256)], (192, 128)]

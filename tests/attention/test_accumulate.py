@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from jaxmagi.attention import Partial, attention_forward, merge
+from jaxmagi.masks import UNBOUNDED
 from tests.cases import FP32_TOLERANCE, FP64_TOLERANCE, random_bands
 
 from .helpers import Operands, max_error
@@ -100,7 +101,7 @@ def test_rounds_once(rng: np.random.Generator, implementation: str) -> None:
 def test_stages_are_as_good_as_all_keys_at_once(rng: np.random.Generator, implementation: str) -> None:
     """Sinks in one call only: they count once for every row that sees a key there, here all."""
     operands = make_operands(rng)._replace(
-        bands=jnp.asarray([[[0, Q_LEN, 0, KV_LEN, -(2**30), 2**30]]], jnp.int32)
+        bands=jnp.asarray([[[0, Q_LEN, 0, KV_LEN, -UNBOUNDED, UNBOUNDED]]], jnp.int32)
     )
     whole = forward(operands, implementation=implementation)
     result = None
@@ -108,7 +109,7 @@ def test_stages_are_as_good_as_all_keys_at_once(rng: np.random.Generator, implem
         stage = operands._replace(
             key=operands.key[:, first : first + 10],
             value=operands.value[:, first : first + 10],
-            bands=jnp.asarray([[[0, Q_LEN, 0, 10, -(2**30), 2**30]]], jnp.int32),
+            bands=jnp.asarray([[[0, Q_LEN, 0, 10, -UNBOUNDED, UNBOUNDED]]], jnp.int32),
             sinks=operands.sinks if first == 10 else jnp.full(HEADS, -jnp.inf),
         )
         result = forward(stage, result, implementation=implementation)

@@ -16,6 +16,7 @@ from .gpu_harness import (
     KERNEL_DIMS,
     Shape,
     as_mask,
+    both_dtypes,
     default_logits,
     make_operands,
     pad_bands,
@@ -35,8 +36,6 @@ DIMS = [
     (256, 64),
     (36, 100),
 ]
-
-both_dtypes = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 
 
 @both_dtypes

@@ -22,6 +22,7 @@ from .gpu_harness import (
     Shape,
     as_mask,
     assert_same,
+    both_dtypes,
     default_logits,
     forward,
     has_command_buffers,
@@ -167,7 +168,7 @@ def test_results_are_fully_written(rng: np.random.Generator, dim: int, v_dim: in
     check(judge(operands, default_logits(operands), *results), shape.dtype)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@both_dtypes
 @pytest.mark.parametrize("wide", [False, True], ids=["16 bits", "float32"])
 def test_result_dtype(rng: np.random.Generator, dtype: Any, wide: bool) -> None:
     operands = random_operands(rng, SHAPE._replace(dtype=dtype), with_sinks=True)

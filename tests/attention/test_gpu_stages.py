@@ -7,9 +7,18 @@ import pytest
 
 from jaxmagi import masks
 from jaxmagi.attention import Partial
+from jaxmagi.masks import UNBOUNDED
 
 from .device_reference import check, judge
-from .gpu_harness import Shape, assert_same, default_logits, forward, make_operands, random_operands
+from .gpu_harness import (
+    Shape,
+    assert_same,
+    both_dtypes,
+    default_logits,
+    forward,
+    make_operands,
+    random_operands,
+)
 from .helpers import Operands, max_error
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +33,7 @@ def without_sinks(operands: Operands) -> Operands:
 def split_keys(operands: Operands) -> list[Operands]:
     """The bands cut into those of keys [0, cut), [cut, next cut), and so on."""
     parts = []
-    for first, end in zip([0, *CUTS], [*CUTS, 2**30], strict=True):
+    for first, end in zip([0, *CUTS], [*CUTS, UNBOUNDED], strict=True):
         bands = np.array(operands.bands)
         bands[..., 2:4] = np.clip(bands[..., 2:4], first, end)
         parts.append(operands._replace(bands=jnp.asarray(bands)))
@@ -82,7 +91,7 @@ def ulps_apart(a: jax.Array, b: jax.Array) -> int:
     return int(np.abs(ordinal(a) - ordinal(b)).max())
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@both_dtypes
 def test_accumulates_in_16_bits(dtype: jnp.dtype) -> None:
     """As in float32 and rounded once."""
     bands = np.asarray(masks.causal(SHAPE.q_len, SHAPE.kv_len).bands)
