@@ -46,9 +46,16 @@ def test_head_dimensions(rng: np.random.Generator, dim: int, v_dim: int, dtype: 
     run_and_check(make_operands(shape, pad_bands(np.asarray(masks.causal(Q_LEN, KV_LEN).bands), CAPACITY)))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 6), (8, 2), (8, 1), (16, 2), (3, 1)])
-def test_groups(rng: np.random.Generator, heads: int, kv_heads: int) -> None:
-    run_and_check(random_operands(rng, Shape(Q_LEN, KV_LEN, heads, kv_heads), with_sinks=True))
+GROUPS = [(1, 1), (6, 6), (8, 2), (8, 1), (16, 2), (3, 1), (6, 1), (24, 2), (32, 2), (64, 1)]
+
+
+@pytest.mark.parametrize("q_len", [5, Q_LEN])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), GROUPS)
+def test_groups(rng: np.random.Generator, heads: int, kv_heads: int, dim: int, q_len: int) -> None:
+    """A tile holds several heads of a group; those of 64 dimensions have 192 rows, others 128."""
+    shape = Shape(q_len, KV_LEN, heads, kv_heads, dim, dim)
+    run_and_check(random_operands(rng, shape, with_sinks=True))
 
 
 @pytest.mark.parametrize("per_example", [False, True])

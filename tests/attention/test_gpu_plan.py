@@ -46,7 +46,7 @@ def check(bands: Ints, q_len: int, kv_len: int, dims: tuple[int, int] = DIMS) ->
             np.testing.assert_array_equal(got[1][i], want.tiles)
 
 
-@pytest.mark.parametrize("count", [1, 2, 31, 33, 255, 256, 257, 1000, 4096])
+@pytest.mark.parametrize("count", [1, 2, 31, 33, 255, 256, 257, 1000, 4096, 4097, 9001])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (127, 300), (129, 128), (5000, 4000), (32768, 32769)])
 def test_random_bands(rng: np.random.Generator, q_len: int, kv_len: int, count: int) -> None:
     """Overlapping, unsorted, one in four empty; then sorted, as builders leave them."""

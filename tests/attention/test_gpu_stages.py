@@ -10,15 +10,7 @@ from jaxmagi.attention import Partial
 from jaxmagi.masks import UNBOUNDED
 
 from .device_reference import check, judge
-from .gpu_harness import (
-    Shape,
-    assert_same,
-    both_dtypes,
-    default_logits,
-    forward,
-    make_operands,
-    random_operands,
-)
+from .gpu_harness import Shape, assert_same, both_dtypes, default_logits, forward, make_operands, random_operands
 from .helpers import Operands, max_error
 
 pytestmark = pytest.mark.gpu
@@ -59,6 +51,15 @@ def test_stages_accumulate(rng: np.random.Generator, dim: int, v_dim: int, donat
     """The keys in three stages are as good as all keys at once."""
     operands = random_operands(rng, SHAPE._replace(dim=dim, v_dim=v_dim), count=40)
     result = run_stages(split_keys(operands), donate)
+    check(judge(operands, default_logits(operands), result.out, result.lse), operands.query.dtype)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 2), (12, 1), (64, 1)])
+def test_groups_accumulate(rng: np.random.Generator, heads: int, kv_heads: int, dim: int) -> None:
+    """In place, where a tile holds several heads."""
+    operands = random_operands(rng, Shape(333, 1234, heads, kv_heads, dim, dim), count=40)
+    result = run_stages(split_keys(operands), donate=True)
     check(judge(operands, default_logits(operands), result.out, result.lse), operands.query.dtype)
 
 

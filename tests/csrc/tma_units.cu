@@ -12,7 +12,7 @@ namespace {
 using namespace jaxmagi::sm90;
 
 constexpr int kMaxRows = 256;
-constexpr int kBatch = 3, kLength = 37, kHeads = 3, kDim = 72;
+constexpr int kBatch = 3, kLength = 37, kHeads = 17, kDim = 72;
 
 // Loads one box over memory that holds other numbers, and undoes the swizzle.
 __global__ void load_box(const __grid_constant__ CUtensorMap map, Coordinates at, int rows, uint16_t* box) {
@@ -82,7 +82,8 @@ int main() {
     check(verdict, "entirely before the beginning", {0, 1, -64, 1}, 64);
     check(verdict, "entirely beyond the length", {0, 1, 1000, 1}, 64);
     check(verdict, "beyond length and head dimension", {64, 2, 36, 2}, 80);
-    check(verdict, "of two heads", {0, 1, 5, 1}, 48, 2);
-    check(verdict, "of two heads, beyond the length", {0, 0, 30, 1}, 128, 2);
+    check(verdict, "of 4 heads at 48 positions, beyond the length", {0, 8, 5, 1}, 192, 4);
+    check(verdict, "of 8 heads at 24 positions", {0, 8, 5, 1}, 192, 8);
+    check(verdict, "of 16 heads at 12 positions, beyond the head dimension", {64, 0, 20, 2}, 192, 16);
     return verdict.exit_code();
 }

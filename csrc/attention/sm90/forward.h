@@ -10,7 +10,7 @@ namespace jaxmagi::sm90 {
 
 enum class DType { kBF16, kF16 };
 
-// Query rows and keys that one CTA works on at a time.
+// Positions and keys by which the plan counts the cost of a mask. A CTA works on as many rows of logits at a time.
 struct TileShape {
     int rows, keys;
 };

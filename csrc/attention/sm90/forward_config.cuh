@@ -11,7 +11,7 @@ namespace jaxmagi::sm90 {
 
 // kDim, kVDim: what the matrix units work with; smaller head dimensions are filled up with zeros by TMA.
 // kWideKeys, kNarrowKeys: keys of a block. Wide blocks are faster, narrow ones leave less over at the ends of short bands;
-// the producer chooses for every tile.
+// the scheduler chooses for every tile.
 // kConsumers warpgroups own 64 query rows each. kSoftCap: whether logits are capped.
 template <typename Element_, int kDim_, int kVDim_, int kWideKeys_, int kNarrowKeys_, int kConsumers_, bool kSoftCap_>
 struct ForwardConfig {
@@ -26,6 +26,7 @@ struct ForwardConfig {
     // more is to wait forever.
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+    // Of the producer's warpgroup, and so of the scheduler too.
     static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
     static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= kLaunchRegisters * (kConsumers + 1));
     // Whether the warpgroups take turns at issuing products; with the longest products they do well without.
@@ -52,18 +53,18 @@ struct alignas(16) RunMessage {
     bool first, last;  // of the tile
 };
 
-// One block of keys, for the consumers. Position r of the tile sees columns [max(0, r + lower), min(num_columns, r + upper))
-// if row_begin <= r < row_end, and no column otherwise; where not masked, every position sees every column.
+// One block of keys, for the consumers. Position r of the tile sees columns [max(first_column, r + lower), min(end_column,
+// r + upper)) if row_begin <= r < row_end, and no column otherwise; where not masked, every position sees every column.
 struct alignas(16) BlockMessage {
     int row_begin, row_end, lower, upper;  // read together
-    int num_columns;
+    int first_column, end_column;          // read together
     bool masked;
 };
 
 template <typename Config> struct ForwardMemory {
-    // Every tile has a run. While the scheduler writes the message of a tile, at most kRuns runs wait for the producer,
-    // the producer waits for the consumers to be done with the queries of the tile before its own, and they may still
-    // read the message of the one before that: hence kRuns + 3 messages of tiles, and one more for a power of two.
+    // Every tile has a run. When the scheduler writes the message of tile t, the run kRuns before is given back, and with
+    // it tile t - kRuns at the latest. The producer may still read the message of that tile, for its last values, and the
+    // consumers that of the tile before it, for its stores: hence at least kRuns + 2 messages of tiles.
     // A block's message is read when its keys may already be replaced, hence the longer ring.
     static constexpr int kRuns = 4, kTileMessages = kRuns + 4, kBlockMessages = 2 * Config::kStages;
     static constexpr int kSingleBarriers = 3;

@@ -120,9 +120,7 @@ private:
     __device__ __forceinline__ bool exists(int r, int i) const { return exists(r) and i / 4 * 8 < args.v_dim; }
 
     // From a thread's first row to its second, in pairs.
-    __device__ __forceinline__ int row_stride() const {
-        return ((position(1) - position(0)) * args.heads + head(1) - head(0)) * (args.v_dim / 2);
-    }
+    __device__ __forceinline__ int64_t row_stride() const { return (row_index(1) - row_index(0)) * args.v_dim / 2; }
 
     // Loads are issued four at a time, or each would wait for the one before.
     __device__ __forceinline__ void add_previous(float (&out)[kCount], const float (&share)[2]) const {

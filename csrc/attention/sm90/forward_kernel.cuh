@@ -17,10 +17,11 @@
 //
 // Barriers (arrivals a phase), what completes them, and what they protect:
 //   run_full (1)  scheduler            a run, and with the first of a tile the tile's message
-//   run_empty (1) producer             after the keys of the run are on their way
-//   q_full (1)    producer and TMA     the queries
+//   run_empty (1) producer             after the keys of the run are on their way; of a short run, after cleaning. It also
+//                                      keeps the messages of tiles from being overwritten: see ForwardMemory
+//   q_full (1)    producer and TMA     the queries, and so the tile's message; without blocks, the producer alone
 //   q_empty (all consumer warps)       after the last product with the queries. Every warp has then finished the tile
-//                                      before, and with it the message of that one
+//                                      before
 //   k_full (1)    producer and TMA     keys of a block, and its message
 //   k_empty (consumer warpgroups)      after the product with the keys. The message is read later, in the softmax, but
 //                                      before the next product: hence twice as many messages as stages

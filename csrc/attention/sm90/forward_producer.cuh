@@ -7,10 +7,10 @@
 
 // The producer warp: streams queries, keys and values through shared memory.
 //
-// The scheduler's runs of keys become blocks, right to left, ending where the last key is seen. The leftmost block of a
-// run is moved right to begin at the first key that is seen, so that no block holds a key which the tile does not see:
-// NaN there must not reach the product with the values. Only a run shorter than one block may hold foreign keys behind its
-// end; their values are overwritten with zeros.
+// The scheduler's runs of keys become blocks, right to left, from the last key that is seen to the first. What is left
+// over goes to the first block, which is masked most of the time: of its keys those do not count which the next block has
+// too. So no block holds a key which the tile does not see: NaN there must not reach the product with the values. Only a
+// run shorter than one block may hold foreign keys behind its end; their values are overwritten with zeros.
 
 namespace jaxmagi::sm90 {
 
@@ -23,10 +23,11 @@ struct TileRun {
         : row_begin(band.q0 - row), row_end(band.q1 - row), last_row(last_row), lower(band.lo + row),
           upper(min(band.hi, kUnbounded - 1) + row + 1) {}
 
-    __device__ __forceinline__ BlockMessage block(int first_key, int num_columns, int block_keys) const {
-        const int from = lower - first_key, to = min(upper - first_key, num_columns);  // so that sums do not overflow
-        const bool seen_by_all = row_begin <= 0 and last_row < row_end and from <= -last_row and to == num_columns;
-        return {row_begin, row_end, from, to, num_columns, not seen_by_all or num_columns != block_keys};
+    // Of keys from first_key on, those at columns [begin, end).
+    __device__ __forceinline__ BlockMessage block(int first_key, int begin, int end, int block_keys) const {
+        const int from = lower - first_key, to = min(upper - first_key, end);  // so that sums do not overflow
+        const bool seen_by_all = row_begin <= 0 and last_row < row_end and from <= -last_row and to == block_keys;
+        return {row_begin, row_end, from, to, begin, end, not seen_by_all or begin != 0};
     }
 };
 
@@ -100,10 +101,11 @@ private:
         bool queries_due = message.first;
         unsigned block = num_blocks;
         int previous_key = pending_key;
+        const int size = run.k1 - run.k0, over = is_wide(tile) ? size % Config::kWideKeys : size % Config::kNarrowKeys;
+        int begin = over == 0 or size < step ? 0 : step - over;  // the first column that counts
 #pragma unroll 1
-        for (int end = run.k1; end > run.k0; end -= step, ++block) {
-            const int key = max(end - step, run.k0);
-            load_keys(block, rows.block(key, end - key, step), key, tile);
+        for (int key = max(run.k1 - step, run.k0); key >= run.k0; key += begin - step, begin = 0, ++block) {
+            load_keys(block, rows.block(key, begin, min(step, run.k1 - key), step), key, tile);
             if (queries_due)
                 load_queries(message.turn);
             queries_due = false;

@@ -21,11 +21,12 @@ struct ForwardSchedule {
     int num_tiles;                                       // of one plan
     int key_heads, section, group;  // key heads of a plan and of a section; query heads of a key head
     int pack, pack_shift;           // query heads in an item, and log2 of it
+    int slices, per_tile;           // of a tile; items of a tile and key head
 };
 
 struct ForwardItem {
     int plan, rank, key_head;  // key_head among those of the plan, example by example
-    int head_in_group, slice;  // the first query head; of the tile
+    int head_in_group, slice;  // the first query head in the group; the slice of the tile's positions
 };
 
 // What the keys and values of a section may fill of the L2 cache. All 50 MB would do to find them there, but the fewer
@@ -39,9 +40,12 @@ inline ForwardSchedule make_schedule(const ForwardParams& params, int tile_rows)
     const int tiles = ceil_div(params.q_len, tile_rows), key_heads = params.batch / params.plans * params.kv_heads;
     const int64_t head_bytes = int64_t{2} * params.kv_len * (params.dim + params.v_dim);
     const int section = static_cast<int>(std::clamp<int64_t>(kSectionBytes / head_bytes, 1, key_heads));
-    const int group = params.heads / params.kv_heads, per_key_head = tiles * group;
+    const int group = params.heads / params.kv_heads;
     const int pack_shift = std::min(std::countr_zero(static_cast<unsigned>(group)), kMaxPackShift);
-    return {.num_items = params.batch * params.heads * tiles,
+    // The last tile may have fewer slices; where it is the only one, there are no others.
+    const int slices = ceil_div(std::min(params.q_len, tile_rows), tile_rows >> pack_shift);
+    const int per_tile = slices * (group >> pack_shift), per_key_head = tiles * per_tile;
+    return {.num_items = params.plans * key_heads * per_key_head,
             .per_plan = per_key_head * key_heads,
             .per_section = per_key_head * section,
             .per_key_head = per_key_head,
@@ -50,7 +54,9 @@ inline ForwardSchedule make_schedule(const ForwardParams& params, int tile_rows)
             .section = section,
             .group = group,
             .pack = 1 << pack_shift,
-            .pack_shift = pack_shift};
+            .pack_shift = pack_shift,
+            .slices = slices,
+            .per_tile = per_tile};
 }
 
 JAXMAGI_HOST_DEVICE ForwardItem item_at(const ForwardSchedule& schedule, int index) {
@@ -59,11 +65,13 @@ JAXMAGI_HOST_DEVICE ForwardItem item_at(const ForwardSchedule& schedule, int ind
     const int first = index / schedule.per_section * schedule.section;
     index -= first * schedule.per_key_head;
     const int rest = schedule.key_heads - first;
-    const int heads = (rest < schedule.section ? rest : schedule.section) * schedule.group;
-    const int rank = index / heads, head = index - rank * heads;
-    const int key_head = head / schedule.group, member = head - key_head * schedule.group;
-    const int slice = member & (schedule.pack - 1);
-    return {plan, rank, first + key_head, member - slice, slice};
+    const int per_rank = (rest < schedule.section ? rest : schedule.section) * schedule.per_tile;
+    const int rank = index / per_rank;
+    index -= rank * per_rank;
+    const int key_head = index / schedule.per_tile;
+    index -= key_head * schedule.per_tile;
+    const int heads = index / schedule.slices;
+    return {plan, rank, first + key_head, heads << schedule.pack_shift, index - heads * schedule.slices};
 }
 
 }  // namespace jaxmagi::sm90

@@ -21,7 +21,8 @@ template <typename Config> struct ForwardScheduler {
         while (item < args.schedule.num_items) {
             const unsigned first_run = num_runs;
             const bool is_long = schedule(item_at(args.schedule, item), turn);
-            await_producer(is_long ? 1 : num_runs - first_run + 1);
+            if (num_runs != first_run)
+                await_producer(is_long ? 1 : num_runs - first_run + 1);
             item = next_item();
         }
         send(turn, {.num_blocks = -1});

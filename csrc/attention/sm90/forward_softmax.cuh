@@ -20,7 +20,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
-// To 4e-7 relative. The exponential loses digits near 0, where the series (x to the 7th power) has them.
+// To 7e-7 relative. The exponential loses digits near 0, where the series (x to the 7th power) has them.
 __device__ __forceinline__ float fast_tanh(float x) {
     const float large = 1.f - 2.f * reciprocal_approx(exp2_approx(x * (2.f * kLog2E)) + 1.f);
     const float square = x * x;
@@ -55,14 +55,15 @@ __device__ __forceinline__ int columns_below(int column) {
 template <int kCount>
 __device__ __forceinline__ VisibleBits<kCount> visible_bits(const BlockMessage& message, int row, int pack_shift,
                                                             int first_column) {
-    const int4 rows = reinterpret_cast<const int4*>(&message)[0];  // row_begin, row_end, lower, upper
+    const int4 rows = reinterpret_cast<const int4*>(&message)[0];     // row_begin, row_end, lower, upper
+    const int2 columns = reinterpret_cast<const int2*>(&message)[2];  // first_column, end_column
     VisibleBits<kCount> bits;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int at = (row + 8 * r) >> pack_shift;
         const bool inside = rows.x <= at and at < rows.y;
-        const int end = columns_below((inside ? min(message.num_columns, at + rows.w) : 0) - first_column);
-        const int begin = columns_below(max(0, at + rows.z) - first_column);
+        const int end = columns_below((inside ? min(columns.y, at + rows.w) : 0) - first_column);
+        const int begin = columns_below(max(columns.x, at + rows.z) - first_column);
 #pragma unroll
         for (int w = 0; w < VisibleBits<kCount>::kWords; ++w)
             bits.words[r][w] = low_bits(end - 32 * w) & ~low_bits(begin - 32 * w);

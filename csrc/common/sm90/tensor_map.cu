@@ -20,7 +20,7 @@ cudaError_t encoder(decltype(&cuTensorMapEncodeTiled)* function) {
 
 }  // namespace
 
-cudaError_t encode_panel_map(const HeadsTensor& tensor, int box_heads, int positions, CUtensorMap* map) {
+cudaError_t encode_panel_map(const HeadsTensor& tensor, int box_heads, int box_positions, CUtensorMap* map) {
     static decltype(&cuTensorMapEncodeTiled) encode = nullptr;
     static const cudaError_t found = encoder(&encode);
     if (found != cudaSuccess)
@@ -29,7 +29,8 @@ cudaError_t encode_panel_map(const HeadsTensor& tensor, int box_heads, int posit
     const cuuint64_t sizes[] = {dim, heads, length, batch};
     const cuuint64_t strides[] = {dim * kElementBytes, heads * dim * kElementBytes,
                                   length * heads * dim * kElementBytes};
-    const cuuint32_t box[] = {kPanelColumns, static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(positions), 1};
+    const cuuint32_t box[] = {kPanelColumns, static_cast<cuuint32_t>(box_heads),
+                              static_cast<cuuint32_t>(box_positions), 1};
     const cuuint32_t steps[] = {1, 1, 1, 1};
     const CUresult result =
         encode(map, tensor.type, 4, const_cast<void*>(tensor.data), sizes, strides, box, steps,

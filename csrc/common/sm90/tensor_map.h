@@ -16,6 +16,6 @@ struct HeadsTensor {
 
 // Describes loads of panels: 64 numbers of each of some heads at each of some positions, heads changing faster;
 // coordinates (number, head, position, example).
-cudaError_t encode_panel_map(const HeadsTensor& tensor, int heads, int positions, CUtensorMap* map);
+cudaError_t encode_panel_map(const HeadsTensor& tensor, int box_heads, int box_positions, CUtensorMap* map);
 
 }  // namespace jaxmagi::sm90
