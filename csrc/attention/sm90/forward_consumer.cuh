@@ -70,12 +70,10 @@ private:
         Operand<kKeys> p;
         first_step<kKeys>(p, rows);
         clear(out);
-        bool masked = num_blocks > 1 and await_keys(block + 1);
 #pragma unroll 1
         for (int left = num_blocks - 1; left > 0; --left) {
             ++block;
-            masked = masked ? step<kKeys, true>(out, p, rows, left > 1)
-                            : step<kKeys, false>(out, p, rows, left > 1);
+            step<kKeys>(out, p, rows);
         }
         last_step<kKeys>(out, p, rows, turn);
     }
@@ -104,13 +102,13 @@ private:
         round_to_operand<Element>(logits, p);
     }
 
-    // The keys are there already; waits for those of the next block, and returns whether it is masked.
-    template <int kKeys, bool kMasked>
-    __device__ __forceinline__ bool step(Output& out, Operand<kKeys>& p, RowState& rows, bool more) const {
+    template <int kKeys>
+    __device__ __forceinline__ void step(Output& out, Operand<kKeys>& p, RowState& rows) const {
         const unsigned previous = block - 1;
         Logits<kKeys> logits;
         if constexpr (Config::kTurns)
             named_barrier_sync(kFirstTurnBarrier + warpgroup, kTurnThreads);
+        memory.k_full(block).wait(memory.parity(block));
         pin(logits);
         pin(out);
         wgmma_fence();
@@ -122,19 +120,18 @@ private:
         wgmma_commit();
         if constexpr (Config::kTurns)
             named_barrier_arrive(kFirstTurnBarrier + (warpgroup + 1) % Config::kConsumers, kTurnThreads);
+        const bool masked = memory.block_message(block).masked;
         wgmma_wait<1>();
         pin(logits);
         release(memory.k_empty(block));
-        const bool rescale = softmax<kKeys, kMasked>(logits, rows);
+        const bool rescale = masked ? softmax<kKeys, true>(logits, rows) : softmax<kKeys, false>(logits, rows);
         finish_before_wait(rows);
-        const bool masked = more and await_keys(block + 1);
         wgmma_wait<0>();
         pin(out);
         release(memory.v_empty(previous));
         round_to_operand<Element>(logits, p);
         if (rescale)
             scale_rows(out, rows.scale);
-        return masked;
     }
 
     // The exponentials have to run beside the product that is waited for next. ptxas would move them behind the wait; it
@@ -142,12 +139,6 @@ private:
     __device__ __forceinline__ void finish_before_wait(const RowState& rows) const {
         if (rows.sum[0] + rows.sum[1] < 0.f)
             memory.q_empty().arrive();
-    }
-
-    // Waits for the keys of a block; returns whether it is masked.
-    __device__ __forceinline__ bool await_keys(unsigned of) const {
-        memory.k_full(of).wait(memory.parity(of));
-        return memory.block_message(of).masked;
     }
 
     template <int kKeys>
@@ -159,7 +150,7 @@ private:
         wgmma_fence();
         multiply_values<kKeys>(out, p, block);
         wgmma_commit();
-        const auto factors = epilogue.finish_rows(rows, to_log2());
+        const auto factors = epilogue.finish_rows(rows);
         wgmma_wait<0>();
         pin(out);
         release(memory.v_empty(block));
@@ -187,6 +178,7 @@ private:
             Wgmma<Element, Config::kVDim>::template mma<1>(out, p[i], v.at(i * 16 * kPanelRowBytes), true);
     }
 
+    // Returns whether the output so far has to be multiplied with rows.scale.
     template <int kKeys, bool kMasked>
     __device__ __forceinline__ bool softmax(Logits<kKeys>& logits, RowState& rows) const {
         if constexpr (Config::kSoftCap)
@@ -194,7 +186,9 @@ private:
         if constexpr (kMasked)
             hide(logits, visible_bits<kKeys / 2>(memory.block_message(block), row(), args.schedule.pack_shift,
                                                  first_column()));
-        return exponentiate(logits, rows, to_log2());
+        const bool moved = move_references(logits, rows, to_log2());
+        exponentiate(logits, rows, to_log2());
+        return moved;
     }
 };
 

@@ -36,11 +36,11 @@ template <typename Config> struct ForwardEpilogue {
     };
 
     // Stores the log-sum-exp of the rows. Needs no output yet, and so can run beside the last product.
-    __device__ __forceinline__ Factors finish_rows(const RowState& rows, float to_log2) const {
+    __device__ __forceinline__ Factors finish_rows(const RowState& rows) const {
         Factors factors;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const LogSum sum = log_sum(rows.max[r] * to_log2, over_quad_sum(rows.sum[r]), sink(r) * kLog2E);
+            const LogSum sum = log_sum(rows.reference[r], over_quad_sum(rows.sum[r]), sink(r) * kLog2E);
             factors.own[r] = sum.factor * store_lse(r, sum.log2, factors.previous[r]);
         }
         return factors;

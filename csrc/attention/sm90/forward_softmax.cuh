@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cfloat>
+
 #include "csrc/attention/sm90/forward_config.cuh"
 
 // Online softmax of one block of logits (FlashAttention-2, algorithm 1), each thread on its two rows.
@@ -28,9 +30,9 @@ __device__ __forceinline__ float fast_tanh(float x) {
     return fabsf(x) < 0.25f ? x * series : large;
 }
 
-// A thread's part of two rows. `scale` is what the sums so far, and the output, have to be multiplied with.
+// A thread's part of two rows: references in units of log 2, far below any logit as long as nothing was seen.
 struct RowState {
-    float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f}, scale[2];
+    float reference[2] = {-FLT_MAX, -FLT_MAX}, sum[2] = {0.f, 0.f}, scale[2];
 };
 
 // A bit for each of a thread's logits in one row of a block, in order of columns: whether the row sees it.
@@ -97,41 +99,68 @@ __device__ __forceinline__ float over_quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Logits become probabilities, relative to a reference near the row's largest logit so far; rows.scale is what the sums
-// so far, and the output, are multiplied with. Returns whether any of the warp's differs from 1.
-//
-// The reference follows the largest logit only when a row of the warp is more than 2^8 behind: until then probabilities
-// of up to 256 do as well, and scaling the output is saved (FlashAttention-4). A row that has seen nothing yet is handled
-// as if its largest logit were 0. `to_log2` turns logits into units of log 2.
+// Of a thread's part of a row.
+template <int kCount> __device__ __forceinline__ float largest_logit(const float (&logits)[kCount], int r) {
+    float largest = -INFINITY;
+#pragma unroll
+    for (int i = 2 * r; i < kCount; i += 4)
+        largest = fmaxf(fmaxf(largest, logits[i]), logits[i + 1]);
+    return largest;
+}
+
+// The same, or 0 if all are negative, for half of the instructions: positive numbers are ordered as their bits are.
+template <int kCount> __device__ __forceinline__ float largest_positive_logit(const float (&logits)[kCount], int r) {
+    int largest = 0;
+#pragma unroll
+    for (int i = 2 * r; i < kCount; i += 4)
+        largest = __vimax3_s32(largest, __float_as_int(logits[i]), __float_as_int(logits[i + 1]));
+    return __int_as_float(largest);
+}
+
+// The reference, relative to which probabilities are taken, follows the largest logit only when a row of the warp is more
+// than 2^8 behind: until then probabilities of up to 256 do as well, and scaling the output is saved (FlashAttention-4).
+// Returns whether it moved; then the output has to be multiplied with rows.scale. `to_log2` turns logits into units of
+// log 2.
 template <int kCount>
-__device__ __forceinline__ bool exponentiate(float (&logits)[kCount], RowState& rows, float to_log2) {
+__device__ __forceinline__ bool move_references(const float (&logits)[kCount], RowState& rows, float to_log2) {
     constexpr float kMaxLag = 8.f;
-    bool any_moves = false;
+    float largest[2];
+    bool behind = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        float largest = rows.max[r];
+        largest[r] = over_quad_max(largest_positive_logit(logits, r));
+        behind = behind or largest[r] * to_log2 - rows.reference[r] > kMaxLag;
+    }
+    if (not __any_sync(~0u, behind))
+        return false;
 #pragma unroll
-        for (int i = 2 * r; i < kCount; i += 4)
-            largest = fmaxf(largest, fmaxf(logits[i], logits[i + 1]));
-        largest = over_quad_max(largest);
-        const bool move = __any_sync(~0u, (largest - rows.max[r]) * to_log2 > kMaxLag);
-        any_moves = any_moves or move;
-        const float reference = move ? largest : rows.max[r];
-        const float offset = reference == -INFINITY ? 0.f : reference * to_log2;
-        rows.scale[r] = move ? exp2_approx(rows.max[r] * to_log2 - offset) : 1.f;
-        rows.max[r] = reference;
+    for (int r = 0; r < 2; ++r) {
+        if (__any_sync(~0u, largest[r] == 0.f))
+            largest[r] = over_quad_max(largest_logit(logits, r));
+        const float reference = fmaxf(rows.reference[r], largest[r] * to_log2);
+        rows.scale[r] = exp2_approx(rows.reference[r] - reference);
+        rows.sum[r] *= rows.scale[r];
+        rows.reference[r] = reference;
+    }
+    return true;
+}
+
+// Logits become probabilities.
+template <int kCount>
+__device__ __forceinline__ void exponentiate(float (&logits)[kCount], RowState& rows, float to_log2) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
 #pragma unroll
         for (int i = 2 * r; i < kCount; i += 4) {
-            logits[i] = exp2_approx(logits[i] * to_log2 - offset);
-            logits[i + 1] = exp2_approx(logits[i + 1] * to_log2 - offset);
+            logits[i] = exp2_approx(logits[i] * to_log2 - rows.reference[r]);
+            logits[i + 1] = exp2_approx(logits[i + 1] * to_log2 - rows.reference[r]);
         }
         float sum = 0.f;
 #pragma unroll
         for (int i = 2 * r; i < kCount; i += 4)
             sum += logits[i] + logits[i + 1];
-        rows.sum[r] = rows.sum[r] * rows.scale[r] + sum;
+        rows.sum[r] += sum;
     }
-    return any_moves;
 }
 
 // As operand A of the product with the values, 16 keys at a time.
