@@ -113,29 +113,31 @@ LAGS = {  # from block to block of keys, in units of log 2; a reference lags beh
 }
 
 
-def with_rising_logits(operands: Operands, steps: list[float], block: int) -> Operands:
+def with_rising_logits(operands: Operands, steps: list[float], block: int, lowest: int) -> Operands:
     """The logits, with scale log 2, are a level per block of keys in units of log 2, and little else.
 
-    The first two dimensions hold the level, in sixteens and units: 16 bits would not hold it in one.
+    Levels are within 120 of the lowest. The first two dimensions hold the level, in sixteens and units: 16 bits would not hold it in one.
     """
     kv_len = operands.key.shape[1]
     blocks = -(-kv_len // block)
     # Beyond that, float32 sums in the tensor cores no longer resolve 1e-4.
-    level = np.mod(np.cumsum(np.resize(steps, blocks)), 120).repeat(block)[:kv_len]
+    level = lowest + np.mod(np.cumsum(np.resize(steps, blocks)), 120).repeat(block)[:kv_len]
     sixteens, units = (jnp.asarray(x, operands.key.dtype)[None, :, None] for x in np.divmod(level, 16))
     key = (0.005 * operands.key).at[..., 0].set(sixteens).at[..., 1].set(units)
     return operands._replace(query=operands.query.at[..., 0].set(16).at[..., 1].set(1), key=key)
 
 
 @both_dtypes
+@pytest.mark.parametrize("lowest", [0, -60, -120])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_maximum_that_rises(dim: int, dtype: Any) -> None:
+def test_maximum_that_rises(dim: int, lowest: int, dtype: Any) -> None:
+    """Negative logits, whose maxima are found another way, among them."""
     shape = Shape(2500, 2500, 2, 1, dim, dim, dtype)
     operands = make_operands(shape, np.asarray(masks.causal(2500).bands))
     for name, steps in LAGS.items():
         for block in (64, 128):
             try:
-                run_and_check(with_rising_logits(operands, steps, block), Logits(math.log(2)))
+                run_and_check(with_rising_logits(operands, steps, block, lowest), Logits(math.log(2)))
             except AssertionError as error:
                 error.add_note(f"{name}, blocks of {block} keys")
                 raise

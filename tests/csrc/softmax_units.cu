@@ -87,10 +87,11 @@ template <int kKeys> Block random_block(std::mt19937& generator) {
     block.begin = random(0, 1) * random(0, kKeys - 1);
     block.end = random(0, 1) ? kKeys : random(block.begin + 1, kKeys);
     const int near = block.first_key - block.position, reach = kKeys + 200;
-    block.band = {.q0 = std::max(0, block.position + random(-200, 100)),
-                  .q1 = block.position + random(1, 400),
-                  .lo = random(0, 1) ? -kUnbounded : std::max(-kUnbounded, near + random(-reach, reach)),
-                  .hi = random(0, 1) ? kUnbounded : std::min(kUnbounded, near + random(-reach, reach))};
+    block.band = {};  // not designated: cudafe loses what follows a member that is left out
+    block.band.q0 = std::max(0, block.position + random(-200, 100));
+    block.band.q1 = block.position + random(1, 400);
+    block.band.lo = random(0, 1) ? -kUnbounded : std::max(-kUnbounded, near + random(-reach, reach));
+    block.band.hi = random(0, 1) ? kUnbounded : std::min(kUnbounded, near + random(-reach, reach));
     return block;
 }
 
@@ -115,8 +116,8 @@ template <int kKeys> void check_hide(Verdict& verdict) {
         }
     }
     verdict.compare("visible columns of " + std::to_string(kKeys), got, want, 0);
-    verdict.compare("open blocks of " + std::to_string(kKeys), std::vector<int>{num_open > 0, num_wrongly_open},
-                    std::vector<int>{1, 0}, 0);
+    verdict.compare("cells of open blocks that are not seen", std::vector{num_wrongly_open}, std::vector{0}, 0);
+    verdict.compare("whether there are open blocks", std::vector{int(num_open > 0)}, std::vector{1}, 0);
 }
 
 }  // namespace

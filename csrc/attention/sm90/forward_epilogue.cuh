@@ -22,6 +22,15 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int lane) {
     }
 }
 
+// A store that depends on a condition, without a branch: one between two stores would keep the transposes of the next from
+// running beside those of this one.
+__device__ __forceinline__ void store_if(bool wanted, void* to, const uint32_t (&words)[4]) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to), "r"(words[0]),
+        "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(static_cast<int>(wanted))
+        : "memory");
+}
+
 template <typename Config> struct ForwardEpilogue {
     static constexpr int kCount = Config::kVDim / 2;
     using Element = typename Config::Element;
@@ -159,6 +168,8 @@ private:
 
     // 16 bytes a lane, 64 in a row a quad.
     __device__ __forceinline__ void store_16bit(const float (&out)[kCount]) const {
+        uint16_t* const first = static_cast<uint16_t*>(args.out) + row_index(0) * args.v_dim + lane % 4 * 8;
+        const int64_t next_row = 2 * row_stride();
 #pragma unroll
         for (int i = 0; i < kCount; i += 16) {
 #pragma unroll
@@ -168,10 +179,7 @@ private:
                 for (int j = 0; j < 4; ++j)
                     words[j] = Element::pack(out[i + 4 * j + 2 * r], out[i + 4 * j + 2 * r + 1]);
                 transpose_quad(words, lane);
-                const int first = i * 2 + lane % 4 * 8;
-                if (exists(r) and first < args.v_dim)
-                    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args.out) + row_index(r) * args.v_dim + first) =
-                        make_uint4(words[0], words[1], words[2], words[3]);
+                store_if(exists(r) and i * 2 + lane % 4 * 8 < args.v_dim, first + r * next_row + i * 2, words);
             }
         }
     }
