@@ -198,19 +198,26 @@ def plot(folder: Path) -> None:
     rows = [row for row in saved["rows"] if "tflops" in row]
     names = list(dict.fromkeys(row["workload"] for row in rows))
     implementations = list(dict.fromkeys(row["implementation"] for row in rows))
-    height = 0.85 / max(len(implementations), 1)
+    measured = {name: [row["implementation"] for row in rows if row["workload"] == name] for name in names}
+    height = 0.85 / max(map(len, measured.values()), default=1)
     figure, axes = plt.subplots(figsize=(9, 0.6 * len(names) + 1), layout="constrained")
-    for i, implementation in enumerate(implementations):
+    for implementation in implementations:
         chosen = [row for row in rows if row["implementation"] == implementation]
-        shift = (i - (len(implementations) - 1) / 2) * height
-        places = [names.index(row["workload"]) + shift for row in chosen]
+        ranks = [
+            (members := measured[row["workload"]]).index(implementation) - (len(members) - 1) / 2
+            for row in chosen
+        ]
+        places = [
+            names.index(row["workload"]) + rank * height for row, rank in zip(chosen, ranks, strict=True)
+        ]
         axes.barh(places, [row["tflops"] for row in chosen], height, label=implementation)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
+    axes.margins(y=0.01)
     axes.set_xlabel(f"TFLOP/s, forward, {saved['environment']['gpu']}")
     axes.grid(axis="x", alpha=0.3)
     if rows:
-        axes.legend(loc="lower right", fontsize="small")
+        figure.legend(loc="outside upper center", ncols=len(implementations), fontsize="small")
     figure.savefig(folder / f"{NAME}.png", dpi=120)
 
 
