@@ -10,7 +10,15 @@ from jaxmagi.attention import Partial
 from jaxmagi.masks import UNBOUNDED
 
 from .device_reference import check, judge
-from .gpu_harness import Shape, assert_same, both_dtypes, default_logits, forward, make_operands, random_operands
+from .gpu_harness import (
+    Shape,
+    assert_same,
+    both_dtypes,
+    default_logits,
+    forward,
+    make_operands,
+    random_operands,
+)
 from .helpers import Operands, max_error
 
 pytestmark = pytest.mark.gpu
