@@ -11,7 +11,7 @@ Time on the device: several layers, each with its own query, are launched one af
 launching and waiting cost is subtracted. JAX, so ours too, runs without CUDA graphs. The layers of PyTorch's
 short rows are launched as one graph, for Python would take longer than they do. Ours plans once for all
 layers; on the short rows, where that counts, it is also measured with a plan for each layer, and that is what
-the peers are held against.
+the peers are held against. --repeats is the least; what takes little time is repeated more often.
 
 With --out, writes attention_h200.json there after each row, and at the end the .png, which --plot draws anew.
 """
@@ -37,6 +37,7 @@ PLAN = "plan of 4096 bands, 2048 tiles"
 BATCH_SECONDS, MAX_LAYERS = 8e-3, 32  # of the layers that one program runs
 MEASURED_SECONDS = 20e-3  # at least, so that the clock's errors do not matter
 MEASURED_SECONDS_SHORT = 100e-3  # of short rows, where the host's moods show
+REPEATED_SECONDS = 1.0  # of each implementation in a row, for the clock wanders by 10 % within a second
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,9 @@ def measure(workload: Workload, peers: str, repeats: int) -> list[Row | Failure]
     layers = min(MAX_LAYERS, math.ceil(BATCH_SECONDS / estimate))
     works, failures = make_works(workload, layers, peers)
     seconds = MEASURED_SECONDS_SHORT if workload.is_short else MEASURED_SECONDS
-    timings = time_on_device(works, repeats, math.ceil(seconds / (layers * estimate)))
+    batches = math.ceil(seconds / (layers * estimate))
+    repeats = max(repeats, math.ceil(REPEATED_SECONDS / (3 * batches * layers * estimate)))
+    timings = time_on_device(works, repeats, batches)
     return [*to_rows(workload, timings), *failures]
 
 
@@ -114,7 +117,7 @@ def measure_plan(repeats: int) -> dict[str, Any]:
     """The plan op alone, in microseconds."""
     work = _jax_attention.plan(num_bands=4096, num_tiles=2048, passes=64)
     work.seconds(1)
-    timing = time_on_device({"plan": work}, repeats, batches=20)["plan"]
+    timing = time_on_device({"plan": work}, max(repeats, 15), batches=20)["plan"]
     return {"workload": PLAN} | {f"{name}_us": 1e6 * seconds for name, seconds in vars(timing).items()}
 
 
