@@ -116,8 +116,8 @@ LAGS = {  # from block to block of keys, in units of log 2; a reference lags beh
 def with_rising_logits(operands: Operands, steps: list[float], block: int, lowest: int) -> Operands:
     """The logits, with scale log 2, are a level per block of keys in units of log 2, and little else.
 
-    Levels are within 120 of the lowest. The first two dimensions hold the level, in sixteens and units: one of
-    16 bits would not.
+    Levels are within 120 of the lowest. The first two dimensions hold the level, in sixteens and units: one
+    number of 16 bits would not.
     """
     kv_len = operands.key.shape[1]
     blocks = -(-kv_len // block)
