@@ -84,6 +84,11 @@ def make_works(workload: Workload, layers: int, peers: str) -> tuple[dict[str, D
     return works, failures
 
 
+def enough_repeats(least: int, seconds: float) -> int:
+    """How often to measure what takes so many seconds, and then twice as many."""
+    return max(least, math.ceil(REPEATED_SECONDS / (3 * seconds)))
+
+
 def measure(workload: Workload, peers: str, repeats: int) -> list[Row | Failure]:
     """The rows of one workload."""
     estimate = workload.flops() / 600e12
@@ -91,8 +96,7 @@ def measure(workload: Workload, peers: str, repeats: int) -> list[Row | Failure]
     works, failures = make_works(workload, layers, peers)
     seconds = MEASURED_SECONDS_SHORT if workload.is_short else MEASURED_SECONDS
     batches = math.ceil(seconds / (layers * estimate))
-    repeats = max(repeats, math.ceil(REPEATED_SECONDS / (3 * batches * layers * estimate)))
-    timings = time_on_device(works, repeats, batches)
+    timings = time_on_device(works, enough_repeats(repeats, batches * layers * estimate), batches)
     return [*to_rows(workload, timings), *failures]
 
 
@@ -115,9 +119,12 @@ def to_rows(workload: Workload, timings: dict[str, Timing]) -> list[Row]:
 
 def measure_plan(repeats: int) -> dict[str, Any]:
     """The plan op alone, in microseconds."""
-    work = _jax_attention.plan(num_bands=4096, num_tiles=2048, passes=64)
+    passes, batches, estimate = 64, 20, 20e-6
+    work = _jax_attention.plan(num_bands=4096, num_tiles=2048, passes=passes)
     work.seconds(1)
-    timing = time_on_device({"plan": work}, max(repeats, 15), batches=20)["plan"]
+    timing = time_on_device({"plan": work}, enough_repeats(repeats, passes * batches * estimate), batches)[
+        "plan"
+    ]
     return {"workload": PLAN} | {f"{name}_us": 1e6 * seconds for name, seconds in vars(timing).items()}
 
 
@@ -201,19 +208,18 @@ def plot(folder: Path) -> None:
     rows = [row for row in saved["rows"] if "tflops" in row]
     names = list(dict.fromkeys(row["workload"] for row in rows))
     implementations = list(dict.fromkeys(row["implementation"] for row in rows))
-    measured = {name: [row["implementation"] for row in rows if row["workload"] == name] for name in names}
-    height = 0.85 / max(map(len, measured.values()), default=1)
+    groups = [[row for row in rows if row["workload"] == name] for name in names]
+    height = 0.85 / max(map(len, groups), default=1)
+    places = {
+        (row["workload"], row["implementation"]): i + (rank - (len(group) - 1) / 2) * height
+        for i, group in enumerate(groups)
+        for rank, row in enumerate(group)
+    }
     figure, axes = plt.subplots(figsize=(9, 0.6 * len(names) + 1), layout="constrained")
     for implementation in implementations:
         chosen = [row for row in rows if row["implementation"] == implementation]
-        ranks = [
-            (members := measured[row["workload"]]).index(implementation) - (len(members) - 1) / 2
-            for row in chosen
-        ]
-        places = [
-            names.index(row["workload"]) + rank * height for row, rank in zip(chosen, ranks, strict=True)
-        ]
-        axes.barh(places, [row["tflops"] for row in chosen], height, label=implementation)
+        at = [places[row["workload"], implementation] for row in chosen]
+        axes.barh(at, [row["tflops"] for row in chosen], height, label=implementation)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.margins(y=0.01)
