@@ -87,7 +87,7 @@ template <int kKeys> Block random_block(std::mt19937& generator) {
     block.begin = random(0, 1) * random(0, kKeys - 1);
     block.end = random(0, 1) ? kKeys : random(block.begin + 1, kKeys);
     const int near = block.first_key - block.position, reach = kKeys + 200;
-    block.band = {};  // not designated: cudafe loses what follows a member that is left out
+    block.band = {};  // of designators that a template assigns, cudafe loses those behind a member that is left out
     block.band.q0 = std::max(0, block.position + random(-200, 100));
     block.band.q1 = block.position + random(1, 400);
     block.band.lo = random(0, 1) ? -kUnbounded : std::max(-kUnbounded, near + random(-reach, reach));
