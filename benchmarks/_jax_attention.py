@@ -110,10 +110,11 @@ def candidates(workload: Workload) -> dict[str, Callable[[Workload, int], Device
     return found
 
 
-def plan(num_bands: int, num_tiles: int, passes: int) -> DeviceWork:
+def plan(num_bands: int, num_tiles: int, passes: int) -> dict[str, DeviceWork]:
     """The plan op of a mask of ``num_bands`` shuffled causal documents at head dimension 128.
 
-    In a captured graph, as in a compiled step; an addition, which is counted, makes each wait for the last.
+    In a captured graph, as in a compiled step. An addition makes each wait for the last: "plan" is both,
+    "additions" what is to be subtracted.
     """
     extension = _native.extension("cuda")
     if extension is None:
@@ -122,10 +123,15 @@ def plan(num_bands: int, num_tiles: int, passes: int) -> DeviceWork:
     length = num_tiles * rows
     mask = jnp.asarray(shuffled_documents(np.random.default_rng(0), length, num_bands)[None])
 
-    def chain(bands: jax.Array) -> jax.Array:
+    def chain(bands: jax.Array, with_plan: bool) -> jax.Array:
         for _ in range(passes):
-            _, tiles = _cuda.plan(bands, length, length, (128, 128))
-            bands = bands + jnp.minimum(tiles[0, 0, 1], 0)  # 0, but XLA does not know
+            last = _cuda.plan(bands, length, length, (128, 128))[1] if with_plan else bands
+            # 0, but XLA does not know; nor may it join additions.
+            bands = jax.lax.optimization_barrier(bands + jnp.minimum(last[0, 0, 1], 0))
         return bands
 
-    return DeviceWork(functools.partial(jax.jit(chain), mask), jax.block_until_ready, passes)
+    run = jax.jit(chain, static_argnames="with_plan")
+    return {
+        name: DeviceWork(functools.partial(run, mask, with_plan), jax.block_until_ready, passes)
+        for name, with_plan in (("plan", True), ("additions", False))
+    }

@@ -85,7 +85,7 @@ def random_bands(rng: np.random.Generator, q_len: int, kv_len: int, count: int) 
     return np.column_stack([chosen, low, high]).astype(np.int32)
 
 
-TILE_SIZES = (64, 80, 112, 128, 176, 192)  # rows and keys of the kernels' tiles
+TILE_SIZES = (64, 80, 96, 112, 128, 192)  # rows and keys of the kernels' tiles
 
 
 def _beside_tiles(rng: np.random.Generator, length: int, count: int) -> np.ndarray:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmagi import masks
 from jaxmagi.attention import Partial
 from jaxmagi.masks import UNBOUNDED
 
@@ -20,6 +21,7 @@ from .gpu_harness import (
     random_operands,
     run_and_check,
 )
+from .helpers import Operands
 
 pytestmark = pytest.mark.gpu
 
@@ -31,15 +33,37 @@ def test_sections_of_heads(rng: np.random.Generator, batch: int, kv_heads: int) 
     run_and_check(random_operands(rng, shape))
 
 
-@pytest.mark.parametrize(("dim", "v_dim"), KERNEL_DIMS)
-def test_one_sm(rng: np.random.Generator, dim: int, v_dim: int) -> None:
-    """One CTA takes every tile, those with wide blocks, with narrow ones, and with runs to be cleaned."""
-    shape = Shape(1500, 1700, 4, 2, dim, v_dim)
-    operands = random_operands(rng, shape, count=60)
+def check_on_one_sm(operands: Operands) -> None:
+    """Right, and equal to what all of them compute."""
     num_sms = jax.devices()[0].core_count
     out, lse = forward(operands, sm_margin=num_sms - 1)
     check(judge(operands, default_logits(operands), out, lse), operands.query.dtype)
     assert_same((out, lse), forward(operands))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (16, 1)])
+@pytest.mark.parametrize(("dim", "v_dim"), KERNEL_DIMS)
+def test_one_sm(rng: np.random.Generator, dim: int, v_dim: int, heads: int, kv_heads: int) -> None:
+    """One CTA takes every tile, those with runs to be cleaned, and items behind the last position."""
+    shape = Shape(1500, 1700, heads, kv_heads, dim, v_dim)
+    check_on_one_sm(random_operands(rng, shape, count=60))
+
+
+EDGES = {
+    "causal": lambda: masks.causal(2100),
+    "window": lambda: masks.sliding_window(2100, 37),
+    "documents": lambda: masks.documents([70] * 30),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 1)])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_blocks_that_not_all_see(name: str, heads: int, kv_heads: int, dim: int) -> None:
+    """Of the first blocks of a tile its first positions see nothing, and pass over them."""
+    mask = EDGES[name]()
+    shape = Shape(mask.q_len, mask.kv_len, heads, kv_heads, dim, dim)
+    check_on_one_sm(make_operands(shape, np.asarray(mask.bands)))
 
 
 def few_rows_see(rng: np.random.Generator, q_len: int, kv_len: int) -> np.ndarray:

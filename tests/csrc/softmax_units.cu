@@ -1,4 +1,4 @@
-// What surrounds the products of the forward kernel: tanh, visible columns, transposes within a quad.
+// What surrounds the products of the forward kernel: tanh, references of the softmax, visible columns, transposes.
 
 #include "csrc/attention/sm90/forward_epilogue.cuh"
 #include "csrc/attention/sm90/forward_producer.cuh"
@@ -45,6 +45,96 @@ void check_transpose(Verdict& verdict) {
         for (uint32_t i = 0; i < 4; ++i)
             want.push_back((lane / 4 * 4 + i) * 4 + lane % 4);
     verdict.compare("transpose", words.to_host(), want, 0);
+}
+
+// One step of a warp: 16 rows of logits, and the references of the rows before (16) and after (16), scales behind them.
+template <int kKeys>
+__global__ void step_references(const float* logits, float* references, float to_log2, int* moved) {
+    const int row = threadIdx.x / 4, first_column = threadIdx.x % 4 * 2;
+    float own[kKeys / 2];
+    for (int i = 0; i < kKeys / 2; ++i)
+        own[i] = logits[(row + i / 2 % 2 * 8) * kKeys + first_column + i / 4 * 8 + i % 2];
+    RowState rows;
+    for (int r = 0; r < 2; ++r) {
+        rows.reference[r] = references[row + 8 * r];
+        rows.scale[r] = 1;
+    }
+    *moved = move_references(own, rows, to_log2);
+    for (int r = 0; r < 2; ++r) {
+        references[16 + row + 8 * r] = rows.reference[r];
+        references[32 + row + 8 * r] = rows.scale[r];
+    }
+}
+
+// What a row of logits is like.
+enum class RowKind { kAnything, kNegative, kFarBelow, kUnseen, kNan, kCount };
+
+std::vector<float> random_row(std::mt19937& generator, RowKind kind, int keys) {
+    std::normal_distribution<float> normal(0, 20);
+    std::vector<float> row(keys);
+    for (float& x : row) {
+        x = normal(generator);
+        if (kind == RowKind::kNegative)
+            x = -std::abs(x);
+        if (kind == RowKind::kFarBelow)
+            x = -1000 - std::abs(x);
+        if (kind == RowKind::kUnseen or generator() % 4 == 0)
+            x = -INFINITY;
+    }
+    if (kind == RowKind::kNan)
+        row[generator() % keys] = NAN;
+    return row;
+}
+
+// The largest number, NaN if there is any.
+float exact_maximum(const float* row, int keys) {
+    float largest = -INFINITY;
+    for (int i = 0; i < keys; ++i)
+        largest = std::isnan(row[i]) or row[i] > largest ? row[i] : largest;
+    return largest;
+}
+
+// Rows of a warp move together, and only if one of them is really behind: whether all its logits are negative or not.
+void check_references(Verdict& verdict) {
+    constexpr int kKeys = 80;
+    constexpr float kToLog2 = 0.5f;  // exact
+    std::mt19937 generator(1);
+    std::vector<float> got, want;
+    int num_moved = 0;
+    constexpr int kTrials = 600;
+    for (int trial = 0; trial < kTrials; ++trial) {
+        std::vector<float> logits, references(48);
+        const bool mixed = generator() % 2 == 0, first_step = generator() % 4 == 0;
+        const auto kind_of_all = static_cast<RowKind>(generator() % static_cast<int>(RowKind::kCount));
+        bool behind = false;
+        for (int row = 0; row < 16; ++row) {
+            const auto kind = mixed ? static_cast<RowKind>(generator() % static_cast<int>(RowKind::kCount)) : kind_of_all;
+            const std::vector<float> values = random_row(generator, kind, kKeys);
+            logits.insert(logits.end(), values.begin(), values.end());
+            const float largest = exact_maximum(values.data(), kKeys) * kToLog2;
+            const bool fresh = first_step or std::isinf(largest);
+            references[row] = fresh ? -FLT_MAX : largest - static_cast<float>(generator() % 12) + 2;
+            if (std::isnan(largest))  // the row is lost, and must not move the others
+                references[row] = 1e6f;
+            behind = behind or largest - references[row] > 8;
+        }
+        const DeviceArray<float> device(logits), changed(references);
+        const DeviceArray<int> moved(std::vector{-1});
+        step_references<kKeys><<<1, 32>>>(device.data(), changed.data(), kToLog2, moved.data());
+        got.push_back(static_cast<float>(moved.to_host()[0]));
+        want.push_back(behind);
+        num_moved += behind;
+        const std::vector<float> result = changed.to_host();
+        for (int row = 0; row < 16; ++row) {
+            const float largest = exact_maximum(&logits[row * kKeys], kKeys) * kToLog2, before = references[row];
+            const float after = behind and largest > before ? largest : before;
+            got.insert(got.end(), {result[16 + row], result[32 + row]});
+            want.insert(want.end(), {after, std::exp2(before - after)});
+        }
+    }
+    verdict.compare("references", got, want, 1e-6);
+    verdict.compare("whether some moved and some did not", std::vector{int(0 < num_moved and num_moved < kTrials)},
+                    std::vector{1}, 0);
 }
 
 // A block of keys from first_key on, of which columns [begin, end) count, before a warp: 16 rows from first_row on of a
@@ -128,11 +218,11 @@ int main() {
     Verdict verdict;
     check_tanh(verdict);
     check_transpose(verdict);
+    check_references(verdict);
     check_hide<64>(verdict);
     check_hide<80>(verdict);
+    check_hide<96>(verdict);
     check_hide<112>(verdict);
     check_hide<128>(verdict);
-    check_hide<144>(verdict);
-    check_hide<176>(verdict);
     return verdict.exit_code();
 }

@@ -7,7 +7,7 @@
 namespace jaxmagi::sm90 {
 
 struct ForwardTensorMaps {
-    CUtensorMap q, k[2], v[2];  // of narrow and of wide blocks
+    CUtensorMap q, k, v;
 };
 
 // What a forward kernel gets beside its tensor maps.

@@ -10,20 +10,18 @@
 namespace jaxmagi::sm90 {
 
 // kDim, kVDim: what the matrix units work with; smaller head dimensions are filled up with zeros by TMA.
-// kWideKeys, kNarrowKeys: keys of a block. Wide blocks are faster, narrow ones leave less over at the ends of short bands;
-// the scheduler chooses for every tile.
-// kConsumers warpgroups own 64 query rows each. kSoftCap: whether logits are capped.
-template <typename Element_, int kDim_, int kVDim_, int kWideKeys_, int kNarrowKeys_, int kConsumers_, bool kSoftCap_>
-struct ForwardConfig {
-    using Element = Element_;
-    static constexpr int kDim = kDim_, kVDim = kVDim_, kWideKeys = kWideKeys_, kNarrowKeys = kNarrowKeys_;
-    static constexpr int kConsumers = kConsumers_;
-    static constexpr bool kSoftCap = kSoftCap_, kTwoWidths = kWideKeys != kNarrowKeys;
-    static constexpr int kRows = 64 * kConsumers, kThreads = kWarpgroupThreads * (kConsumers + 1);
-    static constexpr int kStages = kDim <= 64 ? 4 : 2;  // blocks of keys and values in shared memory
+// What a CTA has of shared memory, and how much of it operands may fill: messages and barriers take the rest.
+inline constexpr int kSharedBytes = 227 * 1024, kOperandBytes = 225 * 1024;
 
-    // What setmaxnreg divides: registers of a thread at launch, 168 (2 consumers) or 128 (3), times warpgroups. To ask for
-    // more is to wait forever.
+// kConsumers warpgroups own 64 query rows each. kKeys: of a block. kSoftCap: whether logits are capped.
+template <typename Element_, int kDim_, int kVDim_, int kConsumers_, int kKeys_, bool kSoftCap_> struct ForwardConfig {
+    using Element = Element_;
+    static constexpr int kDim = kDim_, kVDim = kVDim_, kConsumers = kConsumers_, kKeys = kKeys_;
+    static constexpr bool kSoftCap = kSoftCap_;
+    static constexpr int kRows = 64 * kConsumers, kThreads = kWarpgroupThreads * (kConsumers + 1);
+
+    // What setmaxnreg divides: registers of a thread at launch, 168 (2 consumers) or 128 (3), times warpgroups. To ask
+    // for more is to wait forever.
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
     static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
     // Of the producer's warpgroup, and so of the scheduler too.
@@ -33,17 +31,19 @@ struct ForwardConfig {
     static constexpr bool kTurns = kVDim <= 192;
 
     static constexpr int kQBytes = kRows * kPanelRowBytes * panels(kDim);
-    static constexpr int kKBytes = kWideKeys * kPanelRowBytes * panels(kDim);
-    static constexpr int kVBytes = kWideKeys * kPanelRowBytes * panels(kVDim);
+    static constexpr int kKBytes = kKeys * kPanelRowBytes * panels(kDim);
+    static constexpr int kVBytes = kKeys * kPanelRowBytes * panels(kVDim);
+    // Blocks of keys and values in shared memory: a power of two, since with three it takes 3 % of the time to find the
+    // place of a block.
+    static constexpr int kStages = (kOperandBytes - kQBytes) / (kKBytes + kVBytes) >= 4 ? 4 : 2;
 };
 
-// One row tile, for the producer and the consumers: kRows rows of logits, which are some heads at each of some positions,
-// heads changing faster.
+// One row tile, for the producer and the consumers: kRows rows of logits, which are some heads at each of some
+// positions, heads changing faster.
 struct alignas(16) TileMessage {
     int num_blocks;  // 0: the rows see nothing; -1: no more tiles
     int row, head, example;  // the first position and the first head
     int key_head;
-    bool wide;  // blocks
 };
 
 // The keys that the rows of a tile see in one band, for the producer.
@@ -53,8 +53,9 @@ struct alignas(16) RunMessage {
     bool first, last;  // of the tile
 };
 
-// One block of keys, for the consumers. Position r of the tile sees columns [max(first_column, r + lower), min(end_column,
-// r + upper)) if row_begin <= r < row_end, and no column otherwise; where not masked, every position sees every column.
+// One block of keys, for the consumers. Position r of the tile sees columns [max(first_column, r + lower),
+// min(end_column, r + upper)) if row_begin <= r < row_end, and no column otherwise; where not masked, every position
+// sees every column.
 struct alignas(16) BlockMessage {
     int row_begin, row_end, lower, upper;  // read together
     int first_column, end_column;          // read together
@@ -62,10 +63,10 @@ struct alignas(16) BlockMessage {
 };
 
 template <typename Config> struct ForwardMemory {
-    // Every tile has a run. When the scheduler writes the message of tile t, the run kRuns before is given back, and with
-    // it tile t - kRuns at the latest. The producer may still read the message of that tile, for its last values, and the
-    // consumers that of the tile before it, for its stores: hence at least kRuns + 2 messages of tiles.
-    // A block's message is read when its keys may already be replaced, hence the longer ring.
+    // Every tile has a run. When the scheduler writes the message of tile t, the run kRuns before is given back, and
+    // with it tile t - kRuns or a later one. The producer may still read the message of that tile, for its last values,
+    // and the consumers that of the tile before it, for its stores: hence at least kRuns + 2 messages of tiles. A
+    // block's message is read when its keys may already be replaced, hence the longer ring.
     static constexpr int kRuns = 4, kTileMessages = kRuns + 4, kBlockMessages = 2 * Config::kStages;
     static constexpr int kSingleBarriers = 3;
     static constexpr int kQ = 0, kK = kQ + Config::kQBytes, kV = kK + Config::kStages * Config::kKBytes,
@@ -75,7 +76,7 @@ template <typename Config> struct ForwardMemory {
                          kBarriers = kBlocks + kBlockMessages * static_cast<int>(sizeof(BlockMessage)),
                          kEnd = kBarriers + 8 * (kSingleBarriers + 2 * kRuns + 4 * Config::kStages), kAlignment = 1024,
                          kBytes = kEnd + kAlignment;
-    static_assert(kBytes <= 227 * 1024);
+    static_assert(kBytes <= kSharedBytes);
 
     char* base;  // aligned
 

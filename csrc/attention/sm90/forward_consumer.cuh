@@ -6,15 +6,16 @@
 // A consumer warpgroup: 64 query rows of every tile.
 //
 // Step j issues S = Q · K_j and O += P · V_(j-1) together, and works on the softmax of S while the second product still
-// runs (FlashAttention-3, section 3.2). Where Config::kTurns says so, warpgroups take turns at issuing, so that the softmax
-// of one runs beside the products of the others. The output stays in registers over all bands of the tile.
+// runs (FlashAttention-3, section 3.2). Where Config::kTurns says so, warpgroups take turns at issuing, so that the
+// softmax of one runs beside the products of the others. The output stays in registers over all bands of the tile. A
+// warpgroup begins with the first block that its own rows see.
 
 namespace jaxmagi::sm90 {
 
 template <typename Config> struct ForwardConsumer {
     using Element = typename Config::Element;
-    template <int kKeys> using Logits = float[kKeys / 2];
-    template <int kKeys> using Operand = uint32_t[kKeys / 16][4];
+    using Logits = float[Config::kKeys / 2];
+    using Operand = uint32_t[Config::kKeys / 16][4];
     using Output = float[Config::kVDim / 2];
     static constexpr int kFirstTurnBarrier = 1, kTurnThreads = 2 * kWarpgroupThreads;
 
@@ -33,10 +34,8 @@ template <typename Config> struct ForwardConsumer {
                 return;
             if (num_blocks == 0)
                 skip(turn);
-            else if (not Config::kTwoWidths or memory.tile_message(turn).wide)
-                attend<Config::kWideKeys>(num_blocks, turn);
             else
-                attend<Config::kNarrowKeys>(num_blocks, turn);
+                attend(num_blocks, turn);
         }
     }
 
@@ -45,7 +44,8 @@ private:
     __device__ __forceinline__ int first_column() const { return thread % 4 * 2; }
     __device__ __forceinline__ float to_log2() const { return Config::kSoftCap ? 1.f : args.logit_scale; }
 
-    // Of keys or values: one thread may speak for its warpgroup, since a product is finished by its four warps together.
+    // Of keys or values: one thread may speak for its warpgroup, since a product is finished by its four warps
+    // together.
     __device__ __forceinline__ void release(Mbarrier empty) const {
         if (thread == 0)
             empty.arrive();
@@ -64,18 +64,46 @@ private:
         release_queries();
     }
 
-    template <int kKeys> __device__ __forceinline__ void attend(int num_blocks, int turn) {
+    __device__ __forceinline__ void attend(int num_blocks, int turn) {
+        for (; num_blocks > 1 and not sees_block(); --num_blocks)
+            pass_block();
         RowState rows;
         Output out;
-        Operand<kKeys> p;
-        first_step<kKeys>(p, rows);
+        Operand p;
+        first_step(p, rows);
         clear(out);
 #pragma unroll 1
         for (int left = num_blocks - 1; left > 0; --left) {
             ++block;
-            step<kKeys>(out, p, rows);
+            step(out, p, rows);
         }
-        last_step<kKeys>(out, p, rows, turn);
+        last_step(out, p, rows, turn);
+    }
+
+    // Whether a position of this warpgroup sees a key of the block.
+    __device__ __forceinline__ bool sees_block() const {
+        memory.k_full(block).wait(memory.parity(block));
+        const BlockMessage& message = memory.block_message(block);
+        const int first_row = warpgroup * 64, last_row = first_row + 63;
+        const int first = max(first_row >> args.schedule.pack_shift, message.row_begin);
+        const int last = min(last_row >> args.schedule.pack_shift, message.row_end - 1);
+        return uniform(first <= last and first + message.lower < message.end_column and
+                       last + message.upper > message.first_column);
+    }
+
+    // Leaves a block to the other warpgroups. No product holds the warps together here: hence the barrier, before one
+    // thread gives back what the others may still wait for.
+    __device__ __forceinline__ void pass_block() {
+        memory.v_full(block).wait(memory.parity(block));
+        if constexpr (Config::kTurns) {
+            named_barrier_sync(kFirstTurnBarrier + warpgroup, kTurnThreads);
+            named_barrier_arrive(kFirstTurnBarrier + (warpgroup + 1) % Config::kConsumers, kTurnThreads);
+        } else {
+            named_barrier_sync(kFirstTurnBarrier + warpgroup, kWarpgroupThreads);
+        }
+        release(memory.k_empty(block));
+        release(memory.v_empty(block));
+        ++block;
     }
 
     __device__ __forceinline__ ForwardEpilogue<Config> make_epilogue(int turn) const {
@@ -88,35 +116,34 @@ private:
             out[i] = 0.f;
     }
 
-    template <int kKeys> __device__ __forceinline__ void first_step(Operand<kKeys>& p, RowState& rows) const {
-        Logits<kKeys> logits;
+    __device__ __forceinline__ void first_step(Operand& p, RowState& rows) const {
+        Logits logits;
         memory.k_full(block).wait(memory.parity(block));
         pin(logits);
         wgmma_fence();
-        multiply_keys<kKeys>(logits);
+        multiply_keys(logits);
         wgmma_commit();
         wgmma_wait<0>();
         pin(logits);
         release(memory.k_empty(block));
-        softmax<kKeys, true>(logits, rows);
+        softmax<true>(logits, rows);
         round_to_operand<Element>(logits, p);
     }
 
-    template <int kKeys>
-    __device__ __forceinline__ void step(Output& out, Operand<kKeys>& p, RowState& rows) const {
+    __device__ __forceinline__ void step(Output& out, Operand& p, RowState& rows) const {
         const unsigned previous = block - 1;
-        Logits<kKeys> logits;
+        Logits logits;
         if constexpr (Config::kTurns)
             named_barrier_sync(kFirstTurnBarrier + warpgroup, kTurnThreads);
         memory.k_full(block).wait(memory.parity(block));
         pin(logits);
         pin(out);
         wgmma_fence();
-        multiply_keys<kKeys>(logits);
+        multiply_keys(logits);
         wgmma_commit();
         memory.v_full(previous).wait(memory.parity(previous));
         wgmma_fence();
-        multiply_values<kKeys>(out, p, previous);
+        multiply_values(out, p, previous);
         wgmma_commit();
         if constexpr (Config::kTurns)
             named_barrier_arrive(kFirstTurnBarrier + (warpgroup + 1) % Config::kConsumers, kTurnThreads);
@@ -124,7 +151,7 @@ private:
         wgmma_wait<1>();
         pin(logits);
         release(memory.k_empty(block));
-        const bool rescale = masked ? softmax<kKeys, true>(logits, rows) : softmax<kKeys, false>(logits, rows);
+        const bool rescale = masked ? softmax<true>(logits, rows) : softmax<false>(logits, rows);
         finish_before_wait(rows);
         wgmma_wait<0>();
         pin(out);
@@ -134,21 +161,20 @@ private:
             scale_rows(out, rows.scale);
     }
 
-    // The exponentials have to run beside the product that is waited for next. ptxas would move them behind the wait; it
-    // does not move an arrival whose condition (never true) depends on them.
+    // The exponentials have to run beside the product that is waited for next. ptxas would move them behind the wait;
+    // it does not move an arrival whose condition (never true) depends on them.
     __device__ __forceinline__ void finish_before_wait(const RowState& rows) const {
         if (rows.sum[0] + rows.sum[1] < 0.f)
             memory.q_empty().arrive();
     }
 
-    template <int kKeys>
-    __device__ __forceinline__ void last_step(Output& out, Operand<kKeys>& p, const RowState& rows, int turn) {
+    __device__ __forceinline__ void last_step(Output& out, Operand& p, const RowState& rows, int turn) {
         const ForwardEpilogue<Config> epilogue = make_epilogue(turn);
         release_queries();
         memory.v_full(block).wait(memory.parity(block));
         pin(out);
         wgmma_fence();
-        multiply_values<kKeys>(out, p, block);
+        multiply_values(out, p, block);
         wgmma_commit();
         const auto factors = epilogue.finish_rows(rows);
         wgmma_wait<0>();
@@ -158,33 +184,32 @@ private:
         epilogue.store(out, factors);
     }
 
-    template <int kKeys> __device__ __forceinline__ void multiply_keys(Logits<kKeys>& logits) const {
+    __device__ __forceinline__ void multiply_keys(Logits& logits) const {
         constexpr int kUnused = 16;
         const SwizzledOperand q(memory.q() + warpgroup * 64 * kPanelRowBytes, kUnused), k(memory.k(block), kUnused);
 #pragma unroll
         for (int i = 0; i < Config::kDim / 16; ++i) {
             const int panel = i / 4, inside = i % 4 * 32;
-            Wgmma<Element, kKeys>::template mma<0, 0>(
+            Wgmma<Element, Config::kKeys>::template mma<0, 0>(
                 logits, q.at(panel * Config::kRows * kPanelRowBytes + inside),
-                k.at(panel * kKeys * kPanelRowBytes + inside), i != 0);
+                k.at(panel * Config::kKeys * kPanelRowBytes + inside), i != 0);
         }
     }
 
-    template <int kKeys>
-    __device__ __forceinline__ void multiply_values(Output& out, Operand<kKeys>& p, unsigned of) const {
-        const SwizzledOperand v(memory.v(of), kKeys * kPanelRowBytes);
+    __device__ __forceinline__ void multiply_values(Output& out, Operand& p, unsigned of) const {
+        const SwizzledOperand v(memory.v(of), Config::kKeys * kPanelRowBytes);
 #pragma unroll
-        for (int i = 0; i < kKeys / 16; ++i)
+        for (int i = 0; i < Config::kKeys / 16; ++i)
             Wgmma<Element, Config::kVDim>::template mma<1>(out, p[i], v.at(i * 16 * kPanelRowBytes), true);
     }
 
     // Returns whether the output so far has to be multiplied with rows.scale.
-    template <int kKeys, bool kMasked>
-    __device__ __forceinline__ bool softmax(Logits<kKeys>& logits, RowState& rows) const {
+    template <bool kMasked>
+    __device__ __forceinline__ bool softmax(Logits& logits, RowState& rows) const {
         if constexpr (Config::kSoftCap)
             cap_logits(logits, args.logit_scale, args.cap_log2);
         if constexpr (kMasked)
-            hide(logits, visible_bits<kKeys / 2>(memory.block_message(block), row(), args.schedule.pack_shift,
+            hide(logits, visible_bits<Config::kKeys / 2>(memory.block_message(block), row(), args.schedule.pack_shift,
                                                  first_column()));
         const bool moved = move_references(logits, rows, to_log2());
         exponentiate(logits, rows, to_log2());

@@ -2,6 +2,6 @@
 
 namespace jaxmagi::sm90 {
 
-const ForwardKernel kForwardD192 = ForwardInstance<192, 192, 2, BlockWidths{112, 112}, BlockWidths{112, 112}>::kKernel;
+const ForwardKernel kForwardD192 = ForwardInstance<192, 192, 2, 112, 112>::kKernel;
 
 }  // namespace jaxmagi::sm90

@@ -2,6 +2,6 @@
 
 namespace jaxmagi::sm90 {
 
-const ForwardKernel kForwardD192V128 = ForwardInstance<192, 128, 2, BlockWidths{128, 128}, BlockWidths{128, 128}>::kKernel;
+const ForwardKernel kForwardD192V128 = ForwardInstance<192, 128, 3, 80, 64>::kKernel;
 
 }  // namespace jaxmagi::sm90

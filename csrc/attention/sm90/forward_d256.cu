@@ -2,6 +2,6 @@
 
 namespace jaxmagi::sm90 {
 
-const ForwardKernel kForwardD256 = ForwardInstance<256, 256, 2, BlockWidths{80, 80}, BlockWidths{64, 64}>::kKernel;
+const ForwardKernel kForwardD256 = ForwardInstance<256, 256, 2, 80, 64>::kKernel;
 
 }  // namespace jaxmagi::sm90

@@ -2,6 +2,6 @@
 
 namespace jaxmagi::sm90 {
 
-const ForwardKernel kForwardD64 = ForwardInstance<64, 64, 3, BlockWidths{128, 128}, BlockWidths{64, 64}>::kKernel;
+const ForwardKernel kForwardD64 = ForwardInstance<64, 64, 3, 128, 96>::kKernel;
 
 }  // namespace jaxmagi::sm90

@@ -2,6 +2,6 @@
 
 namespace jaxmagi::sm90 {
 
-const ForwardKernel kForwardD96 = ForwardInstance<96, 96, 2, BlockWidths{176, 128}, BlockWidths{144, 144}>::kKernel;
+const ForwardKernel kForwardD96 = ForwardInstance<96, 96, 3, 112, 80>::kKernel;
 
 }  // namespace jaxmagi::sm90

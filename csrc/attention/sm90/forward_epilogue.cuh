@@ -22,12 +22,12 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int lane) {
     }
 }
 
-// A store that depends on a condition, without a branch: one between two stores would keep the transposes of the next from
-// running beside those of this one.
+// A store that depends on a condition, without a branch: one between two stores would keep the transposes of the next
+// from running beside those of this one.
 __device__ __forceinline__ void store_if(bool wanted, void* to, const uint32_t (&words)[4]) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to), "r"(words[0]),
-        "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(static_cast<int>(wanted))
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
+        "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(static_cast<int>(wanted))
         : "memory");
 }
 
@@ -115,7 +115,9 @@ private:
         return share;
     }
 
-    __device__ __forceinline__ int position(int r) const { return tile.row + ((row + 8 * r) >> args.schedule.pack_shift); }
+    __device__ __forceinline__ int position(int r) const {
+        return tile.row + ((row + 8 * r) >> args.schedule.pack_shift);
+    }
     __device__ __forceinline__ int head(int r) const {
         return tile.head + ((row + 8 * r) & (args.schedule.pack - 1));
     }

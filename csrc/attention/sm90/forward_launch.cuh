@@ -44,15 +44,10 @@ cudaError_t encode_maps(const ForwardParams& params, int pack, ForwardTensorMaps
     const HeadsTensor k{params.k, type, params.batch, params.kv_len, params.kv_heads, params.dim};
     const HeadsTensor v{params.v, type, params.batch, params.kv_len, params.kv_heads, params.v_dim};
     cudaError_t error = encode_panel_map(q, pack, Config::kRows / pack, &maps->q);
-    for (const bool wide : {false, true}) {
-        if (not wide and not Config::kTwoWidths)
-            continue;
-        const int rows = wide ? Config::kWideKeys : Config::kNarrowKeys;
-        if (error == cudaSuccess)
-            error = encode_panel_map(k, 1, rows, &maps->k[wide]);
-        if (error == cudaSuccess)
-            error = encode_panel_map(v, 1, rows, &maps->v[wide]);
-    }
+    if (error == cudaSuccess)
+        error = encode_panel_map(k, 1, Config::kKeys, &maps->k);
+    if (error == cudaSuccess)
+        error = encode_panel_map(v, 1, Config::kKeys, &maps->v);
     return error;
 }
 

@@ -8,9 +8,9 @@
 // The producer warp: streams queries, keys and values through shared memory.
 //
 // The scheduler's runs of keys become blocks, right to left, from the last key that is seen to the first. What is left
-// over goes to the first block, which is masked most of the time: of its keys those do not count which the next block has
-// too. So no block holds a key which the tile does not see: NaN there must not reach the product with the values. Only a
-// run shorter than one block may hold foreign keys behind its end; their values are overwritten with zeros.
+// over goes to the first block, which is masked most of the time: of its keys those do not count which the next block
+// has too. So no block holds a key which the tile does not see: NaN there must not reach the product with the values.
+// Only a run shorter than one block may hold foreign keys behind its end; their values are overwritten with zeros.
 
 namespace jaxmagi::sm90 {
 
@@ -35,7 +35,6 @@ template <typename Config> struct ForwardProducer {
     ForwardMemory<Config> memory;
     const ForwardTensorMaps& maps;
     const ForwardArguments& args;
-    int lane;
     unsigned num_blocks = 0;  // produced so far
     int pending_key = kNone;  // first key of the newest block, if its values are still to be loaded
     int num_cleaned = 0;      // blocks whose values were cleaned
@@ -70,42 +69,35 @@ private:
             memory.q_full().arrive();
     }
 
-    __device__ __forceinline__ static bool is_wide(const TileMessage& tile) {
-        return not Config::kTwoWidths or tile.wide;
-    }
-    __device__ __forceinline__ static int block_keys(const TileMessage& tile) {
-        return is_wide(tile) ? Config::kWideKeys : Config::kNarrowKeys;
-    }
-
     __device__ __forceinline__ void produce(const RunMessage& message, const TileMessage& tile) {
         if (elect_lane())
             produce_blocks(message, tile);
         __syncwarp();
         const Range run{message.band.k0, message.band.k1};
         const int size = run.end - run.begin;
-        num_blocks += is_wide(tile) ? ceil_div(size, Config::kWideKeys) : ceil_div(size, Config::kNarrowKeys);
+        num_blocks += ceil_div(size, Config::kKeys);
         pending_key = run.begin;
-        if (size < block_keys(tile) and run.end < args.kv_len)
+        if (size < Config::kKeys and run.end < args.kv_len)
             load_and_clean_values(tile, size);
     }
 
-    // From right to left. The first keys of a tile are loaded before its queries, whose place becomes free later; values
-    // after the keys of the next block, which are needed first. Warps of consumers share the issue slots: every
+    // From right to left. The first keys of a tile are loaded before its queries, whose place becomes free later;
+    // values after the keys of the next block, which are needed first. Warps of consumers share the issue slots: every
     // instruction in this loop makes them wait.
     __device__ __forceinline__ void produce_blocks(const RunMessage& message, const TileMessage& at) const {
         const TileMessage tile = at;
         const Band run = message.band;
         const int num_rows = min(Config::kRows >> args.schedule.pack_shift, args.q_len - tile.row);
         const TileRun rows(run, tile.row, num_rows - 1);
-        const int step = block_keys(tile);
+        constexpr int kStep = Config::kKeys;
         bool queries_due = message.first;
         unsigned block = num_blocks;
         int previous_key = pending_key;
-        const int size = run.k1 - run.k0, over = is_wide(tile) ? size % Config::kWideKeys : size % Config::kNarrowKeys;
-        int begin = over == 0 or size < step ? 0 : step - over;  // the first column that counts
+        const int size = run.k1 - run.k0, over = size % Config::kKeys;
+        int begin = over == 0 or size < kStep ? 0 : kStep - over;  // the first column that counts
 #pragma unroll 1
-        for (int key = max(run.k1 - step, run.k0); key >= run.k0; key += begin - step, begin = 0, ++block) {
-            load_keys(block, rows.block(key, begin, min(step, run.k1 - key), step), key, tile);
+        for (int key = max(run.k1 - kStep, run.k0); key >= run.k0; key += begin - kStep, begin = 0, ++block) {
+            load_keys(block, rows.block(key, begin, min(kStep, run.k1 - key), kStep), key, tile);
             if (queries_due)
                 load_queries(message.turn);
             queries_due = false;
@@ -127,16 +119,16 @@ private:
                                               const TileMessage& tile) const {
         memory.k_empty(block).wait(memory.parity(block) ^ 1);
         memory.block_message(block) = message;
-        memory.k_full(block).arrive_and_expect(block_keys(tile) * panels(Config::kDim) * kPanelRowBytes);
-        load<Config::kDim>(memory.k(block), maps.k[is_wide(tile)], block_keys(tile),
+        memory.k_full(block).arrive_and_expect(Config::kKBytes);
+        load<Config::kDim>(memory.k(block), maps.k, Config::kKeys,
                            {0, tile.key_head, key, tile.example}, memory.k_full(block));
     }
 
     __device__ __forceinline__ void load_values(unsigned block, int key, const TileMessage& tile,
                                                 Mbarrier arrived) const {
         memory.v_empty(block).wait(memory.parity(block) ^ 1);
-        arrived.arrive_and_expect(block_keys(tile) * panels(Config::kVDim) * kPanelRowBytes);
-        load<Config::kVDim>(memory.v(block), maps.v[is_wide(tile)], block_keys(tile),
+        arrived.arrive_and_expect(Config::kVBytes);
+        load<Config::kVDim>(memory.v(block), maps.v, Config::kKeys,
                             {0, tile.key_head, key, tile.example}, arrived);
     }
 
@@ -151,13 +143,12 @@ private:
     __device__ __forceinline__ void load_and_clean_values(const TileMessage& tile, int first_row) {
         constexpr int kVectors = kPanelRowBytes / 16;
         const unsigned block = num_blocks - 1;
-        const int rows = block_keys(tile);
         load_pending_values(tile, memory.v_loaded());
         memory.v_loaded().wait(num_cleaned++ & 1);
-        for (int i = first_row * kVectors + lane; i < rows * kVectors; i += 32) {
+        for (int i = first_row * kVectors + threadIdx.x % 32; i < Config::kKeys * kVectors; i += 32) {
 #pragma unroll
             for (int panel = 0; panel < panels(Config::kVDim); ++panel)
-                store_zeros(memory.v(block) + panel * rows * kPanelRowBytes + i * 16);
+                store_zeros(memory.v(block) + panel * Config::kKeys * kPanelRowBytes + i * 16);
         }
         fence_shared_for_async();
         __syncwarp();

@@ -8,14 +8,14 @@
 
 // How the work is cut into items, and the order in which the CTAs take them.
 //
-// An item has as many rows of logits as a row tile of the plan has positions, all of one key head: some query heads of the
-// group (`pack`, a power of two) at each position of a slice of the tile. One head at all positions would do as well, but
-// a slice sees fewer keys than the whole tile: less is left over at the edges of bands.
+// An item has as many rows of logits as a row tile of the plan has positions, all of one key head: some query heads of
+// the group (`pack`, a power of two) at each position of a slice of the tile. One head at all positions would do as
+// well, but a slice sees fewer keys than the whole tile: less is left over at the edges of bands.
 
 namespace jaxmagi::sm90 {
 
-// Items of a plan are sorted by section, then longest tile first, then by key head. A section is a number of key heads (of
-// any example, where one mask serves all) whose keys and values stay in the L2 cache together.
+// Items of a plan are sorted by section, then longest tile first, then by key head. A section is a number of key heads
+// (of any example, where one mask serves all) whose keys and values stay in the L2 cache together.
 struct ForwardSchedule {
     int num_items, per_plan, per_section, per_key_head;  // items
     int num_tiles;                                       // of one plan

@@ -59,11 +59,11 @@ private:
         if (row >= args.q_len)
             return false;
         const Range rows{row, min(row + num_rows, args.q_len)};
-        const BlockCount blocks = count_blocks(bands, tile, rows);
-        send(turn, {blocks.count, row, head, example, key_head, blocks.wide});
-        if (blocks.count == 0)
+        const int num_blocks = count_blocks(bands, tile, rows);
+        send(turn, {num_blocks, row, head, example, key_head});
+        if (num_blocks == 0)
             send_run(0, {.band = {}, .turn = turn, .first = true, .last = true});
-        int left = blocks.count;
+        int left = num_blocks;
         bool first = true;
 #pragma unroll 1
         for (int i = tile.first_band; i < tile.end_band; i += 32) {
@@ -71,38 +71,23 @@ private:
             for (unsigned live = __ballot_sync(~0u, band.k0 < band.k1); live != 0; live &= live - 1) {
                 const int sender = __ffs(live) - 1;
                 const int size = __shfl_sync(~0u, band.k1 - band.k0, sender);
-                left -= ceil_div(size, blocks.wide ? Config::kWideKeys : Config::kNarrowKeys);
+                left -= ceil_div(size, Config::kKeys);
                 send_run(sender, {band, turn, first, left == 0});
                 first = false;
             }
         }
         ++turn;
-        return blocks.count > kManyBlocks;
+        return num_blocks > kManyBlocks;
     }
 
-    struct BlockCount {
-        int count;
-        bool wide;
-    };
-
-    __device__ __forceinline__ BlockCount count_blocks(const PlannedBand* bands, const PlannedTile& tile,
-                                                       Range rows) const {
-        int num_wide = 0, num_narrow = 0;
+    __device__ __forceinline__ int count_blocks(const PlannedBand* bands, const PlannedTile& tile, Range rows) const {
+        int count = 0;
 #pragma unroll 1
         for (int i = tile.first_band + lane; i - lane < tile.end_band; i += 32) {
             const Band band = seen_part(bands, i, tile.end_band, rows);
-            num_wide += ceil_div(band.k1 - band.k0, Config::kWideKeys);
-            if constexpr (Config::kTwoWidths)
-                num_narrow += ceil_div(band.k1 - band.k0, Config::kNarrowKeys);
+            count += ceil_div(band.k1 - band.k0, Config::kKeys);
         }
-        num_wide = __reduce_add_sync(~0u, num_wide);
-        if constexpr (not Config::kTwoWidths)
-            return {num_wide, true};
-        // Measured: a key of a narrow block takes 33/32 of the time that it takes in a wide one. Beginning and end of a
-        // tile take the same with both.
-        num_narrow = __reduce_add_sync(~0u, num_narrow);
-        const bool wide = num_wide * (32.f * Config::kWideKeys) <= num_narrow * (33.f * Config::kNarrowKeys);
-        return {wide ? num_wide : num_narrow, wide};
+        return __reduce_add_sync(~0u, count);
     }
 
     // The band, with only those keys that the rows see; none behind the last band.

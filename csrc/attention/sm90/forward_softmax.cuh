@@ -99,16 +99,8 @@ __device__ __forceinline__ float over_quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Of a thread's part of a row.
-template <int kCount> __device__ __forceinline__ float largest_logit(const float (&logits)[kCount], int r) {
-    float largest = -INFINITY;
-#pragma unroll
-    for (int i = 2 * r; i < kCount; i += 4)
-        largest = fmaxf(fmaxf(largest, logits[i]), logits[i + 1]);
-    return largest;
-}
-
-// The same, or 0 if all are negative, for half of the instructions: positive numbers are ordered as their bits are.
+// Of a thread's part of a row; 0 if all are negative. Positive numbers are ordered as their bits are, and the maximum
+// of three integers is one instruction.
 template <int kCount> __device__ __forceinline__ float largest_positive_logit(const float (&logits)[kCount], int r) {
     int largest = 0;
 #pragma unroll
@@ -117,26 +109,47 @@ template <int kCount> __device__ __forceinline__ float largest_positive_logit(co
     return __int_as_float(largest);
 }
 
-// The reference, relative to which probabilities are taken, follows the largest logit only when a row of the warp is more
-// than 2^8 behind: until then probabilities of up to 256 do as well, and scaling the output is saved (FlashAttention-4).
+// Of negative numbers, which are ordered against their bits.
+template <int kCount> __device__ __forceinline__ float largest_negative_logit(const float (&logits)[kCount], int r) {
+    uint32_t smallest = __float_as_uint(-INFINITY);
+#pragma unroll
+    for (int i = 2 * r; i < kCount; i += 4)
+        smallest = __vimin3_u32(smallest, __float_as_uint(logits[i]), __float_as_uint(logits[i + 1]));
+    return __uint_as_float(smallest);
+}
+
+// Whether the reference of one row of the warp is too far behind its largest logit.
+__device__ __forceinline__ bool is_behind(const float (&largest)[2], const RowState& rows, float to_log2) {
+    constexpr float kMaxLag = 8.f;
+    const bool first = largest[0] * to_log2 - rows.reference[0] > kMaxLag;
+    const bool second = largest[1] * to_log2 - rows.reference[1] > kMaxLag;
+    return __any_sync(~0u, first or second);
+}
+
+// The reference, relative to which probabilities are taken, follows the largest logit only when a row of the warp is
+// more than 2^8 behind: until then probabilities of up to 256 do as well, and scaling the output is saved
+// (FlashAttention-4). Rows without a positive logit count as 0 at first, and are looked at again before anything moves.
 // Returns whether it moved; then the output has to be multiplied with rows.scale. `to_log2` turns logits into units of
 // log 2.
 template <int kCount>
 __device__ __forceinline__ bool move_references(const float (&logits)[kCount], RowState& rows, float to_log2) {
-    constexpr float kMaxLag = 8.f;
     float largest[2];
-    bool behind = false;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < 2; ++r)
         largest[r] = over_quad_max(largest_positive_logit(logits, r));
-        behind = behind or largest[r] * to_log2 - rows.reference[r] > kMaxLag;
-    }
-    if (not __any_sync(~0u, behind))
+    if (not is_behind(largest, rows, to_log2))
         return false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        if (__any_sync(~0u, largest[r] == 0.f))
-            largest[r] = over_quad_max(largest_logit(logits, r));
+        if (__any_sync(~0u, largest[r] == 0.f)) {
+            const float negative = over_quad_max(largest_negative_logit(logits, r));
+            largest[r] = largest[r] == 0.f ? negative : largest[r];
+        }
+    }
+    if (not is_behind(largest, rows, to_log2))
+        return false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
         const float reference = fmaxf(rows.reference[r], largest[r] * to_log2);
         rows.scale[r] = exp2_approx(rows.reference[r] - reference);
         rows.sum[r] *= rows.scale[r];

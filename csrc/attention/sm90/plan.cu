@@ -103,8 +103,8 @@ __device__ void subtract_if_smaller(int& count, uint32_t key, uint32_t bound) {
         : "r"(key), "r"(bound));
 }
 
-// Counts down, for the keys at first + t, by the staged keys that come before them: smaller ones, and equal ones in front
-// of `first`.
+// Counts down, for the keys at first + t, by the staged keys that come before them: smaller ones, and equal ones in
+// front of `first`.
 __device__ void count_before(const uint32_t (&staged)[kStagedKeys], int start, int end, int first, int lane,
                              const uint32_t (&own)[kRankedPerWarp], int (&minus_before)[kRankedPerWarp]) {
 #pragma unroll 4
@@ -120,7 +120,8 @@ __device__ void count_before(const uint32_t (&staged)[kStagedKeys], int start, i
 }
 
 // To lane t the rank of key first + t, for t < kRankedPerWarp.
-__device__ int rank_of_lane(const uint32_t (&own)[kRankedPerWarp], const int (&minus_before)[kRankedPerWarp], int lane) {
+__device__ int rank_of_lane(const uint32_t (&own)[kRankedPerWarp], const int (&minus_before)[kRankedPerWarp],
+                            int lane) {
     int rank = 0;
     for (int t = 0; t < kRankedPerWarp; ++t) {
         int total = -__reduce_add_sync(kAllLanes, minus_before[t]);

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-// The plan of a mask: what every layer's kernels would otherwise find out again. Lengths are at most 2^30; the time grows
-// with the squares of the numbers of bands and of tiles, which is seconds for 10^7 of them.
+// The plan of a mask: what every layer's kernels would otherwise find out again. Lengths are at most 2^30; the time
+// grows with the squares of the numbers of bands and of tiles, which is seconds for 10^7 of them.
 
 namespace jaxmagi::sm90 {
 

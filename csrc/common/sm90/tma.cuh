@@ -4,8 +4,8 @@
 
 #include "csrc/common/sm90/mbarrier.cuh"
 
-// Bulk copies of boxes of a 4-d tensor to shared memory, coordinates innermost first. What lies outside the tensor, also
-// at negative coordinates, is read as zeros; they count as bytes. One thread issues.
+// Bulk copies of boxes of a 4-d tensor to shared memory, coordinates innermost first. What lies outside the tensor,
+// also at negative coordinates, is read as zeros; they count as bytes. One thread issues.
 
 namespace jaxmagi::sm90 {
 

@@ -16,14 +16,14 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Of lane 0, by the whole warp. The compiler then knows that all lanes have the same, and may keep it, and what follows from
-// it, in uniform registers.
+// Of lane 0, by the whole warp. The compiler then knows that all lanes have the same, and may keep it, and what follows
+// from it, in uniform registers.
 __device__ __forceinline__ int uniform(int value) {
     return __shfl_sync(~0u, value, 0);
 }
 
-// True for one lane, by the whole warp. The compiler knows that it is one: behind any other condition it would loop over the
-// lanes around every TMA instruction.
+// True for one lane, by the whole warp. The compiler knows that it is one: behind any other condition it would loop
+// over the lanes around every TMA instruction.
 __device__ __forceinline__ bool elect_lane() {
     uint32_t elected;
     asm volatile(
