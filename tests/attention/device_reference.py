@@ -48,7 +48,8 @@ class Deviation(NamedTuple):
 class Report(NamedTuple):
     """How far a result is from fp64, and how far one is that only rounds as it has to.
 
-    ``rounded`` rounds the probabilities and the output to the operands' dtype and does the rest in fp64.
+    ``rounded`` rounds the probabilities, normalised as a plain implementation has them, and the output to the
+    operands' dtype and does the rest in fp64.
     """
 
     out: Deviation
@@ -189,7 +190,7 @@ def _exact(block: _Block, logits: Logits, is_half: jax.Array) -> Exact:
     out = (p @ value) / total[:, None]
     return Exact(
         out=out,
-        rounded=_round((_round(p, is_half) @ value) / total[:, None], is_half),
+        rounded=_round(_round(p / total[:, None], is_half) @ value, is_half),
         lse=jnp.where(blind, -jnp.inf, peak + jnp.log(total)),
         unit=_unit(out, jnp.sqrt(p**2 @ value**2) / total[:, None], peak, is_half),
     )

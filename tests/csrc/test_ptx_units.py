@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 HEADERS = ROOT / "csrc" / "common" / "sm90"
-FLAGS = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++20", "-O2"]
+FLAGS = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++20", "-O2", "--split-compile=0"]
 
 
 def succeed(*command: str | Path) -> str:

@@ -242,13 +242,27 @@ __global__ void __launch_bounds__(kThreads, 4) run_phase(const __grid_constant__
     kPhase(params, plan_at(params, blockIdx.x), {index, count});
 }
 
+// What phases leave for each other stays in shared memory: a small plan is little more than waiting for memory.
 __global__ void __launch_bounds__(kThreadsAlone) run_all_phases(const __grid_constant__ PlanParams params) {
-    const Plan plan = plan_at(params, blockIdx.x);
+    __shared__ PlannedBand sorted[kMaxAlone];
+    __shared__ PlannedTile unsorted_tiles[kMaxAlone];
+    __shared__ uint32_t band_keys[kMaxAlone], tile_keys[kMaxAlone];
+    __shared__ int reach[kMaxAlone / kReachGroup];
+    const Plan result = plan_at(params, blockIdx.x);
+    const Plan plan{.bands = result.bands,
+                    .sorted = sorted,
+                    .tiles = result.tiles,
+                    .unsorted_tiles = unsorted_tiles,
+                    .band_keys = band_keys,
+                    .tile_keys = tile_keys,
+                    .reach = reach};
     const Threads threads{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x)};
     key_bands(params, plan, threads);
     __syncthreads();
     sort_bands(params, plan, threads);
     __syncthreads();
+    for (int i = threads.index; i < params.capacity; i += threads.count)
+        result.sorted[i] = sorted[i];
     plan_tiles(params, plan, threads);
     __syncthreads();
     sort_tiles(params, plan, threads);
