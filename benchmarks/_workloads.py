@@ -133,10 +133,9 @@ def workloads() -> list[Workload]:
     rows = [_dense(kind, 8192) for kind in (Full, Causal)]
     rows += [_dense(Causal, length) for length in (1024, 2048)]
     rows += [_dense(kind, 16_384, dim) for dim in (64, 256) for kind in (Full, Causal)]
-    names = list(MASKS)
-    rows += [Workload(name, MASKS[name]()) for name in names[:-2]]
-    prefix, video = (Workload(name, MASKS[name]()) for name in names[-2:])
-    rows += [video, _dense(Full, 32_768), _dense(Causal, 32_768), prefix]
+    masked = {name: Workload(name, pattern()) for name, pattern in MASKS.items()}
+    video, prefix = (masked.pop(name) for name in ("video 4x21600", "shared prefix 4k+14x2k"))
+    rows += [*masked.values(), video, _dense(Full, 32_768), _dense(Causal, 32_768), prefix]
     others = ((96, 96), (192, 192), (192, 128))
     return rows + [_dense(kind, 16_384, *dims) for dims in others for kind in (Full, Causal)]
 

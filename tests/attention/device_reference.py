@@ -167,7 +167,8 @@ def _counts(bands: jax.Array, rows: jax.Array, length: int) -> jax.Array:
 
 def _round(x: jax.Array, to_half: jax.Array) -> jax.Array:
     """To float16 or to bfloat16. Not by astype there and back, which XLA may leave out."""
-    as_half = jax.lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)
+    normal = jax.lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)  # flushes what is below 2^-14
+    as_half = jnp.where(jnp.abs(x) < 2.0**-14, jnp.round(x * 2.0**24) * 2.0**-24, normal)
     return jnp.where(to_half, as_half, jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7))
 
 

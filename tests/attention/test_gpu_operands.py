@@ -136,7 +136,7 @@ def test_maximum_that_rises(dim: int, lowest: int, dtype: Any) -> None:
     shape = Shape(2500, 2500, 2, 1, dim, dim, dtype)
     operands = make_operands(shape, np.asarray(masks.causal(2500).bands))
     for name, steps in LAGS.items():
-        for block in (64, 128):
+        for block in (80, 128):
             try:
                 run_and_check(with_rising_logits(operands, steps, block, lowest), Logits(math.log(2)))
             except AssertionError as error:

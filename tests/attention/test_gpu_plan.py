@@ -56,6 +56,14 @@ def test_random_bands(rng: np.random.Generator, q_len: int, kv_len: int, count: 
     check(bands[np.argsort(bands[:, 0], kind="stable")][None], q_len, kv_len)
 
 
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_as_many_tiles_as_one_cta_plans(rng: np.random.Generator, more: int) -> None:
+    extension = _native.extension("cuda")
+    assert extension is not None
+    length = 256 * extension.forward_tile(*DIMS)[0] + more
+    check(random_bands(rng, length, length, 200).astype(np.int64)[None], length, length)
+
+
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (192, 192), (256, 256)])
 def test_tiles_of_other_kernels(rng: np.random.Generator, dims: tuple[int, int]) -> None:
     check(random_bands(rng, 3000, 3000, 50).astype(np.int64)[None], 3000, 3000, dims)

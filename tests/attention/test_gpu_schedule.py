@@ -60,7 +60,7 @@ EDGES = {
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 1)])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_blocks_that_not_all_see(name: str, heads: int, kv_heads: int, dim: int) -> None:
-    """Of the first blocks of a tile its first positions see nothing, and pass over them."""
+    """Some warpgroups see nothing of the first blocks of a tile, and pass over them."""
     mask = EDGES[name]()
     shape = Shape(mask.q_len, mask.kv_len, heads, kv_heads, dim, dim)
     check_on_one_sm(make_operands(shape, np.asarray(mask.bands)))

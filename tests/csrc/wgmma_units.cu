@@ -42,7 +42,8 @@ template <typename Element_, int kColumns_, Source kSource_, bool kTransposedA_,
 __device__ void store_panels(SharedAddress to, const uint16_t* from, int rows, int columns) {
     for (int i = threadIdx.x; i < rows * panels(columns) * kPanelColumns; i += kThreads) {
         const int row = i % rows, column = i / rows, unit = column / 8 % 8 ^ row % 8;
-        const SharedAddress at = to + column / 64 * rows * kPanelRowBytes + row * kPanelRowBytes + unit * 16 + column % 8 * 2;
+        const SharedAddress panel = to + column / 64 * rows * kPanelRowBytes;
+        const SharedAddress at = panel + row * kPanelRowBytes + unit * 16 + column % 8 * 2;
         const uint16_t number = column < columns ? from[row * columns + column] : uint16_t{0};
         asm volatile("st.shared.b16 [%0], %1;" ::"r"(at), "h"(number) : "memory");
     }

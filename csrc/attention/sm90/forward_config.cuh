@@ -9,10 +9,10 @@
 
 namespace jaxmagi::sm90 {
 
-// kDim, kVDim: what the matrix units work with; smaller head dimensions are filled up with zeros by TMA.
 // What a CTA has of shared memory, and how much of it operands may fill: messages and barriers take the rest.
 inline constexpr int kSharedBytes = 227 * 1024, kOperandBytes = 225 * 1024;
 
+// kDim, kVDim: what the matrix units work with; smaller head dimensions are filled up with zeros by TMA.
 // kConsumers warpgroups own 64 query rows each. kKeys: of a block. kSoftCap: whether logits are capped.
 template <typename Element_, int kDim_, int kVDim_, int kConsumers_, int kKeys_, bool kSoftCap_> struct ForwardConfig {
     using Element = Element_;

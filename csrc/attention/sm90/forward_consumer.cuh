@@ -5,10 +5,10 @@
 
 // A consumer warpgroup: 64 query rows of every tile.
 //
-// Step j issues S = Q · K_j and O += P · V_(j-1) together, and works on the softmax of S while the second product still
-// runs (FlashAttention-3, section 3.2). Where Config::kTurns says so, warpgroups take turns at issuing, so that the
-// softmax of one runs beside the products of the others. The output stays in registers over all bands of the tile. A
-// warpgroup begins with the first block that its own rows see.
+// Step j issues S = Q · K_j and O += P · V_(j-1) together, and works on the softmax of S while the second product
+// still runs (FlashAttention-3, section 3.2). Where Config::kTurns says so, warpgroups take turns at issuing, so that
+// the softmax of one runs beside the products of the others. The output stays in registers over all bands of the
+// tile. A warpgroup begins with the first block that its own rows see, or with the last one of the tile.
 
 namespace jaxmagi::sm90 {
 
@@ -17,7 +17,7 @@ template <typename Config> struct ForwardConsumer {
     using Logits = float[Config::kKeys / 2];
     using Operand = uint32_t[Config::kKeys / 16][4];
     using Output = float[Config::kVDim / 2];
-    static constexpr int kFirstTurnBarrier = 1, kTurnThreads = 2 * kWarpgroupThreads;
+    static constexpr int kFirstBarrier = 1, kTurnThreads = 2 * kWarpgroupThreads;
 
     ForwardMemory<Config> memory;
     const ForwardArguments& args;
@@ -26,7 +26,7 @@ template <typename Config> struct ForwardConsumer {
 
     __device__ __forceinline__ void run() {
         if (Config::kTurns and warpgroup == 0)
-            named_barrier_arrive(kFirstTurnBarrier, kTurnThreads);
+            named_barrier_arrive(kFirstBarrier, kTurnThreads);
         for (int turn = 0;; ++turn) {
             memory.q_full().wait(turn & 1);
             const int num_blocks = uniform(memory.tile_message(turn).num_blocks);
@@ -96,10 +96,10 @@ private:
     __device__ __forceinline__ void pass_block() {
         memory.v_full(block).wait(memory.parity(block));
         if constexpr (Config::kTurns) {
-            named_barrier_sync(kFirstTurnBarrier + warpgroup, kTurnThreads);
-            named_barrier_arrive(kFirstTurnBarrier + (warpgroup + 1) % Config::kConsumers, kTurnThreads);
+            named_barrier_sync(kFirstBarrier + warpgroup, kTurnThreads);
+            named_barrier_arrive(kFirstBarrier + (warpgroup + 1) % Config::kConsumers, kTurnThreads);
         } else {
-            named_barrier_sync(kFirstTurnBarrier + warpgroup, kWarpgroupThreads);
+            named_barrier_sync(kFirstBarrier + warpgroup, kWarpgroupThreads);
         }
         release(memory.k_empty(block));
         release(memory.v_empty(block));
@@ -134,7 +134,7 @@ private:
         const unsigned previous = block - 1;
         Logits logits;
         if constexpr (Config::kTurns)
-            named_barrier_sync(kFirstTurnBarrier + warpgroup, kTurnThreads);
+            named_barrier_sync(kFirstBarrier + warpgroup, kTurnThreads);
         memory.k_full(block).wait(memory.parity(block));
         pin(logits);
         pin(out);
@@ -146,7 +146,7 @@ private:
         multiply_values(out, p, previous);
         wgmma_commit();
         if constexpr (Config::kTurns)
-            named_barrier_arrive(kFirstTurnBarrier + (warpgroup + 1) % Config::kConsumers, kTurnThreads);
+            named_barrier_arrive(kFirstBarrier + (warpgroup + 1) % Config::kConsumers, kTurnThreads);
         const bool masked = memory.block_message(block).masked;
         wgmma_wait<1>();
         pin(logits);
@@ -210,7 +210,7 @@ private:
             cap_logits(logits, args.logit_scale, args.cap_log2);
         if constexpr (kMasked)
             hide(logits, visible_bits<Config::kKeys / 2>(memory.block_message(block), row(), args.schedule.pack_shift,
-                                                 first_column()));
+                                                         first_column()));
         const bool moved = move_references(logits, rows, to_log2());
         exponentiate(logits, rows, to_log2());
         return moved;

@@ -2,7 +2,7 @@
 
 #include "csrc/attention/sm90/forward.h"
 
-// The kernels that exist, one source file each. Tiles as large as registers and shared memory allow.
+// The kernels that exist, one source file each. Of the tiles that registers and shared memory allow, the fastest that were measured.
 
 namespace jaxmagi::sm90 {
 
