@@ -22,8 +22,14 @@ jaxmagi_add_module(
   csrc/attention/cpu/forward.cc
   csrc/common/parallel.cc
   csrc/mask/tile_index.cc
+  csrc/planning/balance.cc
+  csrc/planning/first_deal.cc
+  csrc/planning/hand.cc
+  csrc/planning/swap_search.cc
+  csrc/planning/units.cc
   xla_ffi/attention_cpu.cc
-  xla_ffi/module_cpu.cc)
+  xla_ffi/module_cpu.cc
+  xla_ffi/planning.cc)
 
 jaxmagi_add_kernels(generic)
 if(jaxmagi_baseline)

@@ -7,10 +7,10 @@ import numpy as np
 from ..masks._validation import integer, is_traced
 from ..masks.geometry import UNBOUNDED
 from ._balance import balanced_owners
-from ._swaps import MOST_CHUNKS
 
 _TILE = 128
 _FEWEST_CHUNKS_PER_RANK, _MOST_CHUNKS_PER_RANK = 10, 16
+_MOST_CHUNKS = 2048
 
 
 def make_layout(
@@ -37,11 +37,11 @@ def default_chunk_size(length: int, cp_size: int) -> int:
     """The multiple of 128 with 10 to 16 chunks per rank that pads least, the largest of equals.
 
     128 is a tile of the GPU kernels. Where it gives fewer than 10 chunks per rank it is the size, and where
-    it would give fewer than 2 the size is half a shard. So many ranks that this makes more chunks than the
-    search for swaps takes get fewer chunks each, 1 at least.
+    it would give fewer than 2 the size is half a shard. So many ranks that this makes more than 2048 chunks
+    get fewer each, 1 at least.
     """
     shard = _ceil_div(length, cp_size)
-    most = int(np.clip(MOST_CHUNKS // cp_size, 1, _MOST_CHUNKS_PER_RANK))
+    most = int(np.clip(_MOST_CHUNKS // cp_size, 1, _MOST_CHUNKS_PER_RANK))
     if shard < 2 * _TILE:
         return _ceil_div(shard, min(2, most))
     smallest = _ceil_div(_ceil_div(shard, most), _TILE)

@@ -47,12 +47,12 @@ def plan_context(
             default the multiple of 128 with 10 to 16 chunks per rank that needs least padding; smaller for
             short sequences. At most a rank's share of the tokens. Smaller chunks help only where areas vary
             much within a chunk: while areas allow, 8 to 16 groups of chunks per rank are dealt instead, if a
-            rank's number of chunks has such a divisor. The search for few rows takes time that grows with
-            the square of the number of chunks or groups, and is not made beyond 2048: then ranks get
-            neighbouring or zigzag ones if those have nearly equal areas, and else ones dealt by area alone,
-            with which nearly every key travels.
-        layout: ``"balanced"`` deals chunks so that the areas of ranks differ little (the largest is at most 1
-            to 2 % above the mean, where chunks are small enough for that) and few rows travel. ``"zigzag"``
+            rank's number of chunks has such a divisor. The time of the search for few rows grows with the
+            square of the number of chunks or groups per rank. None is made for very many of them: thousands
+            with 8 ranks, hundreds with 64.
+        layout: ``"balanced"`` deals chunks so that the areas of ranks differ little and few rows travel: the
+            largest area is at most 1 % above the mean (4.7 % with many ranks and masks like packed documents)
+            if chunks are small enough for that. ``"zigzag"``
             cuts the sequence into ``2 * cp_size`` chunks and gives rank ``r`` the ``r``-th from either end.
             ``"contiguous"`` gives rank ``r`` the ``r``-th of ``cp_size`` chunks. Or integers ``[T_padded]``,
             the global index of the token at each position (-1 for padding), ranks one after the other: the
