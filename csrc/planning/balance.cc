@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <numeric>
+#include <utility>
 
 #include "csrc/common/math.h"
 #include "csrc/planning/first_deal.h"
@@ -43,7 +45,10 @@ public:
     }
 
     Deal solve();
-    bool accepts(const Deal& deal) const { return largest_area(deal) <= thousandths(mean_, allowed_ + kTolerance); }
+    int64_t received() const { return found_.received; }
+    bool is_balanced() const { return found_.excess == 0 and accepted() == thousandths(mean_, allowed_ + kTolerance); }
+    // Whether a few smaller units would do to balance a deal of long runs.
+    bool wants_smaller_units() const { return not is_balanced() or is_nearly_balanced_; }
 
 private:
     int64_t lpt_area() const { return largest_area(largest_first_deal(units_, num_ranks_)); }
@@ -60,6 +65,8 @@ private:
     const int64_t most_even_;  // largest area of a rank, by LPT
     int64_t mean_;
     int allowed_ = kTight;
+    bool is_nearly_balanced_ = false;
+    Quality found_{.excess = INT64_MAX, .received = INT64_MAX};
 };
 
 int64_t Balancer::largest_area(const Deal& deal) const {
@@ -83,9 +90,9 @@ std::vector<Deal> Balancer::first_deals() {
     if (not can_search() or int64_t{num_ranks_} * count > kMostRuns)
         return {};
     std::vector<Deal> deals;
-    const bool is_nearly_balanced =
+    is_nearly_balanced_ =
         std::min(largest_area(contiguous), largest_area(zigzag)) <= thousandths(mean_, kNearlyBalanced);
-    if (not is_nearly_balanced) {
+    if (not is_nearly_balanced_) {
         const int doublings = std::bit_width(static_cast<unsigned>(std::clamp(num_ranks_, kFewRanks, kManyRanks))) -
                               std::bit_width(static_cast<unsigned>(kFewRanks));
         allowed_ = kTight + (kLoose - kTight) * doublings / std::bit_width(unsigned{kManyRanks / kFewRanks - 1});
@@ -93,7 +100,7 @@ std::vector<Deal> Balancer::first_deals() {
     deals.push_back(two_run_deal(units_, num_ranks_, limit(), 1));
     if (count <= kFewUnits)
         deals.push_back(two_run_deal(units_, num_ranks_, limit(), 2));
-    if (count <= kFewUnits or is_nearly_balanced)
+    if (count <= kFewUnits or is_nearly_balanced_)
         deals.push_back(contiguous);
     return deals;
 }
@@ -124,19 +131,18 @@ Deal Balancer::search(const Deal& deal, Quality& quality) const {
 
 Deal Balancer::solve() {
     Deal best;
-    Quality lowest{.excess = INT64_MAX, .received = INT64_MAX};
     const auto consider = [&](const Deal& first) {
         Quality quality{};
         Deal deal = search(first, quality);
-        if (quality < lowest) {
+        if (quality < found_) {
             best = std::move(deal);
-            lowest = quality;
+            found_ = quality;
         }
     };
     for (const Deal& first : first_deals())
         consider(first);
     const Deal lpt = largest_first_deal(units_, num_ranks_);
-    if (lowest.excess > 0 or quality_of(hands_of(lpt), accepted()) < lowest)
+    if (found_.excess > 0 or quality_of(hands_of(lpt), accepted()) < found_)
         consider(lpt);
     return best;
 }
@@ -146,22 +152,38 @@ Deal Balancer::solve() {
 std::vector<int> balanced_owners(std::span<const Band> bands, int length, int num_ranks, int chunk) {
     const int per_rank = std::max(1, ceil_div(ceil_div(length, chunk), num_ranks));
     int group = group_size(per_rank);
-    const auto deal_units = [&](Deal& deal) {
-        const Units units(bands, length, chunk * group, per_rank / group * num_ranks);
-        Balancer balancer(units, num_ranks);
-        deal = balancer.solve();
-        return balancer.accepts(deal);
-    };
-    Deal deal;
-    if (not deal_units(deal) and group > 1) {
-        group = 1;
-        deal_units(deal);
+    const Units groups(bands, length, chunk * group, per_rank / group * num_ranks);
+    Balancer coarse(groups, num_ranks);
+    Deal deal = coarse.solve();
+    if (group > 1 and coarse.wants_smaller_units()) {
+        const Units chunks(bands, length, chunk, per_rank * num_ranks);
+        Balancer fine(chunks, num_ranks);
+        Deal smaller = fine.solve();
+        if (not coarse.is_balanced() or fine.received() < coarse.received()) {
+            deal = std::move(smaller);
+            group = 1;
+        }
     }
     std::vector<int> owners(static_cast<size_t>(per_rank) * num_ranks);
     for (int rank = 0; rank < num_ranks; ++rank)
         for (const int unit : deal[rank])
             std::fill_n(owners.begin() + static_cast<int64_t>(unit) * group, group, rank);
     return owners;
+}
+
+std::vector<int> token_order(std::span<const int> owners, int length, int num_ranks, int chunk) {
+    const size_t shard = owners.size() / num_ranks * chunk;
+    std::vector<int> tokens(owners.size() * chunk, -1);
+    std::vector<size_t> next(num_ranks);
+    for (int rank = 0; rank < num_ranks; ++rank)
+        next[rank] = rank * shard;
+    for (size_t i = 0; i < owners.size(); ++i) {
+        const int64_t begin = static_cast<int64_t>(i) * chunk;
+        const auto place = tokens.begin() + next[owners[i]];
+        std::iota(place, place + std::clamp<int64_t>(length - begin, 0, chunk), static_cast<int>(begin));
+        next[owners[i]] += chunk;
+    }
+    return tokens;
 }
 
 }  // namespace jaxmagi::planning

@@ -12,7 +12,10 @@ namespace jaxmagi::planning {
 //
 // Many small chunks give a search too many ways to scatter what belongs together, and cost time. So groups of adjacent
 // chunks are dealt first, 8 to 16 per rank if a rank's number of chunks has such a divisor; single chunks only if the
-// largest area of a rank is too large then.
+// largest area of a rank is too large then, or if neighbours nearly balance and moving few chunks would do.
 std::vector<int> balanced_owners(std::span<const Band> bands, int length, int num_ranks, int chunk);
+
+// The token at each position when ranks, one after the other, take their chunks in ascending order; -1 for padding.
+std::vector<int> token_order(std::span<const int> owners, int length, int num_ranks, int chunk);
 
 }  // namespace jaxmagi::planning

@@ -7,6 +7,7 @@ import numpy as np
 from ..masks._validation import integer, is_traced
 from ..masks.geometry import UNBOUNDED
 from ._balance import balanced_owners
+from ._compiled import planner
 
 _TILE = 128
 _FEWEST_CHUNKS_PER_RANK, _MOST_CHUNKS_PER_RANK = 10, 16
@@ -22,14 +23,15 @@ def make_layout(
     if not isinstance(layout, str):
         return _own_order(layout, length, cp_size)
     if layout == "contiguous":
-        return _deal_chunks(np.arange(cp_size), length, _ceil_div(length, cp_size))
+        return _deal_chunks(np.arange(cp_size), length, cp_size, _ceil_div(length, cp_size))
     if layout == "zigzag":
         ranks = np.arange(cp_size)
-        return _deal_chunks(np.concatenate([ranks, ranks[::-1]]), length, _ceil_div(length, 2 * cp_size))
+        owner = np.concatenate([ranks, ranks[::-1]])
+        return _deal_chunks(owner, length, cp_size, _ceil_div(length, 2 * cp_size))
     if layout == "balanced":
         chunk = default_chunk_size(length, cp_size) if chunk_size is None else chunk_size
         chunk = _checked_chunk_size(chunk, length, cp_size)
-        return _deal_chunks(balanced_owners(bands, length, cp_size, chunk), length, chunk)
+        return _deal_chunks(balanced_owners(bands, length, cp_size, chunk), length, cp_size, chunk)
     raise ValueError(f'layout must be "balanced", "zigzag", "contiguous" or an array, but it is {layout!r}.')
 
 
@@ -71,12 +73,10 @@ def _ceil_div(a: int, b: int) -> int:
     return max(1, -(-a // b))
 
 
-def _deal_chunks(owner: np.ndarray, length: int, chunk: int) -> np.ndarray:
+def _deal_chunks(owner: np.ndarray, length: int, cp_size: int, chunk: int) -> np.ndarray:
     """The token order of chunks given to their owners, in ascending order within each."""
     _check_padded_length(len(owner) * chunk)
-    order = np.argsort(owner, kind="stable")
-    tokens = order[:, None] * chunk + np.arange(chunk)
-    return np.where(tokens < length, tokens, -1).astype(np.int32).ravel()
+    return planner().token_order(owner.astype(np.int32), length, cp_size, chunk)
 
 
 def _own_order(layout: Any, length: int, cp_size: int) -> np.ndarray:
