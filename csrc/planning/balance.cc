@@ -34,6 +34,13 @@ int group_size(int chunks) {
     return 1;
 }
 
+int smallest_factor(int number) {
+    int factor = 2;
+    while (number % factor != 0)
+        ++factor;
+    return factor;
+}
+
 int64_t thousandths(int64_t area, int count) {
     return area / 1000 * count + area % 1000 * count / 1000;
 }
@@ -47,8 +54,8 @@ public:
     Deal solve();
     int64_t received() const { return found_.received; }
     bool is_balanced() const { return found_.excess == 0 and accepted() == thousandths(mean_, allowed_ + kTolerance); }
-    // Whether a few smaller units would do to balance a deal of long runs.
-    bool wants_smaller_units() const { return not is_balanced() or is_nearly_balanced_; }
+    // Whether a few units have to leave long runs to balance them.
+    bool is_nearly_balanced() const { return is_nearly_balanced_; }
 
 private:
     int64_t lpt_area() const { return largest_area(largest_first_deal(units_, num_ranks_)); }
@@ -147,23 +154,36 @@ Deal Balancer::solve() {
     return best;
 }
 
+// A deal of groups of so many chunks.
+struct GroupedDeal {
+    Deal deal;
+    int group;
+};
+
+GroupedDeal deal_groups(std::span<const Band> bands, int length, int num_ranks, int chunk, int per_rank) {
+    GroupedDeal best;
+    int64_t received = INT64_MAX;  // of the best, if it is balanced
+    int group = group_size(per_rank);
+    for (bool is_first = true;; is_first = false) {
+        const Units units(bands, length, chunk * group, per_rank / group * num_ranks);
+        Balancer balancer(units, num_ranks);
+        Deal deal = balancer.solve();
+        const bool is_balanced = balancer.is_balanced();
+        if (received == INT64_MAX or (is_balanced and balancer.received() < received)) {
+            best = {.deal = std::move(deal), .group = group};
+            received = is_balanced ? balancer.received() : INT64_MAX;
+        }
+        if (group == 1 or (is_balanced and not (is_first and balancer.is_nearly_balanced())))
+            return best;
+        group /= smallest_factor(group);
+    }
+}
+
 }  // namespace
 
 std::vector<int> balanced_owners(std::span<const Band> bands, int length, int num_ranks, int chunk) {
     const int per_rank = std::max(1, ceil_div(ceil_div(length, chunk), num_ranks));
-    int group = group_size(per_rank);
-    const Units groups(bands, length, chunk * group, per_rank / group * num_ranks);
-    Balancer coarse(groups, num_ranks);
-    Deal deal = coarse.solve();
-    if (group > 1 and coarse.wants_smaller_units()) {
-        const Units chunks(bands, length, chunk, per_rank * num_ranks);
-        Balancer fine(chunks, num_ranks);
-        Deal smaller = fine.solve();
-        if (not coarse.is_balanced() or fine.received() < coarse.received()) {
-            deal = std::move(smaller);
-            group = 1;
-        }
-    }
+    const auto [deal, group] = deal_groups(bands, length, num_ranks, chunk, per_rank);
     std::vector<int> owners(static_cast<size_t>(per_rank) * num_ranks);
     for (int rank = 0; rank < num_ranks; ++rank)
         for (const int unit : deal[rank])

@@ -48,17 +48,17 @@ def plan_context(
             default the multiple of 128 with 10 to 16 chunks per rank that needs least padding; smaller for
             short sequences. At most a rank's share of the tokens. Smaller chunks help only where areas vary
             much within a chunk: while areas allow, 8 to 16 groups of chunks per rank are dealt instead, if a
-            rank's number of chunks has such a divisor. The time of the search for few rows grows with the
-            square of the number of chunks or groups per rank. None is made for very many of them: thousands
-            with 8 ranks, hundreds with 64.
+            rank's number of chunks has such a divisor, and else smaller groups. The time of the search for
+            few rows grows with the square of the number of groups per rank; none is made for very many of
+            them (thousands with 8 ranks, hundreds with 64).
         layout: ``"balanced"`` deals chunks so that the areas of ranks differ little and few rows travel: the
             largest area is at most 1 % above the mean (4.7 % with many ranks and masks like packed documents)
-            if chunks are small enough for that. ``"zigzag"``
-            cuts the sequence into ``2 * cp_size`` chunks and gives rank ``r`` the ``r``-th from either end.
-            ``"contiguous"`` gives rank ``r`` the ``r``-th of ``cp_size`` chunks. Or integers ``[T_padded]``,
-            the global index of the token at each position (-1 for padding), ranks one after the other: the
-            ``token_order`` of another plan, or an order of your own (in runs of consecutive tokens that are
-            not too short: each rank's mask is cut at the ends of runs).
+            if chunks are small enough for that. ``"zigzag"`` cuts the sequence into ``2 * cp_size`` chunks
+            and gives rank ``r`` the ``r``-th from either end. ``"contiguous"`` gives rank ``r`` the ``r``-th
+            of ``cp_size`` chunks. Or integers ``[T_padded]``, the global index of the token at each position
+            (-1 for padding), ranks one after the other: the ``token_order`` of another plan, or an order of
+            your own (in runs of consecutive tokens that are not too short: each rank's mask is cut at the
+            ends of runs).
         num_stages: attention calls of a rank (see `jaxmagi.ContextPlan`). ``"auto"`` takes the number from 1
             to 4 with the smallest time that ``cost`` predicts, the smaller one of equals. The number is part
             of what is compiled: give it as an integer for plans that are to share a compilation.
