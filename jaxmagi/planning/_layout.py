@@ -11,7 +11,7 @@ from ._compiled import planner
 
 _TILE = 128
 _FEWEST_CHUNKS_PER_RANK, _MOST_CHUNKS_PER_RANK = 10, 16
-_MOST_CHUNKS = 2048
+_MOST_CHUNKS = 2**15
 
 
 def make_layout(
@@ -39,8 +39,8 @@ def default_chunk_size(length: int, cp_size: int) -> int:
     """The multiple of 128 with 10 to 16 chunks per rank that pads least, the largest of equals.
 
     128 is a tile of the GPU kernels. Where it gives fewer than 10 chunks per rank it is the size, and where
-    it would give fewer than 2 the size is half a shard. So many ranks that this makes more than 2048 chunks
-    get fewer each, 1 at least.
+    it would give fewer than 2 the size is half a shard. So many ranks that this makes more than 2**15 chunks
+    get fewer each, 1 at least, which keeps the search for few rows below some seconds.
     """
     shard = _ceil_div(length, cp_size)
     most = int(np.clip(_MOST_CHUNKS // cp_size, 1, _MOST_CHUNKS_PER_RANK))
