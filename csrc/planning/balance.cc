@@ -16,9 +16,9 @@ namespace jaxmagi::planning {
 namespace {
 
 constexpr int kFewestGroups = 8, kMostGroups = 16;
-constexpr int kFewUnits = 512;                     // several searches take little time
-constexpr int64_t kMostSwaps = int64_t{1} << 30;   // pairs of units that a search may have to look at, again and again
-constexpr int64_t kMostRuns = int64_t{1} << 28;    // ranks times units, for a deal in runs
+constexpr int kFewUnits = 512;                    // several searches take little time
+constexpr int64_t kMostSwaps = int64_t{1} << 30;  // pairs of units that a search may have to look at, again and again
+constexpr int64_t kMostRuns = int64_t{1} << 28;   // ranks times units, for a deal in runs
 
 // Largest over mean area, in thousandths. Where neither contiguous nor zigzag units are nearly balanced, area is what
 // makes keys travel, and the more ranks there are, the more an area above the mean saves.
@@ -45,11 +45,20 @@ int64_t thousandths(int64_t area, int count) {
     return area / 1000 * count + area % 1000 * count / 1000;
 }
 
+// Rises with the logarithm of the number of ranks.
+int loose_limit(int num_ranks) {
+    const auto octaves = [](int ranks) { return std::bit_width(static_cast<unsigned>(ranks / kFewRanks)) - 1; };
+    return kTight + (kLoose - kTight) * octaves(std::clamp(num_ranks, kFewRanks, kManyRanks)) / octaves(kManyRanks);
+}
+
 class Balancer {
 public:
-    Balancer(const Units& units, int num_ranks) : units_(units), num_ranks_(num_ranks), most_even_(lpt_area()) {
-        mean_ = units.total_area() / num_ranks;
-    }
+    Balancer(const Units& units, int num_ranks)
+        : units_(units),
+          num_ranks_(num_ranks),
+          mean_(units.total_area() / num_ranks),
+          lpt_(largest_first_deal(units, num_ranks)),
+          most_even_(largest_area(lpt_)) {}
 
     Deal solve();
     int64_t received() const { return found_.received; }
@@ -58,7 +67,6 @@ public:
     bool is_nearly_balanced() const { return is_nearly_balanced_; }
 
 private:
-    int64_t lpt_area() const { return largest_area(largest_first_deal(units_, num_ranks_)); }
     int64_t largest_area(const Deal& deal) const;
     int64_t accepted() const { return std::max(most_even_, thousandths(mean_, allowed_ + kTolerance)); }
     int64_t limit() const { return std::max(most_even_, thousandths(mean_, allowed_)); }
@@ -69,8 +77,9 @@ private:
 
     const Units& units_;
     const int num_ranks_;
-    const int64_t most_even_;  // largest area of a rank, by LPT
-    int64_t mean_;
+    const int64_t mean_;
+    const Deal lpt_;
+    const int64_t most_even_;  // the largest area of a rank in it
     int allowed_ = kTight;
     bool is_nearly_balanced_ = false;
     Quality found_{.excess = INT64_MAX, .received = INT64_MAX};
@@ -99,11 +108,8 @@ std::vector<Deal> Balancer::first_deals() {
     std::vector<Deal> deals;
     is_nearly_balanced_ =
         std::min(largest_area(contiguous), largest_area(zigzag)) <= thousandths(mean_, kNearlyBalanced);
-    if (not is_nearly_balanced_) {
-        const int doublings = std::bit_width(static_cast<unsigned>(std::clamp(num_ranks_, kFewRanks, kManyRanks))) -
-                              std::bit_width(static_cast<unsigned>(kFewRanks));
-        allowed_ = kTight + (kLoose - kTight) * doublings / std::bit_width(unsigned{kManyRanks / kFewRanks - 1});
-    }
+    if (not is_nearly_balanced_)
+        allowed_ = loose_limit(num_ranks_);
     deals.push_back(two_run_deal(units_, num_ranks_, limit(), 1));
     if (count <= kFewUnits)
         deals.push_back(two_run_deal(units_, num_ranks_, limit(), 2));
@@ -148,9 +154,8 @@ Deal Balancer::solve() {
     };
     for (const Deal& first : first_deals())
         consider(first);
-    const Deal lpt = largest_first_deal(units_, num_ranks_);
-    if (found_.excess > 0 or quality_of(hands_of(lpt), accepted()) < found_)
-        consider(lpt);
+    if (found_.excess > 0 or quality_of(hands_of(lpt_), accepted()) < found_)
+        consider(lpt_);
     return best;
 }
 

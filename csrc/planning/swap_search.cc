@@ -7,7 +7,8 @@ namespace jaxmagi::planning {
 namespace {
 
 constexpr int kSweeps = 14;
-constexpr int kFirstShift = 3, kShiftStep = 1;
+constexpr int kFirstShift = 3;   // the price of area above the limit starts at an eighth of the average and doubles
+constexpr int kLeastShare = 16;  // of all rows: what is received at least for that average
 constexpr int kFarthest = 64;  // pairs of ranks r, r + d with d up to this
 
 class Search {
@@ -41,14 +42,15 @@ private:
 };
 
 void Search::run() {
-    const Quality quality = quality_of(hands_, limit_);
-    int64_t cells_per_row = units_.total_area() / std::max<int64_t>(1, quality.received);
+    const int64_t rows = units_.rows(units_.count() - 1).end;
+    const int64_t received = std::max({int64_t{1}, rows / kLeastShare, quality_of(hands_, limit_).received});
+    int64_t cells_per_row = units_.total_area() / received;
     for (shift_ = kFirstShift; cells_per_row > 1; cells_per_row /= 2)
         ++shift_;
     for (int i = 0; i < kSweeps; ++i) {
         if (not sweep() and quality_of(hands_, limit_).excess == 0)
             return;
-        shift_ = std::max(0, shift_ - kShiftStep);
+        shift_ = std::max(0, shift_ - 1);
     }
 }
 

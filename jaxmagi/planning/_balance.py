@@ -10,7 +10,8 @@ def balanced_owners(bands: np.ndarray, length: int, cp_size: int, chunk: int) ->
 
     The largest area of a rank is at most 1 % above the mean (4.7 % where there are many ranks and areas
     differ much along the sequence), or that of chunks dealt largest first (LPT, Graham 1969) where that is
-    larger. At most as many rows are received as with LPT. ``csrc/planning/balance.h`` says how.
+    larger. At most as many rows are received as with LPT of the same groups of chunks.
+    ``csrc/planning/balance.h`` says how.
 
     Args:
         bands: int32 ``[S, 6]``.

@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from jaxmagi import AttnMask, masks
 from jaxmagi.masks import geometry
+from jaxmagi.planning import plan_context
 from jaxmagi.planning._balance import balanced_owners
 
 from ..cases import document_lengths, random_bands
@@ -183,6 +184,12 @@ def test_owners_are_the_same_on_every_host() -> None:
     for seed in range(200):
         digest.update(np.ascontiguousarray(balanced_owners(*random_case(seed)), "<i4").tobytes())
     assert digest.hexdigest() == "9289dc0771c348f95a82456d9f7f81f2d3401323b9b9ead6ce93b828fdca06e8"
+
+
+def test_extension_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxmagi.planning._compiled.extension", lambda platform: None)
+    with pytest.raises(ImportError, match=r"jaxmagi\._cpu, which is missing"):
+        plan_context(masks.causal(8), 2)
 
 
 def test_too_many_pieces() -> None:
