@@ -57,7 +57,7 @@ public:
         : units_(units), per_rank_(per_rank), eagerness_(eagerness), rest_(units.count()) {
         std::iota(rest_.begin(), rest_.end(), 0);
         size_ = length_of(units.rows(0));
-        while (limit >> shift_ >= int64_t{1} << 30)
+        while (limit >> shift_ >= int64_t{1} << 29)
             ++shift_;
         limit_ = limit >> shift_;
     }

@@ -75,20 +75,21 @@ def test_not_worse_than_largest_first(seed: int) -> None:
     assert received_rows(owner, needed, chunk, cp_size) <= received_rows(lpt, needed, chunk, cp_size)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(60))
 def test_no_swap_of_two_chunks_helps(seed: int) -> None:
     """Changes of the received rows are counted incrementally: an error would leave swaps undone."""
     bands, length, cp_size, chunk = random_case(seed)
     owner = balanced_owners(bands, length, cp_size, chunk)
     areas, needed = chunk_areas(bands, chunk, len(owner)), needs(bands, length, chunk, len(owner))
     rows = received_rows(owner, needed, chunk, cp_size)
-    largest = load(owner, areas, cp_size).max()
+    lpt = load(largest_first_owners(areas, cp_size), areas, cp_size).max()
+    limit = max(lpt, int(areas.sum()) // cp_size * 1008 // 1000)
     for a, b in itertools.combinations(range(len(owner)), 2):
         if owner[a] == owner[b]:
             continue
         swapped = owner.copy()
         swapped[[a, b]] = owner[[b, a]]
-        if load(swapped, areas, cp_size).max() <= largest:
+        if load(swapped, areas, cp_size).max() <= limit:
             assert received_rows(swapped, needed, chunk, cp_size) >= rows
 
 
