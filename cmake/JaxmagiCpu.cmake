@@ -22,8 +22,20 @@ jaxmagi_add_module(
   csrc/attention/cpu/forward.cc
   csrc/common/parallel.cc
   csrc/mask/tile_index.cc
+  csrc/planning/balance.cc
+  csrc/planning/first_deal.cc
+  csrc/planning/hand.cc
+  csrc/planning/merge.cc
+  csrc/planning/owners.cc
+  csrc/planning/routing.cc
+  csrc/planning/runs.cc
+  csrc/planning/shard.cc
+  csrc/planning/swap_search.cc
+  csrc/planning/transfers.cc
+  csrc/planning/units.cc
   xla_ffi/attention_cpu.cc
-  xla_ffi/module_cpu.cc)
+  xla_ffi/module_cpu.cc
+  xla_ffi/planning.cc)
 
 jaxmagi_add_kernels(generic)
 if(jaxmagi_baseline)

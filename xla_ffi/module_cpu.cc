@@ -4,6 +4,7 @@
 
 #include "csrc/attention/cpu/dispatch.h"
 #include "xla_ffi/attention_cpu.h"
+#include "xla_ffi/planning.h"
 
 namespace nb = nanobind;
 
@@ -23,4 +24,5 @@ NB_MODULE(_cpu, m) {
     m.def("registrations", registrations, "FFI handlers for platform \"cpu\", by target name.");
     m.def("instruction_sets", jaxmagi::cpu::instruction_sets, "Sets whose kernels run here, fastest first.");
     m.def("use_instruction_set", jaxmagi::cpu::use_instruction_set, nb::arg("name"), "For tests of each set.");
+    jaxmagi::bind_planning(m);
 }

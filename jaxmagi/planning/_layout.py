@@ -7,10 +7,11 @@ import numpy as np
 from ..masks._validation import integer, is_traced
 from ..masks.geometry import UNBOUNDED
 from ._balance import balanced_owners
-from ._swaps import MOST_CHUNKS
+from ._compiled import planner
 
 _TILE = 128
 _FEWEST_CHUNKS_PER_RANK, _MOST_CHUNKS_PER_RANK = 10, 16
+_MOST_CHUNKS = 2**15
 
 
 def make_layout(
@@ -22,14 +23,15 @@ def make_layout(
     if not isinstance(layout, str):
         return _own_order(layout, length, cp_size)
     if layout == "contiguous":
-        return _deal_chunks(np.arange(cp_size), length, _ceil_div(length, cp_size))
+        return _deal_chunks(np.arange(cp_size), length, cp_size, _ceil_div(length, cp_size))
     if layout == "zigzag":
         ranks = np.arange(cp_size)
-        return _deal_chunks(np.concatenate([ranks, ranks[::-1]]), length, _ceil_div(length, 2 * cp_size))
+        owner = np.concatenate([ranks, ranks[::-1]])
+        return _deal_chunks(owner, length, cp_size, _ceil_div(length, 2 * cp_size))
     if layout == "balanced":
         chunk = default_chunk_size(length, cp_size) if chunk_size is None else chunk_size
         chunk = _checked_chunk_size(chunk, length, cp_size)
-        return _deal_chunks(balanced_owners(bands, length, cp_size, chunk), length, chunk)
+        return _deal_chunks(balanced_owners(bands, length, cp_size, chunk), length, cp_size, chunk)
     raise ValueError(f'layout must be "balanced", "zigzag", "contiguous" or an array, but it is {layout!r}.')
 
 
@@ -37,11 +39,11 @@ def default_chunk_size(length: int, cp_size: int) -> int:
     """The multiple of 128 with 10 to 16 chunks per rank that pads least, the largest of equals.
 
     128 is a tile of the GPU kernels. Where it gives fewer than 10 chunks per rank it is the size, and where
-    it would give fewer than 2 the size is half a shard. So many ranks that this makes more chunks than the
-    search for swaps takes get fewer chunks each, 1 at least.
+    it would give fewer than 2 the size is half a shard. So many ranks that this makes more than 2**15 chunks
+    get fewer each, 1 at least, which keeps the search for few rows below some seconds.
     """
     shard = _ceil_div(length, cp_size)
-    most = int(np.clip(MOST_CHUNKS // cp_size, 1, _MOST_CHUNKS_PER_RANK))
+    most = int(np.clip(_MOST_CHUNKS // cp_size, 1, _MOST_CHUNKS_PER_RANK))
     if shard < 2 * _TILE:
         return _ceil_div(shard, min(2, most))
     smallest = _ceil_div(_ceil_div(shard, most), _TILE)
@@ -71,12 +73,10 @@ def _ceil_div(a: int, b: int) -> int:
     return max(1, -(-a // b))
 
 
-def _deal_chunks(owner: np.ndarray, length: int, chunk: int) -> np.ndarray:
+def _deal_chunks(owner: np.ndarray, length: int, cp_size: int, chunk: int) -> np.ndarray:
     """The token order of chunks given to their owners, in ascending order within each."""
     _check_padded_length(len(owner) * chunk)
-    order = np.argsort(owner, kind="stable")
-    tokens = order[:, None] * chunk + np.arange(chunk)
-    return np.where(tokens < length, tokens, -1).astype(np.int32).ravel()
+    return planner().token_order(owner.astype(np.int32), length, cp_size, chunk)
 
 
 def _own_order(layout: Any, length: int, cp_size: int) -> np.ndarray:

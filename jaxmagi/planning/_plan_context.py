@@ -1,21 +1,22 @@
 """Builds a plan: tokens to ranks, bands to stages, and the transfers between them."""
 
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from ..masks import AttnMask
 from ..masks._validation import integer, is_traced
-from ._capacity import PlanCapacity, frozen, resize_axis
+from ._capacity import PlanCapacity, frozen
+from ._compiled import planner
 from ._cost import CostModel, predict_seconds
 from ._layout import make_layout
 from ._merge import merge
 from ._plan import ContextPlan
-from ._runs import Runs
-from ._spec import CopyTable, GroupCastSpec, largest_pair, longest, pack_spec
-from ._stages import Shard, key_buffers, local_bands, make_shard, split_remote, stage_area
-from ._transfers import transfer_tables
+from ._spec import GroupCastSpec, largest_pair, longest, pack_spec
+
+if TYPE_CHECKING:
+    from .._cpu import Routing, Staging
 
 _MAX_AUTO_STAGES = 4
 
@@ -47,17 +48,17 @@ def plan_context(
             default the multiple of 128 with 10 to 16 chunks per rank that needs least padding; smaller for
             short sequences. At most a rank's share of the tokens. Smaller chunks help only where areas vary
             much within a chunk: while areas allow, 8 to 16 groups of chunks per rank are dealt instead, if a
-            rank's number of chunks has such a divisor. The search for few rows takes time that grows with
-            the square of the number of chunks or groups, and is not made beyond 2048: then ranks get
-            neighbouring or zigzag ones if those have nearly equal areas, and else ones dealt by area alone,
-            with which nearly every key travels.
-        layout: ``"balanced"`` deals chunks so that the areas of ranks differ little (the largest is at most 1
-            to 2 % above the mean, where chunks are small enough for that) and few rows travel. ``"zigzag"``
-            cuts the sequence into ``2 * cp_size`` chunks and gives rank ``r`` the ``r``-th from either end.
-            ``"contiguous"`` gives rank ``r`` the ``r``-th of ``cp_size`` chunks. Or integers ``[T_padded]``,
-            the global index of the token at each position (-1 for padding), ranks one after the other: the
-            ``token_order`` of another plan, or an order of your own (in runs of consecutive tokens that are
-            not too short: each rank's mask is cut at the ends of runs).
+            rank's number of chunks has such a divisor, and else smaller groups. The time of the search for
+            few rows grows with the square of the number of groups per rank; none is made for very many of
+            them (thousands with 8 ranks, hundreds with 64).
+        layout: ``"balanced"`` deals chunks so that the areas of ranks differ little and few rows travel: the
+            largest area is at most 1 % above the mean (4.7 % with many ranks and masks like packed documents)
+            if chunks are small enough for that. ``"zigzag"`` cuts the sequence into ``2 * cp_size`` chunks
+            and gives rank ``r`` the ``r``-th from either end. ``"contiguous"`` gives rank ``r`` the ``r``-th
+            of ``cp_size`` chunks. Or integers ``[T_padded]``, the global index of the token at each position
+            (-1 for padding), ranks one after the other: the ``token_order`` of another plan, or an order of
+            your own (in runs of consecutive tokens that are not too short: each rank's mask is cut at the
+            ends of runs).
         num_stages: attention calls of a rank (see `jaxmagi.ContextPlan`). ``"auto"`` takes the number from 1
             to 4 with the smallest time that ``cost`` predicts, the smaller one of equals. The number is part
             of what is compiled: give it as an integer for plans that are to share a compilation.
@@ -75,35 +76,69 @@ def plan_context(
     counts = _stage_counts(num_stages, capacity)
     _require_type(cost, CostModel, "cost")
     token_order = make_layout(bands, mask.q_len, cp_size, layout, chunk_size)
-    shards = [make_shard(bands, tokens) for tokens in token_order.reshape(cp_size, -1)]
-    draft = _choose_draft(shards, counts, token_order.size // cp_size, cost)
-    local = [
-        [local_bands(shard, keys) for keys in stages]
-        for shard, stages in zip(shards, draft.keys, strict=True)
-    ]
-    needed = _needed_capacity(local, draft, cp_size)
+    shard_length = token_order.size // cp_size
+    draft = _choose_draft(planner().Routing(bands, token_order, cp_size), counts, shard_length, cost)
+    needed = draft.needed_capacity()
     if capacity is None:
         capacity = needed.bucketed()
     capacity.require(needed)
     plan = ContextPlan(
         token_order=token_order,
         position_ids=np.maximum(token_order, 0),
-        bands=_pack_bands(local, capacity.bands),
-        transfers=tuple(_pack_transfer(draft, i, capacity) for i in range(len(draft.tables))),
+        bands=draft.pack_bands(capacity),
+        transfers=draft.pack_transfers(capacity, shard_length),
         length=mask.q_len,
         cp_size=cp_size,
-        num_stages=len(draft.keys[0]),
+        num_stages=draft.bands_per_stage.shape[1],
     )
     return jax.tree.map(frozen, plan)
 
 
 class _Draft(NamedTuple):
-    """A choice of the number of stages: the key buffers ``[cp][num_stages]`` and each transfer's tables."""
+    """A plan before its arrays have their static sizes.
 
-    keys: list[list[Runs]]
-    tables: list[tuple[CopyTable, CopyTable]]
+    Attributes:
+        bands: int32 ``[n, 6]``, local bands of all ranks and stages, one after the other.
+        bands_per_stage: int32 ``[cp, num_stages]``.
+        tables: of each transfer, sends and receives (see `jaxmagi.planning._spec.copy_table`).
+        output_rows: the most rows that a rank receives in one transfer.
+    """
+
+    bands: np.ndarray
+    bands_per_stage: np.ndarray
+    tables: list[tuple[np.ndarray, np.ndarray]]
     output_rows: int
-    shard_length: int
+
+    @property
+    def cp_size(self) -> int:
+        return len(self.bands_per_stage)
+
+    def needed_capacity(self) -> PlanCapacity:
+        return PlanCapacity(
+            bands=int(self.bands_per_stage.max()),
+            copies=max(longest(table, self.cp_size) for tables in self.tables for table in tables),
+            pair_rows=max(largest_pair(sends) for sends, _ in self.tables),
+            output_rows=self.output_rows,
+        )
+
+    def pack_bands(self, capacity: PlanCapacity) -> np.ndarray:
+        packed = np.zeros((*self.bands_per_stage.shape, capacity.bands, 6), np.int32)
+        packed[np.arange(capacity.bands) < self.bands_per_stage[..., None]] = self.bands
+        return packed
+
+    def pack_transfers(self, capacity: PlanCapacity, shard_length: int) -> tuple[GroupCastSpec, ...]:
+        return tuple(
+            pack_spec(
+                sends,
+                receives,
+                cp_size=self.cp_size,
+                copies=capacity.copies,
+                input_rows=shard_length,
+                output_rows=capacity.output_rows,
+                pair_rows=capacity.pair_rows,
+            )
+            for sends, receives in self.tables
+        )
 
 
 def _mask_bands(mask: AttnMask) -> np.ndarray:
@@ -145,66 +180,20 @@ def _stage_counts(num_stages: int | str, capacity: PlanCapacity | None) -> list[
     return list(range(1, _MAX_AUTO_STAGES + 1))
 
 
-def _choose_draft(shards: list[Shard], counts: list[int], shard_length: int, cost: CostModel) -> _Draft:
+def _choose_draft(routing: "Routing", counts: list[int], shard_length: int, cost: CostModel) -> _Draft:
     """The draft with the smallest predicted time; the first of equals."""
-    drafts = [_draft(shards, count, shard_length) for count in counts]
-    if len(drafts) == 1:
-        return drafts[0]
-    return min(drafts, key=lambda draft: _predict(shards, draft, cost))
-
-
-def _draft(shards: list[Shard], num_stages: int, shard_length: int) -> _Draft:
-    parts = [split_remote(shard, max(1, num_stages - 1)) for shard in shards]
-    owned = [shard.rows for shard in shards]
+    stagings = [routing.stage(count) for count in counts]
+    if len(stagings) == 1:
+        chosen = stagings[0]
+    else:
+        chosen = min(stagings, key=lambda staging: _predict(staging, shard_length, cost))
+    received = chosen.received()
     return _Draft(
-        keys=[
-            key_buffers(shard, own, num_stages, shard_length)
-            for shard, own in zip(shards, parts, strict=True)
-        ],
-        tables=[transfer_tables(owned, list(received)) for received in zip(*parts, strict=True)],
-        output_rows=max(part.rows for own in parts for part in own),
-        shard_length=shard_length,
+        *chosen.bands(),
+        tables=[chosen.transfer(i) for i in range(received.shape[1])],
+        output_rows=int(received.max()),
     )
 
 
-def _predict(shards: list[Shard], draft: _Draft, cost: CostModel) -> float:
-    area = np.array(
-        [[stage_area(shard, keys) for keys in own] for shard, own in zip(shards, draft.keys, strict=True)]
-    )
-    sent, received = (
-        np.stack([_rows(tables[side], len(shards)) for tables in draft.tables], axis=1) for side in (0, 1)
-    )
-    return predict_seconds(area, sent, received, draft.shard_length, cost)
-
-
-def _rows(table: CopyTable, cp_size: int) -> np.ndarray:
-    """Rows of each rank in a table."""
-    rows = np.zeros(cp_size, np.int64)
-    np.add.at(rows, table.rank, table.length)
-    return rows
-
-
-def _needed_capacity(local: list[list[np.ndarray]], draft: _Draft, cp_size: int) -> PlanCapacity:
-    return PlanCapacity(
-        bands=max(len(bands) for stages in local for bands in stages),
-        copies=max(longest(table, cp_size) for tables in draft.tables for table in tables),
-        pair_rows=max(largest_pair(sends) for sends, _ in draft.tables),
-        output_rows=draft.output_rows,
-    )
-
-
-def _pack_bands(local: list[list[np.ndarray]], capacity: int) -> np.ndarray:
-    return np.stack([np.stack([resize_axis(bands, capacity, 0) for bands in stages]) for stages in local])
-
-
-def _pack_transfer(draft: _Draft, index: int, capacity: PlanCapacity) -> GroupCastSpec:
-    sends, receives = draft.tables[index]
-    return pack_spec(
-        sends,
-        receives,
-        cp_size=len(draft.keys),
-        copies=capacity.copies,
-        input_rows=draft.shard_length,
-        output_rows=capacity.output_rows,
-        pair_rows=capacity.pair_rows,
-    )
+def _predict(staging: "Staging", shard_length: int, cost: CostModel) -> float:
+    return predict_seconds(staging.areas(), staging.sent(), staging.received(), shard_length, cost)

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..masks.geometry import area, tighten
 from ._cost import CostModel, predict_seconds
-from ._runs import expand, union
+from ._ranges import expand, union
 
 if TYPE_CHECKING:
     from ._plan import ContextPlan

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from ..masks._validation import integer
 from ..masks.geometry import UNBOUNDED
 from ._capacity import PlanCapacity, bucket, frozen, resize_axis, used_length
+from ._compiled import planner
 
 
 @jax.tree_util.register_dataclass
@@ -112,49 +113,23 @@ class GroupCastSpec:
         )
 
 
-class Copies(NamedTuple):
-    """Row ranges of ranks that travel to or from a peer: int64 arrays of one length."""
-
-    rank: np.ndarray
-    peer: np.ndarray
-    row: np.ndarray
-    length: np.ndarray
-
-
-class CopyTable(NamedTuple):
-    """`Copies` with their places in the pair buffers."""
-
-    rank: np.ndarray
-    peer: np.ndarray
-    slot: np.ndarray
-    row: np.ndarray
-    length: np.ndarray
-
-
-def copy_table(copies: Copies, *, by_row: bool = False) -> CopyTable:
+def copy_table(copies: np.ndarray, *, by_row: bool = False) -> np.ndarray:
     """Slots for copies, given in the order in which they fill each pair's buffer; adjacent ones are joined.
 
+    Args:
+        copies: ints ``[n, 4]``, row ranges of ranks that travel to or from a peer:
+            ``(rank, peer, row, length)``.
+        by_row: sort by ``(rank, row)`` instead of ``(rank, peer, slot)``.
+
     Returns:
-        A table sorted by ``(rank, peer, slot)``, or by ``(rank, row)``.
+        int32 ``[m, 5]``, rows ``(rank, peer, slot, row, length)``.
     """
-    kept = Copies(*(column[copies.length > 0] for column in copies))
-    rank, peer, row, length = (column[np.lexsort([kept.peer, kept.rank])] for column in kept)
-    same_pair = (rank[1:] == rank[:-1]) & (peer[1:] == peer[:-1])
-    pair_starts = _starts(~same_pair, len(rank))
-    before = np.cumsum(length) - length
-    slot = before - np.repeat(before[pair_starts], np.diff(pair_starts, append=len(rank)))
-    starts = _starts(~(same_pair & (row[1:] == row[:-1] + length[:-1])), len(rank))
-    joined = np.add.reduceat(length, starts) if starts.size else length
-    table = CopyTable(rank[starts], peer[starts], slot[starts], row[starts], joined)
-    if not by_row:
-        return table
-    order = np.lexsort([table.row, table.rank])
-    return CopyTable(*(column[order] for column in table))
+    return planner().place_copies(np.ascontiguousarray(copies, np.int32), by_row)
 
 
 def pack_spec(
-    sends: CopyTable,
-    receives: CopyTable,
+    sends: np.ndarray,
+    receives: np.ndarray,
     *,
     cp_size: int,
     copies: int,
@@ -162,7 +137,7 @@ def pack_spec(
     output_rows: int,
     pair_rows: int,
 ) -> GroupCastSpec:
-    """The spec of two tables, padded to ``copies`` entries per rank."""
+    """The spec of two tables (see `copy_table`), padded to ``copies`` entries per rank."""
     return GroupCastSpec(
         sends=_pack_table(sends, cp_size, copies),
         receives=_pack_table(receives, cp_size, copies),
@@ -172,25 +147,20 @@ def pack_spec(
     )
 
 
-def longest(table: CopyTable, cp_size: int) -> int:
+def longest(table: np.ndarray, cp_size: int) -> int:
     """The largest number of entries of a rank."""
-    return int(np.bincount(table.rank, minlength=cp_size).max(initial=0))
+    return int(np.bincount(table[:, 0], minlength=cp_size).max(initial=0))
 
 
-def largest_pair(table: CopyTable) -> int:
+def largest_pair(table: np.ndarray) -> int:
     """The largest number of rows between two ranks."""
-    return int((table.slot + table.length).max(initial=0))
+    return int((table[:, 2] + table[:, 4]).max(initial=0))
 
 
-def _starts(is_new: np.ndarray, count: int) -> np.ndarray:
-    """Indices where groups begin, from whether each entry but the first begins one."""
-    return np.flatnonzero(np.concatenate([np.ones(min(count, 1), bool), is_new]))
-
-
-def _pack_table(table: CopyTable, cp_size: int, copies: int) -> np.ndarray:
+def _pack_table(table: np.ndarray, cp_size: int, copies: int) -> np.ndarray:
     packed = np.zeros((cp_size, copies, 4), np.int32)
-    place = np.arange(len(table.rank)) - np.searchsorted(table.rank, table.rank)
-    packed[table.rank, place] = np.column_stack(table[1:])
+    rank = table[:, 0]
+    packed[rank, np.arange(len(rank)) - np.searchsorted(rank, rank)] = table[:, 1:]
     return frozen(packed)
 
 
@@ -218,8 +188,8 @@ def _split_copies(
     sizes: Sequence[Sequence[int]],
     peers_name: str,
     peers: Sequence[Sequence[Sequence[int]]],
-) -> Copies:
-    """The copies of all ranks' splits, in order."""
+) -> np.ndarray:
+    """The copies of all ranks' splits, in order: int64 ``[n, 4]``, ``(rank, peer, row, length)``."""
     entries = []
     for rank, (rank_sizes, rank_peers) in enumerate(zip(sizes, peers, strict=True)):
         if len(rank_sizes) != len(rank_peers):
@@ -230,14 +200,14 @@ def _split_copies(
         for size, split_peers in zip(rank_sizes, rank_peers, strict=True):
             entries += [(rank, peer, row, size) for peer in split_peers]
             row += size
-    return Copies(*np.array(entries, np.int64).reshape(-1, 4).T)
+    return np.array(entries, np.int64).reshape(-1, 4)
 
 
-def _check_totals(sent: Copies, received: Copies, cp_size: int) -> None:
+def _check_totals(sent: np.ndarray, received: np.ndarray, cp_size: int) -> None:
     """ValueError unless every pair of ranks sends as many rows as it receives."""
     out, arriving = np.zeros((2, cp_size, cp_size), np.int64)
-    np.add.at(out, (sent.rank, sent.peer), sent.length)
-    np.add.at(arriving, (received.peer, received.rank), received.length)
+    np.add.at(out, (sent[:, 0], sent[:, 1]), sent[:, 3])
+    np.add.at(arriving, (received[:, 1], received[:, 0]), received[:, 3])
     for src, dst in np.argwhere(out != arriving)[:1]:
         raise ValueError(
             f"rank {src} sends {out[src, dst]} rows to rank {dst}, "

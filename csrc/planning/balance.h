@@ -1,0 +1,21 @@
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "csrc/mask/band.h"
+
+namespace jaxmagi::planning {
+
+// The rank of each chunk of `chunk` rows: equally many chunks for every rank (the last may be padding), nearly equal
+// areas, few keys to receive. `bands` are tight. The same on every host: integers decide, in a fixed order.
+//
+// Many small chunks give a search too many ways to scatter what belongs together, and cost time. So groups of adjacent
+// chunks are dealt first, 8 to 16 per rank if a rank's number of chunks has such a divisor. Smaller groups follow only
+// while the largest area of a rank is too large, or once if neighbours nearly balance and moving little would do.
+std::vector<int> balanced_owners(std::span<const Band> bands, int length, int num_ranks, int chunk);
+
+// The token at each position when ranks, one after the other, take their chunks in ascending order; -1 for padding.
+std::vector<int> token_order(std::span<const int> owners, int length, int num_ranks, int chunk);
+
+}  // namespace jaxmagi::planning

@@ -1,0 +1,75 @@
+#include "csrc/planning/routing.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace jaxmagi::planning {
+
+Routing::Routing(const std::vector<Band>& bands, std::span<const int32_t> token_order, int num_ranks)
+    : shard_length_(static_cast<int>(token_order.size() / num_ranks)) {
+    std::vector<Runs> rows;
+    for (int rank = 0; rank < num_ranks; ++rank)
+        rows.push_back(runs_of_tokens(token_order.subspan(size_t(rank) * shard_length_, shard_length_)));
+    owners_ = owners_of(rows);
+    shards_ = make_shards(bands, std::move(rows), owners_);
+}
+
+Staging::Staging(const Routing& routing, int num_stages) : routing_(routing), num_stages_(num_stages) {
+    for (const Shard& shard : routing.shards_)
+        received_.push_back(split_remote(shard, num_transfers()));
+}
+
+// In one call the received keys lie behind the own ones.
+Runs Staging::keys(int rank, int stage) const {
+    const Runs& own = routing_.shards_[rank].rows;
+    if (num_stages_ > 1)
+        return stage == 0 ? own : received_[rank][stage - 1];
+    Runs all = own;
+    for (const Run& run : received_[rank][0])
+        all.push_back({run.begin, run.end, run.place + routing_.shard_length_});
+    std::ranges::sort(all, {}, &Run::begin);
+    return all;
+}
+
+std::vector<const Runs*> Staging::parts(int transfer) const {
+    std::vector<const Runs*> parts;
+    for (const auto& received : received_)
+        parts.push_back(&received[transfer]);
+    return parts;
+}
+
+std::vector<int64_t> Staging::areas() const {
+    std::vector<int64_t> areas;
+    for (int rank = 0; rank < routing_.num_ranks(); ++rank)
+        for (int stage = 0; stage < num_stages_; ++stage)
+            areas.push_back(visible_area(routing_.shards_[rank], keys(rank, stage)));
+    return areas;
+}
+
+std::vector<int64_t> Staging::sent() const {
+    std::vector<int64_t> sent(received_.size() * num_transfers());
+    for (int transfer = 0; transfer < num_transfers(); ++transfer) {
+        const auto rows = sent_rows(routing_.owners_, parts(transfer));
+        for (size_t rank = 0; rank < rows.size(); ++rank)
+            sent[rank * num_transfers() + transfer] = rows[rank];
+    }
+    return sent;
+}
+
+std::vector<int64_t> Staging::received() const {
+    std::vector<int64_t> rows;
+    for (const auto& parts : received_)
+        for (const Runs& part : parts)
+            rows.push_back(num_rows(part));
+    return rows;
+}
+
+std::vector<Band> Staging::bands(int rank, int stage) const {
+    return local_bands(routing_.shards_[rank], keys(rank, stage));
+}
+
+Transfer Staging::transfer(int index) const {
+    return transfer_tables(routing_.owners_, parts(index));
+}
+
+}  // namespace jaxmagi::planning

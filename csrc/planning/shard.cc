@@ -1,0 +1,138 @@
+#include "csrc/planning/shard.h"
+
+#include <algorithm>
+#include <iterator>
+#include <ranges>
+#include <utility>
+
+#include "csrc/mask/area.h"
+#include "csrc/planning/merge.h"
+
+namespace jaxmagi::planning {
+namespace {
+
+Range keys_of(const Piece& piece) {
+    return {piece.band.k0, piece.band.k1};
+}
+
+Band crop_keys(const Band& band, const Run& keys) {
+    return crop(band, {0, kUnbounded}, {keys.begin, keys.end});
+}
+
+void find_remote(Shard& shard) {
+    std::vector<Range> needed;
+    for (const Piece& piece : shard.pieces)
+        needed.push_back(keys_of(piece));
+    shard.remote = without(union_of(std::move(needed)), shard.rows);
+}
+
+int shifted_limit(int limit, int64_t distance) {
+    if (limit <= -kUnbounded or limit >= kUnbounded)
+        return limit;
+    return static_cast<int>(std::clamp<int64_t>(limit + distance, -kUnbounded, kUnbounded));
+}
+
+// The band moved down by dq rows and right by dk keys.
+Band shifted(const Band& band, int dq, int dk) {
+    const int64_t distance = int64_t{dk} - dq;
+    return {band.q0 + dq, band.q1 + dq, band.k0 + dk,
+            band.k1 + dk, shifted_limit(band.lo, distance), shifted_limit(band.hi, distance)};
+}
+
+// Cells of bands in the keys below a limit, found again and again.
+class AreaBelow {
+public:
+    void add(const Band& band) {
+        bands_.push_back({.band = band, .area = area(band)});
+        total_ += bands_.back().area;
+    }
+    int64_t total() const { return total_; }
+    int64_t operator()(int limit) const {
+        int64_t below = 0;
+        for (const auto& [band, cells] : bands_)
+            if (band.k1 <= limit)
+                below += cells;
+            else if (band.k0 < limit)
+                below += area(crop(band, {0, kUnbounded}, {0, limit}));
+        return below;
+    }
+
+private:
+    struct Entry {
+        Band band;
+        int64_t area;
+    };
+    std::vector<Entry> bands_;
+    int64_t total_ = 0;
+};
+
+}  // namespace
+
+std::vector<Shard> make_shards(const std::vector<Band>& bands, std::vector<Runs> rows_of_ranks, const Owners& owners) {
+    std::vector<Shard> shards(rows_of_ranks.size());
+    for (size_t rank = 0; rank < shards.size(); ++rank)
+        shards[rank].rows = std::move(rows_of_ranks[rank]);
+    for (const Band& band : bands)
+        for (const Run& run : meeting(owners.runs, {band.q0, band.q1})) {
+            const Band piece = tighten(crop(band, {run.begin, run.end}, {0, kUnbounded}), kUnbounded, kUnbounded);
+            const int index = owners.index_of(run);
+            Shard& shard = shards[owners.ranks[index]];
+            if (piece.q0 < piece.q1)
+                shard.pieces.push_back({.band = piece, .run = owners.indices[index]});
+            check_pieces(std::ssize(shard.pieces), std::ssize(bands), std::ssize(shard.rows));
+        }
+    std::ranges::for_each(shards, find_remote);
+    return shards;
+}
+
+std::vector<Runs> split_remote(const Shard& shard, int num_parts) {
+    if (num_parts == 1)
+        return {shard.remote};
+    check_meetings(shard.pieces | std::views::transform(keys_of), shard.remote);
+    AreaBelow area_below;
+    for (const Piece& piece : shard.pieces)
+        for (const Run& run : meeting(shard.remote, keys_of(piece)))
+            area_below.add(crop_keys(piece.band, run));
+    std::vector<Runs> parts;
+    int begin = 0;
+    for (int part = 1; part <= num_parts; ++part) {
+        const int64_t target = area_below.total() * part / num_parts;
+        int cut = 0, upper = part < num_parts and not shard.remote.empty() ? shard.remote.back().end : 0;
+        while (cut < upper) {
+            const int middle = cut + (upper - cut) / 2;
+            if (area_below(middle) < target)
+                cut = middle + 1;
+            else
+                upper = middle;
+        }
+        const int end = part < num_parts ? cut : kUnbounded;
+        parts.push_back(part_of(shard.remote, {begin, end}));
+        begin = end;
+    }
+    return parts;
+}
+
+int64_t visible_area(const Shard& shard, const Runs& keys) {
+    check_meetings(shard.pieces | std::views::transform(keys_of), keys);
+    int64_t cells = 0;
+    for (const Piece& piece : shard.pieces)
+        for (const Run& run : meeting(keys, keys_of(piece)))
+            cells += area(crop_keys(piece.band, run));
+    return cells;
+}
+
+std::vector<Band> local_bands(const Shard& shard, const Runs& keys) {
+    check_meetings(shard.pieces | std::views::transform(keys_of), keys);
+    std::vector<Band> bands;
+    for (const Piece& piece : shard.pieces) {
+        const Run& rows = shard.rows[piece.run];
+        for (const Run& run : meeting(keys, keys_of(piece))) {
+            const Band cropped = tighten(crop_keys(piece.band, run), kUnbounded, kUnbounded);
+            if (cropped.q0 < cropped.q1)
+                bands.push_back(shifted(cropped, rows.place - rows.begin, run.place - run.begin));
+        }
+    }
+    return merge(bands);
+}
+
+}  // namespace jaxmagi::planning

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "csrc/mask/band.h"
+#include "csrc/planning/owners.h"
+#include "csrc/planning/runs.h"
+
+namespace jaxmagi::planning {
+
+// Rows of one run of a rank, and what they see.
+struct Piece {
+    Band band;  // tight, in global coordinates
+    int run;    // index in the rank's rows
+};
+
+// One rank's part of the mask. The rows of a piece are consecutive, so the keys that it sees are too, and the union of
+// the pieces' keys is exactly the set that some row needs.
+struct Shard {
+    Runs rows;                  // the rank's own tokens; `place` is the row of the shard
+    std::vector<Piece> pieces;
+    Runs remote;                // the keys that the pieces see and the rank does not own; `place` counts them
+};
+
+// The shards of ranks that own these rows (`owners` says the same the other way round). `bands` are tight.
+std::vector<Shard> make_shards(const std::vector<Band>& bands, std::vector<Runs> rows_of_ranks, const Owners& owners);
+
+// The remote keys in consecutive parts with nearly equal numbers of visible cells.
+std::vector<Runs> split_remote(const Shard& shard, int num_parts);
+
+// Visible cells of the shard's rows and these keys.
+int64_t visible_area(const Shard& shard, const Runs& keys);
+
+// The bands between the shard's rows and a buffer of keys, in local coordinates, merged.
+std::vector<Band> local_bands(const Shard& shard, const Runs& keys);
+
+}  // namespace jaxmagi::planning

@@ -1,0 +1,17 @@
+"""The planner's compiled part."""
+
+from types import ModuleType
+
+from .._native import extension
+
+
+def planner() -> ModuleType:
+    """The extension that holds it.
+
+    Raises:
+        ImportError: it was not built.
+    """
+    compiled = extension("cpu")
+    if compiled is None:
+        raise ImportError("planning needs the compiled extension jaxmagi._cpu, which is missing.")
+    return compiled

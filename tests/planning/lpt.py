@@ -1,0 +1,19 @@
+"""Chunks dealt largest first (LPT): the balance that plans are measured against."""
+
+import heapq
+
+import numpy as np
+
+
+def largest_first_owners(areas: np.ndarray, cp_size: int) -> np.ndarray:
+    """Chunks by descending area, each to the rank with the smallest sum that has room: int64 ``[n]``."""
+    owner = np.empty(len(areas), np.int64)
+    counts = [0] * cp_size
+    heap = [(0, rank) for rank in range(cp_size)]
+    for chunk in np.argsort(-areas, kind="stable").tolist():
+        load, rank = heapq.heappop(heap)
+        owner[chunk] = rank
+        counts[rank] += 1
+        if counts[rank] < len(areas) // cp_size:
+            heapq.heappush(heap, (load + int(areas[chunk]), rank))
+    return owner

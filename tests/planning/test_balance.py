@@ -1,0 +1,200 @@
+"""Which rank gets which chunk: balance and traffic, against counts row by row."""
+
+import hashlib
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jaxmagi import AttnMask, masks
+from jaxmagi.masks import geometry
+from jaxmagi.planning import plan_context
+from jaxmagi.planning._balance import balanced_owners
+
+from ..cases import document_lengths, random_bands
+from .lpt import largest_first_owners
+from .oracle import builder_masks
+
+
+def chunk_areas(bands: np.ndarray, chunk: int, count: int) -> np.ndarray:
+    """Visible cells of each chunk, int64 ``[count]``."""
+    begin = np.arange(count)[:, None] * chunk
+    return geometry.area(geometry.crop(bands, begin, begin + chunk, 0, geometry.UNBOUNDED)).sum(axis=1)
+
+
+def load(owner: np.ndarray, areas: np.ndarray, cp_size: int) -> np.ndarray:
+    """The area of each rank."""
+    loads = np.zeros(cp_size, np.int64)
+    np.add.at(loads, owner, areas)
+    return loads
+
+
+def needs(bands: np.ndarray, length: int, chunk: int, count: int) -> np.ndarray:
+    """Whether a chunk sees a key, from the dense mask: bool ``[count, length]``."""
+    dense = geometry.to_dense(bands, length, length) > 0
+    padded = np.zeros((count * chunk, length), bool)
+    padded[:length] = dense
+    return padded.reshape(count, chunk, length).any(axis=1)
+
+
+def received_rows(owner: np.ndarray, needed: np.ndarray, chunk: int, cp_size: int) -> int:
+    """Keys that ranks see and do not own, all ranks together."""
+    key_owner = np.repeat(owner, chunk)[: needed.shape[1]]
+    return sum(
+        int((needed[owner == rank].any(axis=0) & (key_owner != rank)).sum()) for rank in range(cp_size)
+    )
+
+
+def random_case(seed: int) -> tuple[np.ndarray, int, int, int]:
+    """Bands, length, number of ranks, and a chunk size that leaves 1 to 7 chunks per rank (no groups)."""
+    rng = np.random.default_rng(seed)
+    cp_size, per_rank = int(rng.integers(1, 6)), int(rng.integers(1, 8))
+    chunk = int(rng.integers(1, 9))
+    length = chunk * cp_size * per_rank - int(rng.integers(0, chunk))
+    if seed % 2:
+        lengths = rng.multinomial(length, rng.dirichlet(np.full(rng.integers(1, 9), 0.5)))
+        return np.asarray(masks.documents([n for n in lengths.tolist() if n]).bands), length, cp_size, chunk
+    return random_bands(rng, length, length, int(rng.integers(1, 12))), length, cp_size, chunk
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_not_worse_than_largest_first(seed: int) -> None:
+    bands, length, cp_size, chunk = random_case(seed)
+    owner = balanced_owners(bands, length, cp_size, chunk)
+    counts = np.bincount(owner, minlength=cp_size)
+    assert owner.dtype == np.int32
+    assert (counts == counts[0]).all() and counts[0] == max(1, -(-length // (chunk * cp_size)))
+    areas, needed = chunk_areas(bands, chunk, len(owner)), needs(bands, length, chunk, len(owner))
+    lpt = largest_first_owners(areas, cp_size)
+    mean = areas.sum() / cp_size
+    largest = load(lpt, areas, cp_size).max()
+    assert load(owner, areas, cp_size).max() <= max(largest, 1.047 * mean)
+    assert received_rows(owner, needed, chunk, cp_size) <= received_rows(lpt, needed, chunk, cp_size)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_swap_of_two_chunks_helps(seed: int) -> None:
+    """Changes of the received rows are counted incrementally: an error would leave swaps undone."""
+    bands, length, cp_size, chunk = random_case(seed)
+    owner = balanced_owners(bands, length, cp_size, chunk)
+    areas, needed = chunk_areas(bands, chunk, len(owner)), needs(bands, length, chunk, len(owner))
+    rows = received_rows(owner, needed, chunk, cp_size)
+    lpt = load(largest_first_owners(areas, cp_size), areas, cp_size).max()
+    limit = max(lpt, int(areas.sum()) // cp_size * 1008 // 1000)
+    for a, b in itertools.combinations(range(len(owner)), 2):
+        if owner[a] == owner[b]:
+            continue
+        swapped = owner.copy()
+        swapped[[a, b]] = owner[[b, a]]
+        if load(swapped, areas, cp_size).max() <= limit:
+            assert received_rows(swapped, needed, chunk, cp_size) >= rows
+
+
+@pytest.mark.parametrize(
+    ("length", "cp_size", "imbalance", "share"), [(1 << 17, 8, 1.01, 0.16), (1 << 20, 64, 1.047, 0.34)]
+)
+def test_documents_are_balanced_and_stay_together(
+    length: int, cp_size: int, imbalance: float, share: float
+) -> None:
+    """Received rows as a share of those of chunks dealt largest first."""
+    chunk, lengths = 512, document_lengths(length)
+    bands = np.asarray(masks.documents(lengths).bands)
+    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    owner = balanced_owners(bands, length, cp_size, chunk)
+    areas = chunk_areas(bands, chunk, len(owner))
+    loads = load(owner, areas, cp_size)
+    assert loads.max() <= imbalance * loads.mean()
+
+    def received(owner: np.ndarray) -> int:
+        rows = 0
+        for rank in range(cp_size):
+            steps, own = np.zeros(length + 1, np.int64), np.zeros(length, bool)
+            for begin in np.flatnonzero(owner == rank) * chunk:
+                own[begin : begin + chunk] = True
+                steps[starts[begin]] += 1
+                steps[begin + chunk] -= 1
+            rows += int(((np.cumsum(steps)[:-1] > 0) & ~own).sum())
+        return rows
+
+    assert received(owner) <= share * received(largest_first_owners(areas, cp_size))
+
+
+@pytest.mark.parametrize("chunk", [128, 512, 1024, 3000])
+def test_ranks_get_equal_counts_and_areas(chunk: int) -> None:
+    length, cp_size = 1 << 16, 4
+    bands = np.asarray(masks.documents(document_lengths(length)).bands)
+    owner = balanced_owners(bands, length, cp_size, chunk)
+    counts = np.bincount(owner, minlength=cp_size)
+    assert (counts == counts[0]).all()
+    assert counts.sum() * chunk >= length
+    loads = load(owner, chunk_areas(bands, chunk, len(owner)), cp_size)
+    assert loads.max() <= 1.05 * loads.mean()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.full(1 << 17),
+        masks.causal(1 << 17),
+        masks.sliding_window(1 << 17, 1023),
+        masks.sliding_window(1 << 17, 16383),
+        masks.video(32, 4096, kv_range=4),
+        masks.documents([1 << 13] * 16),
+    ],
+    ids=["full", "causal", "window", "wide window", "video", "equal documents"],
+)
+def test_even_masks_are_balanced(mask: AttnMask) -> None:
+    bands, cp_size, chunk = np.asarray(mask.bands), 8, 512
+    owner = balanced_owners(bands, mask.q_len, cp_size, chunk)
+    loads = load(owner, chunk_areas(bands, chunk, len(owner)), cp_size)
+    assert loads.max() <= 1.01 * loads.mean()
+
+
+@pytest.mark.parametrize("chunk", [512, 256])
+def test_windows_are_as_balanced_as_equal_counts_allow(chunk: int) -> None:
+    """The first 4096 rows see less: 8 chunks of 512, one for each rank, and one of these is nearly full."""
+    mask = masks.sliding_window(1 << 17, 4095)
+    owner = balanced_owners(np.asarray(mask.bands), mask.q_len, 8, chunk)
+    areas = chunk_areas(np.asarray(mask.bands), chunk, len(owner))
+    loads, best = load(owner, areas, 8), load(largest_first_owners(areas, 8), areas, 8)
+    assert loads.max() <= max(best.max(), 1.01 * loads.mean())
+    assert best.max() / best.mean() == pytest.approx({512: 1.0139, 256: 1.0}[chunk], abs=1e-4)
+
+
+def test_threads_find_the_same() -> None:
+    """The GIL is released meanwhile."""
+    cases = [
+        (np.asarray(mask.bands), mask.q_len, cp_size, 4)
+        for mask in builder_masks().values()
+        for cp_size in (3, 8)
+    ]
+    alone = [balanced_owners(*case) for case in cases]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            together = list(pool.map(lambda case: balanced_owners(*case), cases))
+            for one, other in zip(alone, together, strict=True):
+                np.testing.assert_array_equal(one, other)
+
+
+def test_owners_are_the_same_on_every_host() -> None:
+    """SHA-256 for many masks, so that other machines and compilers are compared with this one."""
+    digest = hashlib.sha256()
+    for seed in range(200):
+        digest.update(np.ascontiguousarray(balanced_owners(*random_case(seed)), "<i4").tobytes())
+    assert digest.hexdigest() == "9289dc0771c348f95a82456d9f7f81f2d3401323b9b9ead6ce93b828fdca06e8"
+
+
+def test_extension_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxmagi.planning._compiled.extension", lambda platform: None)
+    with pytest.raises(ImportError, match=r"jaxmagi\._cpu, which is missing"):
+        plan_context(masks.causal(8), 2)
+
+
+def test_too_many_pieces() -> None:
+    length = 8 * 131071  # a prime number of chunks per rank, so that they are not dealt in groups
+    bands = np.array([[0, length, k, k + 1, -(2**30), 2**30] for k in range(5)], np.int32)
+    with pytest.raises(NotImplementedError, match=r"1048568 runs .* into 5242840, more than 4194304"):
+        balanced_owners(bands, length, 8, 1)

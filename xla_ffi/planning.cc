@@ -1,0 +1,165 @@
+#include "xla_ffi/planning.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+
+#include <cstdint>
+#include <exception>
+#include <initializer_list>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "csrc/mask/band.h"
+#include "csrc/mask/tile_index.h"
+#include "csrc/planning/balance.h"
+#include "csrc/planning/merge.h"
+#include "csrc/planning/pieces.h"
+#include "csrc/planning/routing.h"
+#include "csrc/planning/transfers.h"
+
+namespace jaxmagi {
+namespace {
+
+namespace nb = nanobind;
+using planning::Copy;
+using planning::PlacedCopy;
+using planning::Routing;
+using planning::Staging;
+
+template <int kColumns>
+using Table = nb::ndarray<const int32_t, nb::shape<-1, kColumns>, nb::c_contig, nb::device::cpu>;
+using Ints = nb::ndarray<const int32_t, nb::shape<-1>, nb::c_contig, nb::device::cpu>;
+template <typename Int> using Array = nb::ndarray<nb::numpy, Int>;
+
+std::span<const int32_t> to_span(const Ints& ints) {
+    return {ints.data(), ints.size()};
+}
+
+std::vector<Band> to_bands(const Table<6>& table) {
+    return tighten_bands(table.data(), static_cast<int64_t>(table.shape(0)), kUnbounded, kUnbounded);
+}
+
+// A numpy array that owns the vector; a struct of integers of one type becomes the last axis.
+template <typename Int, typename Value>
+Array<Int> to_numpy(std::vector<Value> values, std::initializer_list<size_t> shape) {
+    static_assert(sizeof(Value) % sizeof(Int) == 0);
+    auto* owned = new std::vector<Value>(std::move(values));
+    nb::capsule owner(owned, [](void* vector) noexcept { delete static_cast<std::vector<Value>*>(vector); });
+    return Array<Int>(reinterpret_cast<Int*>(owned->data()), shape, owner);
+}
+
+Array<int32_t> to_table(std::vector<Band> bands) {
+    const size_t count = bands.size();
+    return to_numpy<int32_t>(std::move(bands), {count, 6});
+}
+
+Array<int32_t> to_table(std::vector<PlacedCopy> copies) {
+    const size_t count = copies.size();
+    return to_numpy<int32_t>(std::move(copies), {count, 5});
+}
+
+// Computes without the GIL.
+template <typename Compute> auto released(Compute compute) {
+    nb::gil_scoped_release release;
+    return compute();
+}
+
+Array<int32_t> merge_bands(Table<6> bands) {
+    return to_table(released([&] { return planning::merge(to_bands(bands)); }));
+}
+
+Array<int32_t> balanced_owners(Table<6> bands, int length, int cp_size, int chunk_size) {
+    auto owners = released([&] { return planning::balanced_owners(to_bands(bands), length, cp_size, chunk_size); });
+    const size_t count = owners.size();
+    return to_numpy<int32_t>(std::move(owners), {count});
+}
+
+Array<int32_t> token_order(Ints owners, int length, int cp_size, int chunk_size) {
+    auto tokens = released([&] { return planning::token_order(to_span(owners), length, cp_size, chunk_size); });
+    const size_t count = tokens.size();
+    return to_numpy<int32_t>(std::move(tokens), {count});
+}
+
+Array<int32_t> place_copies(Table<4> copies, bool by_row) {
+    const auto order = by_row ? planning::CopyOrder::kByRow : planning::CopyOrder::kBySlot;
+    const auto* first = reinterpret_cast<const Copy*>(copies.data());
+    return to_table(released([&] { return planning::place_copies({first, first + copies.shape(0)}, order); }));
+}
+
+size_t num_ranks(const Staging& staging) {
+    return static_cast<size_t>(staging.num_ranks());
+}
+
+Array<int64_t> per_transfer(const Staging& staging, std::vector<int64_t> rows) {
+    return to_numpy<int64_t>(std::move(rows), {num_ranks(staging), static_cast<size_t>(staging.num_transfers())});
+}
+
+// The bands of all ranks and stages, and how many each has.
+std::pair<Array<int32_t>, Array<int32_t>> staged_bands(const Staging& staging) {
+    std::vector<Band> all;
+    std::vector<int32_t> counts;
+    released([&] {
+        for (int rank = 0; rank < staging.num_ranks(); ++rank)
+            for (int stage = 0; stage < staging.num_stages(); ++stage) {
+                const auto bands = staging.bands(rank, stage);
+                all.insert(all.end(), bands.begin(), bands.end());
+                counts.push_back(static_cast<int32_t>(bands.size()));
+            }
+        return true;
+    });
+    const auto stages = static_cast<size_t>(staging.num_stages());
+    return {to_table(std::move(all)), to_numpy<int32_t>(std::move(counts), {num_ranks(staging), stages})};
+}
+
+std::pair<Array<int32_t>, Array<int32_t>> staged_transfer(const Staging& staging, int index) {
+    auto transfer = released([&] { return staging.transfer(index); });
+    return {to_table(std::move(transfer.sends)), to_table(std::move(transfer.receives))};
+}
+
+void bind_routing(nb::module_& m) {
+    nb::class_<Routing>(m, "Routing", "Which rows and keys each rank of a layout has and needs.")
+        .def(
+            "__init__",
+            [](Routing* self, Table<6> bands, Ints tokens, int cp_size) {
+                nb::gil_scoped_release release;
+                new (self) Routing(to_bands(bands), to_span(tokens), cp_size);
+            },
+            nb::arg("bands"), nb::arg("token_order"), nb::arg("cp_size"))
+        .def(
+            "stage", [](const Routing& self, int num_stages) { return Staging(self, num_stages); },
+            nb::arg("num_stages"), nb::keep_alive<0, 1>(), nb::call_guard<nb::gil_scoped_release>());
+    nb::class_<Staging>(m, "Staging", "The keys of each rank and stage.")
+        .def("areas",
+             [](const Staging& self) {
+                 auto areas = released([&] { return self.areas(); });
+                 return to_numpy<int64_t>(std::move(areas),
+                                          {num_ranks(self), static_cast<size_t>(self.num_stages())});
+             })
+        .def("sent",
+             [](const Staging& self) { return per_transfer(self, released([&] { return self.sent(); })); })
+        .def("received",
+             [](const Staging& self) { return per_transfer(self, released([&] { return self.received(); })); })
+        .def("bands", staged_bands)
+        .def("transfer", staged_transfer, nb::arg("index"));
+}
+
+}  // namespace
+
+void bind_planning(nb::module_& m) {
+    nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+        try {
+            std::rethrow_exception(thrown);
+        } catch (const planning::TooManyPieces& error) {
+            PyErr_SetString(PyExc_NotImplementedError, error.what());
+        }
+    });
+    m.def("merge_bands", merge_bands, nb::arg("bands"));
+    m.def("balanced_owners", balanced_owners, nb::arg("bands"), nb::arg("length"), nb::arg("cp_size"),
+          nb::arg("chunk_size"), "The rank of each chunk: int32 [n].");
+    m.def("token_order", token_order, nb::arg("owners"), nb::arg("length"), nb::arg("cp_size"), nb::arg("chunk_size"));
+    m.def("place_copies", place_copies, nb::arg("copies"), nb::arg("by_row"));
+    bind_routing(m);
+}
+
+}  // namespace jaxmagi
