@@ -1,0 +1,149 @@
+#pragma once
+
+#include "csrc/attention/sm90/backward_rows.h"
+#include "csrc/common/sm90/mbarrier.cuh"
+#include "csrc/common/sm90/panel.h"
+#include "csrc/common/sm90/warpgroup.cuh"
+
+// What a backward kernel is made of: sizes known at compile time and the layout of shared memory.
+
+namespace jaxmagi::sm90 {
+
+// kDim, kVDim: what the matrix units work with; smaller head dimensions are filled up with zeros by TMA.
+// kRows: queries of a block. kKeys: keys of a tile. kQStages, kDoutStages: blocks of queries, and of cotangents of the
+// output, in shared memory. kSoftCap: whether logits are capped.
+template <typename Element_, int kDim_, int kVDim_, int kRows_, int kKeys_, int kConsumers_, int kQStages_,
+          int kDoutStages_, bool kSoftCap_>
+struct BackwardConfig {
+    using Element = Element_;
+    static constexpr int kDim = kDim_, kVDim = kVDim_, kRows = kRows_, kKeys = kKeys_, kConsumers = kConsumers_;
+    static constexpr int kQStages = kQStages_, kDoutStages = kDoutStages_;
+    static constexpr bool kSoftCap = kSoftCap_;
+    static constexpr int kThreads = kWarpgroupThreads * (kConsumers + 1);
+    static constexpr int kConsumerThreads = kWarpgroupThreads * kConsumers;
+
+    // What setmaxnreg divides: registers of a thread at launch, 168 (2 consumers) or 128 (3), times warpgroups.
+    static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+    static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+    static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
+    static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= kLaunchRegisters * (kConsumers + 1));
+
+    static constexpr int kQBytes = kRows * kPanelRowBytes * panels(kDim);
+    static constexpr int kDoutBytes = kRows * kPanelRowBytes * panels(kVDim);
+    static constexpr int kKBytes = kKeys * kPanelRowBytes * panels(kDim);
+    static constexpr int kVBytes = kKeys * kPanelRowBytes * panels(kVDim);
+    static constexpr int kRowBlocks = kRows / kRowBlock, kRowsBytes = kRowBlocks * static_cast<int>(sizeof(RowBlock));
+    // Of 16-bit numbers for each query and key of a step. Two of them.
+    static constexpr int kLogitsBytes = kRows * kPanelRowBytes * panels(kKeys);
+    // The gradient of a block of queries, as it is summed up in global memory, and what each warpgroup has of it.
+    static constexpr int kDqBytes = kRows * kDim * 4, kDqPartBytes = kRows == 128 ? kDqBytes / 2 : kRows * 64 * 4;
+};
+
+// One tile of keys, for the consumers.
+struct alignas(16) KeyTileMessage {
+    uint32_t seen[4];  // a bit for each key: whether any query sees it. Keys that do not exist count as seen
+    int num_steps;     // blocks of queries, over all query heads of the group; 0: nobody sees the keys; -1: no more tiles
+    int key, key_head, example;  // the first key
+    bool all_seen;
+};
+
+// One block of queries of one head. Key r of the tile is seen by columns (queries) [max(first_column, r + lower),
+// min(end_column, r + upper)) if key_begin <= r < key_end, and by none otherwise; where not masked, all see all.
+struct alignas(16) StepMessage {
+    int key_begin, key_end, lower, upper;  // read together
+    int first_column, end_column;          // read together
+    int masked;
+    int row_block;                 // the first one, among those of all heads
+    int plan, block, band, tile;  // what fixes the order of sums: the block of queries in its head; the band in the plan
+};
+
+template <typename Config> struct BackwardMemory {
+    // Step s + kSteps is announced when queries of step s + kSteps - kQStages are done with, in the step after it. The
+    // reducer has then finished step s + kSteps - kQStages - 1.
+    static constexpr int kTileMessages = 2, kSteps = 8;
+    static_assert(kSteps > Config::kQStages);
+    static constexpr int kSingleBarriers = 2;
+    static constexpr int kK = 0, kV = kK + Config::kKBytes, kQ = kV + Config::kVBytes,
+                         kDout = kQ + Config::kQStages * Config::kQBytes,
+                         kLogits = kDout + Config::kDoutStages * Config::kDoutBytes,
+                         kDq = kLogits + 2 * Config::kLogitsBytes, kRows = kDq + Config::kDqBytes,
+                         kStepMessages = kRows + Config::kQStages * Config::kRowsBytes,
+                         kTiles = kStepMessages + kSteps * static_cast<int>(sizeof(StepMessage)),
+                         kBarriers = kTiles + kTileMessages * static_cast<int>(sizeof(KeyTileMessage)),
+                         kDone = kBarriers + 8 * (kSingleBarriers + 2 * Config::kQStages + 2 * Config::kDoutStages),
+                         kEnd = kDone + 8, kAlignment = 1024, kBytes = kEnd + kAlignment;
+    static_assert(kBytes <= 227 * 1024);
+
+    char* base;  // aligned
+
+    __device__ __forceinline__ explicit BackwardMemory(char* raw)
+        : base(raw + (-shared_address(raw) & (kAlignment - 1))) {}
+    __device__ __forceinline__ SharedAddress k() const { return shared_address(base) + kK; }
+    __device__ __forceinline__ SharedAddress v() const { return shared_address(base) + kV; }
+    __device__ __forceinline__ SharedAddress q(unsigned step) const {
+        return shared_address(base) + kQ + step % Config::kQStages * Config::kQBytes;
+    }
+    __device__ __forceinline__ SharedAddress dout(unsigned step) const {
+        return shared_address(base) + kDout + step % Config::kDoutStages * Config::kDoutBytes;
+    }
+    __device__ __forceinline__ SharedAddress logits(unsigned which) const {
+        return shared_address(base) + kLogits + which % 2 * Config::kLogitsBytes;
+    }
+    __device__ __forceinline__ SharedAddress dq() const { return shared_address(base) + kDq; }
+    // With the queries.
+    __device__ __forceinline__ const RowBlock* rows(unsigned step) const {
+        return reinterpret_cast<const RowBlock*>(base + kRows + step % Config::kQStages * Config::kRowsBytes);
+    }
+    __device__ __forceinline__ StepMessage& step_message(unsigned step) const {
+        return reinterpret_cast<StepMessage*>(base + kStepMessages)[step % kSteps];
+    }
+    __device__ __forceinline__ KeyTileMessage& tile_message(int turn) const {
+        return reinterpret_cast<KeyTileMessage*>(base + kTiles)[static_cast<unsigned>(turn) % kTileMessages];
+    }
+    // Set before the last arrival at the barriers of the reducer.
+    __device__ __forceinline__ volatile int& done() const { return *reinterpret_cast<volatile int*>(base + kDone); }
+    __device__ __forceinline__ Mbarrier kv_full() const { return barrier(0); }
+    __device__ __forceinline__ Mbarrier kv_empty() const { return barrier(1); }
+    __device__ __forceinline__ Mbarrier q_full(unsigned step) const {
+        return barrier(kSingleBarriers + step % Config::kQStages);
+    }
+    __device__ __forceinline__ Mbarrier q_empty(unsigned step) const {
+        return barrier(kSingleBarriers + Config::kQStages + step % Config::kQStages);
+    }
+    __device__ __forceinline__ Mbarrier dout_full(unsigned step) const {
+        return barrier(kSingleBarriers + 2 * Config::kQStages + step % Config::kDoutStages);
+    }
+    __device__ __forceinline__ Mbarrier dout_empty(unsigned step) const {
+        return barrier(kSingleBarriers + 2 * Config::kQStages + Config::kDoutStages + step % Config::kDoutStages);
+    }
+    // How often the stage was used before, for the parity to wait for.
+    __device__ __forceinline__ static int q_parity(unsigned step) { return step / Config::kQStages & 1; }
+    __device__ __forceinline__ static int dout_parity(unsigned step) { return step / Config::kDoutStages & 1; }
+
+    // By one thread.
+    __device__ __forceinline__ void init_barriers() const {
+        kv_full().init(1);
+        kv_empty().init(Config::kConsumerThreads / 32);
+        for (int stage = 0; stage < Config::kQStages; ++stage) {
+            q_full(stage).init(1);
+            q_empty(stage).init(Config::kConsumers);
+        }
+        for (int stage = 0; stage < Config::kDoutStages; ++stage) {
+            dout_full(stage).init(1);
+            dout_empty(stage).init(Config::kConsumers);
+        }
+        done() = 0;
+        fence_mbarrier_init();
+    }
+
+private:
+    __device__ __forceinline__ Mbarrier barrier(int index) const {
+        return {shared_address(base) + kBarriers + 8 * index};
+    }
+};
+
+// Named barriers. Those of the gradient of queries: one for each consumer warpgroup, with the warp of the reducer.
+enum BackwardBarrier { kLogitsWritten = 1, kRowsCleaned = 2, kDqEmpty = 3, kDqFull = 6 };
+inline constexpr int kDqThreads = kWarpgroupThreads + 32;
+
+}  // namespace jaxmagi::sm90

@@ -1,0 +1,330 @@
+#pragma once
+
+#include "csrc/attention/sm90/backward_logits.cuh"
+#include "csrc/attention/sm90/backward_epilogue.cuh"
+#include "csrc/common/sm90/stmatrix.cuh"
+#include "csrc/common/sm90/wgmma.cuh"
+
+// A consumer warpgroup for head dimensions of at most 128: 64 keys of every tile. Logits are transposed, keys by queries, so
+// that probabilities and gradients of logits are operands from registers for the products that keys and values need
+// (FlashAttention-3). Only dQ sums over all keys of the tile: for it gradients of logits go through shared memory.
+
+namespace jaxmagi::sm90 {
+
+template <typename Config> struct BackwardConsumer {
+    using Element = typename Config::Element;
+    using Logits = float[Config::kRows / 2];
+    using Operand = uint32_t[Config::kRows / 16][4];
+    using KeyGradient = float[Config::kDim / 2];
+    using ValueGradient = float[Config::kVDim / 2];
+    static constexpr int kDqColumns = 64;  // of the warpgroup's part of dQ, 64 rows
+    using QueryGradient = float[kDqColumns / 2];
+    static constexpr int kUnused = 16;  // panel strides
+
+    BackwardMemory<Config> memory;
+    const BackwardArguments& args;
+    int warpgroup, thread;  // among the consumers; in the warpgroup
+    unsigned step = 0;      // the one in work; between tiles, the next one
+
+    __device__ __forceinline__ void run() {
+        for (int turn = 0;; ++turn) {
+            memory.kv_full().wait(turn & 1);
+            const int num_steps = uniform(memory.tile_message(turn).num_steps);
+            if (num_steps < 0)
+                break;
+            KeyGradient dk;
+            ValueGradient dv;
+            clear(dk);
+            clear(dv);
+            if (num_steps > 0)
+                attend(dk, dv, num_steps, turn);
+            const BackwardEpilogue<Config> epilogue(args, memory.tile_message(turn), first_key(), thread % 32);
+            release_keys();
+            epilogue.store(dk, args.dk, args.dim, args.scale);
+            epilogue.store(dv, args.dv, args.v_dim, 1.f);
+        }
+        tell_reducer();
+    }
+
+private:
+    __device__ __forceinline__ int first_key() const { return warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4; }
+    __device__ __forceinline__ ThreadRows rows() const { return {memory.rows(step), thread % 4 * 2}; }
+
+    // One thread may speak for its warpgroup, since a product is finished by its four warps together.
+    __device__ __forceinline__ void release(Mbarrier empty) const {
+        if (thread == 0)
+            empty.arrive();
+    }
+
+    // Every warp for itself: tiles that nobody sees have no products.
+    __device__ __forceinline__ void release_keys() const {
+        __syncwarp();
+        if (thread % 32 == 0)
+            memory.kv_empty().arrive();
+    }
+
+    __device__ __forceinline__ void tell_reducer() const {
+        if (warpgroup != 0)
+            return;
+        named_barrier_sync(kDqEmpty, kDqThreads);
+        if (thread == 0)
+            memory.done() = 1;
+        named_barrier_arrive(kDqFull, kDqThreads);
+    }
+
+    template <int kCount> __device__ __forceinline__ static void clear(float (&x)[kCount]) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+            x[i] = 0.f;
+    }
+
+    // A turn of the loop begins with the probabilities of a step and the gradients of its logits, and no product in flight,
+    // and ends with those of the next step. dQ is stored beside the product for the next logits, and dK summed up beside the
+    // next softmax.
+    __device__ __forceinline__ void attend(KeyGradient& dk, ValueGradient& dv, int num_steps, int turn) {
+        if (not memory.tile_message(turn).all_seen)
+            clean_keys(memory.tile_message(turn));
+        Logits p, ds;
+        begin_logits(p);
+        wgmma_commit();
+        const bool has_blind_rows = await_dout();
+        begin_dp(ds);
+        wgmma_commit();
+        to_gradients<0>(p, ds, has_blind_rows);
+#pragma unroll 1
+        for (int left = num_steps - 1; left > 0; --left)
+            advance(dk, dv, p, ds);
+        finish(dk, dv, p, ds);
+    }
+
+    __device__ __forceinline__ void advance(KeyGradient& dk, ValueGradient& dv, Logits& p, Logits& ds) {
+        Operand ds_operand;
+        QueryGradient dq;
+        begin_dv_and_dq(dq, dv, ds_operand, p, ds);
+        ++step;
+        begin_logits(p);
+        wgmma_commit();
+        wgmma_wait<1>();
+        pin(dq);
+        hand_over(dq);
+        const bool has_blind_rows = await_dout();
+        begin_dp(ds);
+        wgmma_commit();
+        pin(dk);
+        wgmma_fence();
+        add_to_dk(dk, ds_operand, step - 1);
+        wgmma_commit();
+        to_gradients<1>(p, ds, has_blind_rows);
+        wgmma_wait<0>();
+        pin(dk);
+        release(memory.q_empty(step - 1));
+    }
+
+    __device__ __forceinline__ void finish(KeyGradient& dk, ValueGradient& dv, Logits& p, Logits& ds) {
+        Operand ds_operand;
+        QueryGradient dq;
+        begin_dv_and_dq(dq, dv, ds_operand, p, ds);
+        pin(dk);
+        wgmma_fence();
+        add_to_dk(dk, ds_operand, step);
+        wgmma_commit();
+        wgmma_wait<1>();
+        pin(dq);
+        hand_over(dq);
+        wgmma_wait<0>();
+        pin(dk);
+        release(memory.q_empty(step));
+        ++step;
+    }
+
+    // dV is finished, dQ left running.
+    __device__ __forceinline__ void begin_dv_and_dq(QueryGradient& dq, ValueGradient& dv, Operand& ds_operand,
+                                                    const Logits& p, const Logits& ds) const {
+        Operand p_operand;
+        round_to_operand<Element>(p, p_operand);
+        round_to_operand<Element>(ds, ds_operand);
+        write_logit_gradients(ds_operand);
+        pin(dv);
+        wgmma_fence();
+        add_to_dv(dv, p_operand);
+        wgmma_commit();
+        fence_shared_for_async();
+        named_barrier_sync(kLogitsWritten, Config::kConsumerThreads);
+        pin(dq);
+        wgmma_fence();
+        begin_dq(dq);
+        wgmma_commit();
+        wgmma_wait<1>();
+        pin(dv);
+        release(memory.dout_empty(step));
+    }
+
+    // Returns whether the step has rows without logits.
+    __device__ __forceinline__ bool await_dout() const {
+        memory.dout_full(step).wait(memory.dout_parity(step));
+        const bool has_blind_rows = any_blind_rows();
+        if (has_blind_rows)
+            clean_rows();
+        return has_blind_rows;
+    }
+
+    __device__ __forceinline__ bool any_blind_rows() const {
+        bool any = false;
+#pragma unroll
+        for (int block = 0; block < Config::kRowBlocks; ++block)
+            any = any or memory.rows(step)[block].has_blind_rows != 0;
+        return any;
+    }
+
+    // Logits become probabilities, and gradients of probabilities those of logits. Both are waited for, but not what was
+    // begun after them.
+    template <int kPending> __device__ __forceinline__ void to_gradients(Logits& p, Logits& ds, bool has_blind_rows) const {
+        const StepMessage& message = memory.step_message(step);
+        const bool masked = message.masked or has_blind_rows;
+        wgmma_wait<kPending + 1>();
+        pin(p);
+        if constexpr (Config::kSoftCap) {
+            saturate(p, args.logit_scale);
+            SeenBits seen{~0u, ~0u};
+            if (masked)
+                seen = seen_bits<Config::kRows / 2>(message, rows(), first_key());
+            wgmma_wait<kPending>();
+            pin(ds);
+            differentiate_capped(ds, p, rows(), seen, args.cap_log2);
+        } else {
+            exponentiate(p, rows(), args.logit_scale);
+            if (masked)
+                hide(p, seen_bits<Config::kRows / 2>(message, rows(), first_key()));
+            wgmma_wait<kPending>();
+            pin(ds);
+            differentiate(ds, p, rows());
+        }
+    }
+
+    // --- products ---
+
+    __device__ __forceinline__ void begin_logits(Logits& logits) const {
+        memory.q_full(step).wait(memory.q_parity(step));
+        const SwizzledOperand k(memory.k() + warpgroup * 64 * kPanelRowBytes, kUnused), q(memory.q(step), kUnused);
+        multiply<Config::kDim>(logits, k, q);
+    }
+
+    __device__ __forceinline__ void begin_dp(Logits& dp) const {
+        const SwizzledOperand v(memory.v() + warpgroup * 64 * kPanelRowBytes, kUnused), dout(memory.dout(step), kUnused);
+        multiply<Config::kVDim>(dp, v, dout);
+    }
+
+    // Of 64 keys and all queries, over the head dimension.
+    template <int kColumns>
+    __device__ __forceinline__ static void multiply(Logits& logits, const SwizzledOperand& keys,
+                                                    const SwizzledOperand& queries) {
+        pin(logits);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kColumns / 16; ++i) {
+            const int panel = i / 4, inside = i % 4 * 32;
+            Wgmma<Element, Config::kRows>::template mma<0, 0>(
+                logits, keys.at(panel * Config::kKeys * kPanelRowBytes + inside),
+                queries.at(panel * Config::kRows * kPanelRowBytes + inside), i != 0);
+        }
+    }
+
+    __device__ __forceinline__ void add_to_dv(ValueGradient& dv, const Operand& p) const {
+        const SwizzledOperand dout(memory.dout(step), Config::kRows * kPanelRowBytes);
+#pragma unroll
+        for (int i = 0; i < Config::kRows / 16; ++i)
+            Wgmma<Element, Config::kVDim>::template mma<1>(dv, p[i], dout.at(i * 16 * kPanelRowBytes), true);
+    }
+
+    __device__ __forceinline__ void add_to_dk(KeyGradient& dk, const Operand& ds, unsigned of) const {
+        const SwizzledOperand q(memory.q(of), Config::kRows * kPanelRowBytes);
+#pragma unroll
+        for (int i = 0; i < Config::kRows / 16; ++i)
+            Wgmma<Element, Config::kDim>::template mma<1>(dk, ds[i], q.at(i * 16 * kPanelRowBytes), true);
+    }
+
+    // 64 queries by 64 columns: with 128 queries those of the warpgroup, otherwise a panel of the columns.
+    __device__ __forceinline__ void begin_dq(QueryGradient& dq) const {
+        constexpr bool kByRows = Config::kRows == 128;
+        const SwizzledOperand ds(memory.logits(step) + (kByRows ? warpgroup * 64 * kPanelRowBytes : 0), kUnused);
+        const SwizzledOperand k(memory.k() + (kByRows ? 0 : warpgroup * Config::kKeys * kPanelRowBytes), kUnused);
+#pragma unroll
+        for (int i = 0; i < Config::kKeys / 16; ++i)
+            Wgmma<Element, kDqColumns>::template mma<0, 1>(
+                dq, ds.at(i / 4 * Config::kRows * kPanelRowBytes + i % 4 * 32), k.at(i * 16 * kPanelRowBytes), i != 0);
+    }
+
+    // --- shared memory ---
+
+    // As queries by keys, a panel for the 64 keys of each warpgroup.
+    __device__ __forceinline__ void write_logit_gradients(const Operand& ds) const {
+        const int lane = thread % 32, column = thread / 32 * 32 + lane / 8 % 2 * 16;  // in bytes
+        const SharedAddress panel = memory.logits(step) + warpgroup * Config::kRows * kPanelRowBytes;
+        const int first = lane / 16 * 8 + lane % 8;
+        const SharedAddress row = panel + first * kPanelRowBytes + (column ^ first % 8 * 16);
+#pragma unroll
+        for (int i = 0; i < Config::kRows / 16; ++i)
+            store_transposed(row + i * 16 * kPanelRowBytes, ds[i]);
+    }
+
+    __device__ __forceinline__ void hand_over(const QueryGradient& dq) const {
+        named_barrier_sync(kDqEmpty + warpgroup, kDqThreads);
+        const SharedAddress to = memory.dq() + warpgroup * Config::kDqPartBytes + thread * 16;
+#pragma unroll
+        for (int i = 0; i < kDqColumns / 8; ++i) {
+            constexpr int kFragmentBytes = kWarpgroupThreads * 16;
+            if ((Config::kConsumers - 1) * Config::kDqPartBytes + i * kFragmentBytes < Config::kDqBytes or warpgroup == 0)
+                store_fragment(to + i * kFragmentBytes, dq, 4 * i);
+        }
+        fence_shared_for_async();
+        named_barrier_arrive(kDqFull + warpgroup, kDqThreads);
+    }
+
+    template <int kCount>
+    __device__ __forceinline__ static void store_fragment(SharedAddress to, const float (&x)[kCount], int i) {
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x[i]), "f"(x[i + 1]), "f"(x[i + 2]),
+                     "f"(x[i + 3])
+                     : "memory");
+    }
+
+    // Zeros for keys and values that nobody sees, and for queries without logits and what comes with them: NaN there must
+    // not reach a product.
+    __device__ __forceinline__ void clean_keys(const KeyTileMessage& tile) const {
+#pragma unroll 1
+        for (int i = warpgroup * kWarpgroupThreads + thread; i < Config::kKeys * 8; i += Config::kConsumerThreads) {
+            const int key = i / 8;
+            if (tile.seen[key / 32] >> key % 32 & 1)
+                continue;
+            clean_row<Config::kDim>(memory.k() + i * 16, Config::kKeys);
+            clean_row<Config::kVDim>(memory.v() + i * 16, Config::kKeys);
+        }
+        finish_cleaning();
+    }
+
+    __device__ __forceinline__ void clean_rows() const {
+#pragma unroll 1
+        for (int i = warpgroup * kWarpgroupThreads + thread; i < Config::kRows * 8; i += Config::kConsumerThreads) {
+            const int row = i / 8;
+            if (memory.rows(step)[row / kRowBlock].lse_log2[row % kRowBlock] != INFINITY)
+                continue;
+            clean_row<Config::kDim>(memory.q(step) + i * 16, Config::kRows);
+            clean_row<Config::kVDim>(memory.dout(step) + i * 16, Config::kRows);
+        }
+        finish_cleaning();
+    }
+
+    // 16 bytes in each panel.
+    template <int kColumns> __device__ __forceinline__ static void clean_row(SharedAddress to, int rows) {
+#pragma unroll
+        for (int panel = 0; panel < panels(kColumns); ++panel)
+            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to + panel * rows * kPanelRowBytes), "r"(0)
+                         : "memory");
+    }
+
+    __device__ __forceinline__ static void finish_cleaning() {
+        fence_shared_for_async();
+        named_barrier_sync(kRowsCleaned, Config::kConsumerThreads);
+    }
+};
+
+}  // namespace jaxmagi::sm90
