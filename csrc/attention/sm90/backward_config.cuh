@@ -19,6 +19,8 @@ struct BackwardConfig {
     static constexpr int kDim = kDim_, kVDim = kVDim_, kRows = kRows_, kKeys = kKeys_, kConsumers = kConsumers_;
     static constexpr int kQStages = kQStages_, kDoutStages = kDoutStages_;
     static constexpr bool kSoftCap = kSoftCap_;
+    // Whether dK of a step is summed up beside the softmax of the next, for which queries and their operand stay longer.
+    static constexpr bool kLateDk = kRows == 64;
     static constexpr int kThreads = kWarpgroupThreads * (kConsumers + 1);
     static constexpr int kConsumerThreads = kWarpgroupThreads * kConsumers;
 

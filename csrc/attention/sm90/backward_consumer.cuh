@@ -79,8 +79,7 @@ private:
     }
 
     // A turn of the loop begins with the probabilities of a step and the gradients of its logits, and no product in flight,
-    // and ends with those of the next step. dQ is stored beside the product for the next logits, and dK summed up beside the
-    // next softmax.
+    // and ends with those of the next step. dQ is stored beside the product for the next logits.
     __device__ __forceinline__ void attend(KeyGradient& dk, ValueGradient& dv, int num_steps, int turn) {
         if (not memory.tile_message(turn).all_seen)
             clean_keys(memory.tile_message(turn));
@@ -101,40 +100,55 @@ private:
         Operand ds_operand;
         QueryGradient dq;
         begin_dv_and_dq(dq, dv, ds_operand, p, ds);
+        if constexpr (not Config::kLateDk) {
+            begin_dk(dk, ds_operand, step);
+            wgmma_wait<1>();
+            pin(dq);
+        }
         ++step;
         begin_logits(p);
         wgmma_commit();
-        wgmma_wait<1>();
-        pin(dq);
+        if constexpr (Config::kLateDk) {
+            wgmma_wait<1>();
+            pin(dq);
+        }
         hand_over(dq);
+        if constexpr (not Config::kLateDk)
+            finish_dk<1>(dk, step - 1);
         const bool has_blind_rows = await_dout();
         begin_dp(ds);
         wgmma_commit();
-        pin(dk);
-        wgmma_fence();
-        add_to_dk(dk, ds_operand, step - 1);
-        wgmma_commit();
-        to_gradients<1>(p, ds, has_blind_rows);
-        wgmma_wait<0>();
-        pin(dk);
-        release(memory.q_empty(step - 1));
+        if constexpr (Config::kLateDk)
+            begin_dk(dk, ds_operand, step - 1);
+        to_gradients<Config::kLateDk>(p, ds, has_blind_rows);
+        if constexpr (Config::kLateDk)
+            finish_dk<0>(dk, step - 1);
     }
 
     __device__ __forceinline__ void finish(KeyGradient& dk, ValueGradient& dv, Logits& p, Logits& ds) {
         Operand ds_operand;
         QueryGradient dq;
         begin_dv_and_dq(dq, dv, ds_operand, p, ds);
-        pin(dk);
-        wgmma_fence();
-        add_to_dk(dk, ds_operand, step);
-        wgmma_commit();
+        begin_dk(dk, ds_operand, step);
         wgmma_wait<1>();
         pin(dq);
         hand_over(dq);
-        wgmma_wait<0>();
-        pin(dk);
-        release(memory.q_empty(step));
+        finish_dk<0>(dk, step);
         ++step;
+    }
+
+    __device__ __forceinline__ void begin_dk(KeyGradient& dk, const Operand& ds_operand, unsigned of) const {
+        pin(dk);
+        wgmma_fence();
+        add_to_dk(dk, ds_operand, of);
+        wgmma_commit();
+    }
+
+    // With so many products begun after it.
+    template <int kPending> __device__ __forceinline__ void finish_dk(KeyGradient& dk, unsigned of) const {
+        wgmma_wait<kPending>();
+        pin(dk);
+        release(memory.q_empty(of));
     }
 
     // dV is finished, dQ left running.
