@@ -19,8 +19,10 @@ struct BackwardConfig {
     static constexpr int kDim = kDim_, kVDim = kVDim_, kRows = kRows_, kKeys = kKeys_, kConsumers = kConsumers_;
     static constexpr int kQStages = kQStages_, kDoutStages = kDoutStages_;
     static constexpr bool kSoftCap = kSoftCap_;
+    // Above 128, warpgroups share the keys of a tile and divide the head dimension.
+    static constexpr bool kWide = kDim > 128;
     // Whether dK of a step is summed up beside the softmax of the next, for which queries and their operand stay longer.
-    static constexpr bool kLateDk = kRows == 64;
+    static constexpr bool kLateDk = not kWide and kRows == 64;
     static constexpr int kThreads = kWarpgroupThreads * (kConsumers + 1);
     static constexpr int kConsumerThreads = kWarpgroupThreads * kConsumers;
 
@@ -37,8 +39,10 @@ struct BackwardConfig {
     static constexpr int kRowBlocks = kRows / kRowBlock, kRowsBytes = kRowBlocks * static_cast<int>(sizeof(RowBlock));
     // Of 16-bit numbers for each query and key of a step. Two of them.
     static constexpr int kLogitsBytes = kRows * kPanelRowBytes * panels(kKeys);
-    // The gradient of a block of queries, as it is summed up in global memory, and what each warpgroup has of it.
-    static constexpr int kDqBytes = kRows * kDim * 4, kDqPartBytes = kRows == 128 ? kDqBytes / 2 : kRows * 64 * 4;
+    // The gradient of a block of queries in shared memory: of each warpgroup a part, 64 by 64 numbers, which in global
+    // memory lie one after the other. Wide kernels do it in several passes.
+    static constexpr int kDqPartBytes = 64 * 64 * 4, kDqPasses = kWide ? panels(kDim) / kConsumers : 1;
+    static constexpr int kDqBytes = kConsumers * kDqPartBytes, kSumBytes = kRows * kDim * 4;
 };
 
 // One tile of keys, for the consumers.
@@ -62,6 +66,7 @@ struct alignas(16) StepMessage {
 template <typename Config> struct BackwardMemory {
     // Step s + kSteps is announced when queries of step s + kSteps - kQStages are done with, in the step after it. The
     // reducer has then finished step s + kSteps - kQStages - 1.
+    // A tile's message is still read while its gradients are stored and keys of the next tile are on their way.
     static constexpr int kTileMessages = 2, kSteps = 8;
     static_assert(kSteps > Config::kQStages);
     static constexpr int kSingleBarriers = 2;
@@ -80,8 +85,8 @@ template <typename Config> struct BackwardMemory {
 
     __device__ __forceinline__ explicit BackwardMemory(char* raw)
         : base(raw + (-shared_address(raw) & (kAlignment - 1))) {}
-    __device__ __forceinline__ SharedAddress k() const { return shared_address(base) + kK; }
-    __device__ __forceinline__ SharedAddress v() const { return shared_address(base) + kV; }
+    __device__ __forceinline__ SharedAddress k() const { return anew(shared_address(base) + kK); }
+    __device__ __forceinline__ SharedAddress v() const { return anew(shared_address(base) + kV); }
     __device__ __forceinline__ SharedAddress q(unsigned step) const {
         return shared_address(base) + kQ + step % Config::kQStages * Config::kQBytes;
     }
@@ -89,9 +94,9 @@ template <typename Config> struct BackwardMemory {
         return shared_address(base) + kDout + step % Config::kDoutStages * Config::kDoutBytes;
     }
     __device__ __forceinline__ SharedAddress logits(unsigned which) const {
-        return shared_address(base) + kLogits + which % 2 * Config::kLogitsBytes;
+        return anew(shared_address(base) + kLogits + which % 2 * Config::kLogitsBytes);
     }
-    __device__ __forceinline__ SharedAddress dq() const { return shared_address(base) + kDq; }
+    __device__ __forceinline__ SharedAddress dq() const { return anew(shared_address(base) + kDq); }
     // With the queries.
     __device__ __forceinline__ const RowBlock* rows(unsigned step) const {
         return reinterpret_cast<const RowBlock*>(base + kRows + step % Config::kQStages * Config::kRowsBytes);
@@ -139,13 +144,20 @@ template <typename Config> struct BackwardMemory {
     }
 
 private:
+    // What follows from an address that is the same in every step is found anew in each: ptxas would keep every descriptor
+    // of a loop in registers, and spill them.
+    __device__ __forceinline__ static SharedAddress anew(SharedAddress address) {
+        asm volatile("" : "+r"(address));
+        return address;
+    }
+
     __device__ __forceinline__ Mbarrier barrier(int index) const {
         return {shared_address(base) + kBarriers + 8 * index};
     }
 };
 
 // Named barriers. Those of the gradient of queries: one for each consumer warpgroup, with the warp of the reducer.
-enum BackwardBarrier { kLogitsWritten = 1, kRowsCleaned = 2, kDqEmpty = 3, kDqFull = 6 };
+enum BackwardBarrier { kLogitsWritten = 1, kLogitsRead = 2, kRowsCleaned = 3, kDqEmpty = 4, kDqFull = 7 };
 inline constexpr int kDqThreads = kWarpgroupThreads + 32;
 
 }  // namespace jaxmagi::sm90

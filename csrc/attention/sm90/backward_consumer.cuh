@@ -1,7 +1,9 @@
 #pragma once
 
-#include "csrc/attention/sm90/backward_logits.cuh"
+#include "csrc/attention/sm90/backward_cleaner.cuh"
+#include "csrc/attention/sm90/backward_dq_sender.cuh"
 #include "csrc/attention/sm90/backward_epilogue.cuh"
+#include "csrc/attention/sm90/backward_logits.cuh"
 #include "csrc/common/sm90/stmatrix.cuh"
 #include "csrc/common/sm90/wgmma.cuh"
 
@@ -43,11 +45,15 @@ template <typename Config> struct BackwardConsumer {
             epilogue.store(dk, args.dk, args.dim, args.scale);
             epilogue.store(dv, args.dv, args.v_dim, 1.f);
         }
-        tell_reducer();
+        sender().finish();
     }
 
 private:
     __device__ __forceinline__ int first_key() const { return warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4; }
+    __device__ __forceinline__ BackwardCleaner<Config> cleaner() const {
+        return {memory, warpgroup * kWarpgroupThreads + thread};
+    }
+    __device__ __forceinline__ DqSender<Config> sender() const { return {memory, warpgroup, thread}; }
     __device__ __forceinline__ ThreadRows rows() const { return {memory.rows(step), thread % 4 * 2}; }
 
     // One thread may speak for its warpgroup, since a product is finished by its four warps together.
@@ -63,26 +69,11 @@ private:
             memory.kv_empty().arrive();
     }
 
-    __device__ __forceinline__ void tell_reducer() const {
-        if (warpgroup != 0)
-            return;
-        named_barrier_sync(kDqEmpty, kDqThreads);
-        if (thread == 0)
-            memory.done() = 1;
-        named_barrier_arrive(kDqFull, kDqThreads);
-    }
-
-    template <int kCount> __device__ __forceinline__ static void clear(float (&x)[kCount]) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i)
-            x[i] = 0.f;
-    }
-
     // A turn of the loop begins with the probabilities of a step and the gradients of its logits, and no product in flight,
     // and ends with those of the next step. dQ is stored beside the product for the next logits.
     __device__ __forceinline__ void attend(KeyGradient& dk, ValueGradient& dv, int num_steps, int turn) {
         if (not memory.tile_message(turn).all_seen)
-            clean_keys(memory.tile_message(turn));
+            cleaner().clean_keys(memory.tile_message(turn));
         Logits p, ds;
         begin_logits(p);
         wgmma_commit();
@@ -112,7 +103,7 @@ private:
             wgmma_wait<1>();
             pin(dq);
         }
-        hand_over(dq);
+        sender().send(dq);
         if constexpr (not Config::kLateDk)
             finish_dk<1>(dk, step - 1);
         const bool has_blind_rows = await_dout();
@@ -132,7 +123,7 @@ private:
         begin_dk(dk, ds_operand, step);
         wgmma_wait<1>();
         pin(dq);
-        hand_over(dq);
+        sender().send(dq);
         finish_dk<0>(dk, step);
         ++step;
     }
@@ -176,18 +167,10 @@ private:
     // Returns whether the step has rows without logits.
     __device__ __forceinline__ bool await_dout() const {
         memory.dout_full(step).wait(memory.dout_parity(step));
-        const bool has_blind_rows = any_blind_rows();
+        const bool has_blind_rows = any_blind_rows<Config>(memory.rows(step));
         if (has_blind_rows)
-            clean_rows();
+            cleaner().clean_rows(step);
         return has_blind_rows;
-    }
-
-    __device__ __forceinline__ bool any_blind_rows() const {
-        bool any = false;
-#pragma unroll
-        for (int block = 0; block < Config::kRowBlocks; ++block)
-            any = any or memory.rows(step)[block].has_blind_rows != 0;
-        return any;
     }
 
     // Logits become probabilities, and gradients of probabilities those of logits. Both are waited for, but not what was
@@ -281,64 +264,6 @@ private:
             store_transposed(row + i * 16 * kPanelRowBytes, ds[i]);
     }
 
-    __device__ __forceinline__ void hand_over(const QueryGradient& dq) const {
-        named_barrier_sync(kDqEmpty + warpgroup, kDqThreads);
-        const SharedAddress to = memory.dq() + warpgroup * Config::kDqPartBytes + thread * 16;
-#pragma unroll
-        for (int i = 0; i < kDqColumns / 8; ++i) {
-            constexpr int kFragmentBytes = kWarpgroupThreads * 16;
-            if ((Config::kConsumers - 1) * Config::kDqPartBytes + i * kFragmentBytes < Config::kDqBytes or warpgroup == 0)
-                store_fragment(to + i * kFragmentBytes, dq, 4 * i);
-        }
-        fence_shared_for_async();
-        named_barrier_arrive(kDqFull + warpgroup, kDqThreads);
-    }
-
-    template <int kCount>
-    __device__ __forceinline__ static void store_fragment(SharedAddress to, const float (&x)[kCount], int i) {
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x[i]), "f"(x[i + 1]), "f"(x[i + 2]),
-                     "f"(x[i + 3])
-                     : "memory");
-    }
-
-    // Zeros for keys and values that nobody sees, and for queries without logits and what comes with them: NaN there must
-    // not reach a product.
-    __device__ __forceinline__ void clean_keys(const KeyTileMessage& tile) const {
-#pragma unroll 1
-        for (int i = warpgroup * kWarpgroupThreads + thread; i < Config::kKeys * 8; i += Config::kConsumerThreads) {
-            const int key = i / 8;
-            if (tile.seen[key / 32] >> key % 32 & 1)
-                continue;
-            clean_row<Config::kDim>(memory.k() + i * 16, Config::kKeys);
-            clean_row<Config::kVDim>(memory.v() + i * 16, Config::kKeys);
-        }
-        finish_cleaning();
-    }
-
-    __device__ __forceinline__ void clean_rows() const {
-#pragma unroll 1
-        for (int i = warpgroup * kWarpgroupThreads + thread; i < Config::kRows * 8; i += Config::kConsumerThreads) {
-            const int row = i / 8;
-            if (memory.rows(step)[row / kRowBlock].lse_log2[row % kRowBlock] != INFINITY)
-                continue;
-            clean_row<Config::kDim>(memory.q(step) + i * 16, Config::kRows);
-            clean_row<Config::kVDim>(memory.dout(step) + i * 16, Config::kRows);
-        }
-        finish_cleaning();
-    }
-
-    // 16 bytes in each panel.
-    template <int kColumns> __device__ __forceinline__ static void clean_row(SharedAddress to, int rows) {
-#pragma unroll
-        for (int panel = 0; panel < panels(kColumns); ++panel)
-            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to + panel * rows * kPanelRowBytes), "r"(0)
-                         : "memory");
-    }
-
-    __device__ __forceinline__ static void finish_cleaning() {
-        fence_shared_for_async();
-        named_barrier_sync(kRowsCleaned, Config::kConsumerThreads);
-    }
 };
 
 }  // namespace jaxmagi::sm90

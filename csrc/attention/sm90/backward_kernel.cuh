@@ -3,6 +3,9 @@
 #include "csrc/attention/sm90/backward_consumer.cuh"
 #include "csrc/attention/sm90/backward_producer.cuh"
 #include "csrc/attention/sm90/backward_reducer.cuh"
+#include "csrc/attention/sm90/backward_wide_consumer.cuh"
+
+#include <type_traits>
 
 namespace jaxmagi::sm90 {
 
@@ -32,7 +35,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         take_registers<Config::kConsumerRegisters>();
         // Found again, or ptxas would keep it in local memory in between.
         const int consumer = uniform(threadIdx.x / kWarpgroupThreads) - 1;
-        BackwardConsumer<Config>{memory, args, consumer, thread}.run();
+        using Consumer =
+            std::conditional_t<Config::kWide, BackwardWideConsumer<Config>, BackwardConsumer<Config>>;
+        Consumer{memory, args, consumer, thread}.run();
     }
 }
 

@@ -3,8 +3,8 @@
 #include "csrc/attention/sm90/backward_config.cuh"
 #include "csrc/attention/sm90/forward_softmax.cuh"
 
-// From transposed logits to probabilities and to gradients of logits: each thread on two keys (rows) and kCount / 4 pairs of
-// queries (columns).
+// From logits to probabilities and to gradients of logits. Transposed logits: each thread on two keys (rows) and kCount / 4
+// pairs of queries (columns). Others, in functions whose names say so, on two queries and pairs of keys.
 
 namespace jaxmagi::sm90 {
 
@@ -109,6 +109,65 @@ __device__ __forceinline__ void differentiate_capped(float (&dp)[kCount], float 
         const float2 lse = rows.lse_log2(i / 4), delta = rows.delta(i / 4);
         const float t = saturated[i], p = exp2_approx(cap_log2 * t - (i % 2 ? lse.y : lse.x));
         const float gradient = p * (1.f - t * t) * (dp[i] - (i % 2 ? delta.y : delta.x));
+        saturated[i] = seen[i] ? p : 0.f;
+        dp[i] = seen[i] ? gradient : 0.f;
+    }
+}
+
+// As SeenBits, of a thread's two queries.
+struct RowBits {
+    uint32_t words[2];
+
+    // Of register i.
+    __device__ __forceinline__ bool operator[](int i) const {
+        return words[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1;
+    }
+};
+
+// row: the thread's first query in the block; first_column: the first key in the tile.
+__device__ __forceinline__ RowBits row_bits(const StepMessage& message, const float (&lse_log2)[2], int row,
+                                            int first_column) {
+    const int4 keys = reinterpret_cast<const int4*>(&message)[0];     // key_begin, key_end, lower, upper
+    const int2 columns = reinterpret_cast<const int2*>(&message)[2];  // first_column, end_column
+    RowBits bits;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int at = row + 8 * r;
+        const bool inside = columns.x <= at and at < columns.y and lse_log2[r] != INFINITY;
+        const int end = columns_below((inside ? min(keys.y, at - keys.z + 1) : 0) - first_column);
+        const int begin = columns_below(max(keys.x, at - keys.w + 1) - first_column);
+        bits.words[r] = low_bits(end) & ~low_bits(begin);
+    }
+    return bits;
+}
+
+template <int kCount>
+__device__ __forceinline__ void exponentiate_rows(float (&logits)[kCount], const float (&lse_log2)[2], const RowBits& seen,
+                                                  float to_log2) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        const float p = exp2_approx(logits[i] * to_log2 - lse_log2[i / 2 % 2]);
+        logits[i] = seen[i] ? p : 0.f;
+    }
+}
+
+template <int kCount>
+__device__ __forceinline__ void differentiate_rows(float (&dp)[kCount], const float (&p)[kCount],
+                                                   const float (&delta)[2]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+        dp[i] = p[i] * (dp[i] - delta[i / 2 % 2]);
+}
+
+template <int kCount>
+__device__ __forceinline__ void differentiate_capped_rows(float (&dp)[kCount], float (&saturated)[kCount],
+                                                          const float (&lse_log2)[2], const float (&delta)[2],
+                                                          const RowBits& seen, float cap_log2) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        const int r = i / 2 % 2;
+        const float t = saturated[i], p = exp2_approx(cap_log2 * t - lse_log2[r]);
+        const float gradient = p * (1.f - t * t) * (dp[i] - delta[r]);
         saturated[i] = seen[i] ? p : 0.f;
         dp[i] = seen[i] ? gradient : 0.f;
     }

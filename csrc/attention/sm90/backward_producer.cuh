@@ -23,8 +23,8 @@ struct TileBand {
         const int end = band.k1 - first_query;
         return {.key_begin = band.q0 - keys.begin,
                 .key_end = band.q1 - keys.begin,
-                .lower = band.lo + keys.begin - first_query,
                 // Bounded, so that sums do not overflow.
+                .lower = max(band.lo + keys.begin - first_query, -kUnbounded),
                 .upper = min(min(band.hi, kUnbounded - 1) + keys.begin + 1 - first_query, end),
                 .first_column = band.k0 - first_query,
                 .end_column = end,

@@ -23,7 +23,7 @@ template <typename Config> struct BackwardReducer {
             give_back(part);
 #pragma unroll 1
         for (unsigned step = 0;; ++step) {
-            named_barrier_sync(kDqFull, kDqThreads);
+            await_part(0);
             if (memory.done() != 0)
                 break;
             if (args.deterministic)
@@ -45,26 +45,36 @@ private:
         return args.workspace.dq + int64_t{message.row_block} * (kRowBlock * Config::kDim);
     }
 
-    __device__ __forceinline__ void add_part(float* to, int part) const {
-        const int offset = part * Config::kDqPartBytes;
-        bulk_add(to + offset / 4, memory.dq() + offset, min(Config::kDqPartBytes, Config::kDqBytes - offset));
+    __device__ __forceinline__ static void await_part(int part) {
+        named_barrier_sync(kDqFull + part, kDqThreads);
+    }
+
+    // Those of a pass lie `kDqPasses` parts apart in global memory.
+    __device__ __forceinline__ void add_part(float* to, int pass, int part) const {
+        const int offset = (part * Config::kDqPasses + pass) * Config::kDqPartBytes;
+        bulk_add(to + offset / 4, memory.dq() + part * Config::kDqPartBytes,
+                 min(Config::kDqPartBytes, Config::kSumBytes - offset));
         bulk_commit();
     }
 
+    // The first part of the first pass is there.
     __device__ __forceinline__ void add(const StepMessage& message) const {
         float* const to = target(message);
 #pragma unroll
-        for (int part = 0; part < Config::kConsumers; ++part) {
-            if (part > 0)
-                named_barrier_sync(kDqFull + part, kDqThreads);
-            if (elect_lane())
-                add_part(to, part);
+        for (int pass = 0; pass < Config::kDqPasses; ++pass) {
+#pragma unroll
+            for (int part = 0; part < Config::kConsumers; ++part) {
+                if (pass + part > 0)
+                    await_part(part);
+                if (elect_lane())
+                    add_part(to, pass, part);
+            }
+            // Each part is given back when it was read, while the next ones still are.
+            if constexpr (Config::kConsumers == 3)
+                finish_reading<2>(0);
+            finish_reading<1>(Config::kConsumers - 2);
+            finish_reading<0>(Config::kConsumers - 1);
         }
-        // Each part is given back when it was read, while the next ones still are.
-        if constexpr (Config::kConsumers == 3)
-            finish_reading<2>(0);
-        finish_reading<1>(Config::kConsumers - 2);
-        finish_reading<0>(Config::kConsumers - 1);
     }
 
     template <int kPending> __device__ __forceinline__ static void finish_reading(int part) {
@@ -77,17 +87,23 @@ private:
         float* const to = target(message);
         int* const turns = args.workspace.turns + message.row_block;
         const int turn = turn_of(message);
-        for (int part = 1; part < Config::kConsumers; ++part)
-            named_barrier_sync(kDqFull + part, kDqThreads);
-        if (elect_lane()) {
-            await_turn(turns, turn);
+#pragma unroll
+        for (int pass = 0; pass < Config::kDqPasses; ++pass) {
             for (int part = 0; part < Config::kConsumers; ++part)
-                add_part(to, part);
-            bulk_wait();
-            end_turn(turns);
+                if (pass + part > 0)
+                    await_part(part);
+            if (elect_lane()) {
+                if (pass == 0)
+                    await_turn(turns, turn);
+                for (int part = 0; part < Config::kConsumers; ++part)
+                    add_part(to, pass, part);
+                bulk_wait();
+                if (pass == Config::kDqPasses - 1)
+                    end_turn(turns);
+            }
+            for (int part = 0; part < Config::kConsumers; ++part)
+                give_back(part);
         }
-        for (int part = 0; part < Config::kConsumers; ++part)
-            give_back(part);
     }
 
     __device__ __forceinline__ static void await_turn(const int* turns, int turn) {
