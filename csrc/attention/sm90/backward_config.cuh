@@ -1,9 +1,11 @@
 #pragma once
 
 #include "csrc/attention/sm90/backward_rows.h"
+#include "csrc/attention/sm90/plan.h"
 #include "csrc/common/sm90/mbarrier.cuh"
 #include "csrc/common/sm90/panel.h"
 #include "csrc/common/sm90/warpgroup.cuh"
+#include "csrc/mask/band.h"
 
 // What a backward kernel is made of: sizes known at compile time and the layout of shared memory.
 
@@ -22,7 +24,7 @@ struct BackwardConfig {
     // Above 128, warpgroups share the keys of a tile and divide the head dimension.
     static constexpr bool kWide = kDim > 128;
     // Whether dK of a step is summed up beside the softmax of the next, for which queries and their operand stay longer.
-    static constexpr bool kLateDk = not kWide and kRows == 64;
+    static constexpr bool kLateDk = not kWide and kRows == 64 and not kSoftCap;
     static constexpr int kThreads = kWarpgroupThreads * (kConsumers + 1);
     static constexpr int kConsumerThreads = kWarpgroupThreads * kConsumers;
 
@@ -43,6 +45,26 @@ struct BackwardConfig {
     // memory lie one after the other. Wide kernels do it in several passes.
     static constexpr int kDqPartBytes = 64 * 64 * 4, kDqPasses = kWide ? panels(kDim) / kConsumers : 1;
     static constexpr int kDqBytes = kConsumers * kDqPartBytes, kSumBytes = kRows * kDim * 4;
+};
+
+// The tile that the scheduler works on: it has few registers.
+struct alignas(16) KeyTile {
+    int turn, key;  // how many tiles came before; the first key
+    int first_band, end_band, plan, key_head, example;
+    const PlannedBand* bands;  // of the plan
+    int head;     // the query head in work, in its group
+    bool is_new;  // no run was sent yet
+};
+
+// The blocks of queries of one head that see keys of a tile in one band, for the producer.
+struct alignas(16) QueryRun {
+    int key_begin, key_end;      // those of the band, counted from the tile's first key
+    int lower, upper;            // limits of the first key: it is seen by queries [lower, upper), the next one from lower + 1 on
+    int first_query, end_query;  // of the band
+    Range blocks, whole;         // all; those in which every query sees every key
+    int band, head;
+    int turn, key, key_head, example, plan;  // of the tile
+    bool first;                              // of the tile
 };
 
 // One tile of keys, for the consumers.
@@ -66,8 +88,11 @@ struct alignas(16) StepMessage {
 template <typename Config> struct BackwardMemory {
     // Step s + kSteps is announced when queries of step s + kSteps - kQStages are done with, in the step after it. The
     // reducer has then finished step s + kSteps - kQStages - 1.
-    // A tile's message is still read while its gradients are stored and keys of the next tile are on their way.
-    static constexpr int kTileMessages = 2, kSteps = 8;
+    // Every tile has a run. When the scheduler writes the message of tile t, the run kRuns before its first is done with:
+    // that of tile t - kRuns or a later one, whose keys could only be loaded when tile t - kRuns - 1 had no products left,
+    // and all consumers had stored the gradients of the tile before that.
+    static constexpr int kRuns = Config::kConsumers == 2 ? 4 : 2, kTileMessages = kRuns + 2;
+    static constexpr int kSteps = Config::kQStages == 2 ? 4 : 8;
     static_assert(kSteps > Config::kQStages);
     static constexpr int kSingleBarriers = 2;
     static constexpr int kK = 0, kV = kK + Config::kKBytes, kQ = kV + Config::kVBytes,
@@ -76,8 +101,11 @@ template <typename Config> struct BackwardMemory {
                          kDq = kLogits + 2 * Config::kLogitsBytes, kRows = kDq + Config::kDqBytes,
                          kStepMessages = kRows + Config::kQStages * Config::kRowsBytes,
                          kTiles = kStepMessages + kSteps * static_cast<int>(sizeof(StepMessage)),
-                         kBarriers = kTiles + kTileMessages * static_cast<int>(sizeof(KeyTileMessage)),
-                         kDone = kBarriers + 8 * (kSingleBarriers + 2 * Config::kQStages + 2 * Config::kDoutStages),
+                         kRunMessages = kTiles + kTileMessages * static_cast<int>(sizeof(KeyTileMessage)),
+                         kTileInWork = kRunMessages + kRuns * static_cast<int>(sizeof(QueryRun)),
+                         kBarriers = kTileInWork + static_cast<int>(sizeof(KeyTile)),
+                         kStageBarriers = kSingleBarriers + 2 * kRuns,
+                         kDone = kBarriers + 8 * (kStageBarriers + 2 * Config::kQStages + 2 * Config::kDoutStages),
                          kEnd = kDone + 8, kAlignment = 1024, kBytes = kEnd + kAlignment;
     static_assert(kBytes <= 227 * 1024);
 
@@ -107,21 +135,30 @@ template <typename Config> struct BackwardMemory {
     __device__ __forceinline__ KeyTileMessage& tile_message(int turn) const {
         return reinterpret_cast<KeyTileMessage*>(base + kTiles)[static_cast<unsigned>(turn) % kTileMessages];
     }
+    __device__ __forceinline__ QueryRun& query_run(unsigned number) const {
+        return reinterpret_cast<QueryRun*>(base + kRunMessages)[number % kRuns];
+    }
+    __device__ __forceinline__ KeyTile& tile_in_work() const { return *reinterpret_cast<KeyTile*>(base + kTileInWork); }
     // Set before the last arrival at the barriers of the reducer.
     __device__ __forceinline__ volatile int& done() const { return *reinterpret_cast<volatile int*>(base + kDone); }
     __device__ __forceinline__ Mbarrier kv_full() const { return barrier(0); }
     __device__ __forceinline__ Mbarrier kv_empty() const { return barrier(1); }
+    __device__ __forceinline__ Mbarrier run_full(unsigned run) const { return barrier(kSingleBarriers + run % kRuns); }
+    __device__ __forceinline__ Mbarrier run_empty(unsigned run) const {
+        return barrier(kSingleBarriers + kRuns + run % kRuns);
+    }
+    __device__ __forceinline__ static int run_parity(unsigned run) { return run / kRuns & 1; }
     __device__ __forceinline__ Mbarrier q_full(unsigned step) const {
-        return barrier(kSingleBarriers + step % Config::kQStages);
+        return barrier(kStageBarriers + step % Config::kQStages);
     }
     __device__ __forceinline__ Mbarrier q_empty(unsigned step) const {
-        return barrier(kSingleBarriers + Config::kQStages + step % Config::kQStages);
+        return barrier(kStageBarriers + Config::kQStages + step % Config::kQStages);
     }
     __device__ __forceinline__ Mbarrier dout_full(unsigned step) const {
-        return barrier(kSingleBarriers + 2 * Config::kQStages + step % Config::kDoutStages);
+        return barrier(kStageBarriers + 2 * Config::kQStages + step % Config::kDoutStages);
     }
     __device__ __forceinline__ Mbarrier dout_empty(unsigned step) const {
-        return barrier(kSingleBarriers + 2 * Config::kQStages + Config::kDoutStages + step % Config::kDoutStages);
+        return barrier(kStageBarriers + 2 * Config::kQStages + Config::kDoutStages + step % Config::kDoutStages);
     }
     // How often the stage was used before, for the parity to wait for.
     __device__ __forceinline__ static int q_parity(unsigned step) { return step / Config::kQStages & 1; }
@@ -131,6 +168,10 @@ template <typename Config> struct BackwardMemory {
     __device__ __forceinline__ void init_barriers() const {
         kv_full().init(1);
         kv_empty().init(Config::kConsumerThreads / 32);
+        for (int run = 0; run < kRuns; ++run) {
+            run_full(run).init(1);
+            run_empty(run).init(1);
+        }
         for (int stage = 0; stage < Config::kQStages; ++stage) {
             q_full(stage).init(1);
             q_empty(stage).init(Config::kConsumers);

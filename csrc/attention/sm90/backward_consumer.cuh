@@ -40,7 +40,7 @@ template <typename Config> struct BackwardConsumer {
             clear(dv);
             if (num_steps > 0)
                 attend(dk, dv, num_steps, turn);
-            const BackwardEpilogue<Config> epilogue(args, memory.tile_message(turn), first_key(), thread % 32);
+            const BackwardEpilogue<Config> epilogue(args, memory.tile_message(turn), first_key(), thread_anew() % 32);
             release_keys();
             epilogue.store(dk, args.dk, args.dim, args.scale);
             epilogue.store(dv, args.dv, args.v_dim, 1.f);
@@ -49,12 +49,21 @@ template <typename Config> struct BackwardConsumer {
     }
 
 private:
-    __device__ __forceinline__ int first_key() const { return warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4; }
-    __device__ __forceinline__ BackwardCleaner<Config> cleaner() const {
-        return {memory, warpgroup * kWarpgroupThreads + thread};
+    // So that what follows from it is found anew in each step: ptxas would keep it in registers, and spill others.
+    __device__ __forceinline__ unsigned thread_anew() const {
+        unsigned found = thread;
+        asm volatile("" : "+r"(found));
+        return found;
     }
-    __device__ __forceinline__ DqSender<Config> sender() const { return {memory, warpgroup, thread}; }
-    __device__ __forceinline__ ThreadRows rows() const { return {memory.rows(step), thread % 4 * 2}; }
+    __device__ __forceinline__ int first_key() const {
+        const unsigned own = thread_anew();
+        return warpgroup * 64 + static_cast<int>(own / 32 * 16 + own % 32 / 4);
+    }
+    __device__ __forceinline__ BackwardCleaner<Config> cleaner() const {
+        return {memory, static_cast<int>(warpgroup * kWarpgroupThreads + thread_anew())};
+    }
+    __device__ __forceinline__ DqSender<Config> sender() const { return {memory, warpgroup, static_cast<int>(thread_anew())}; }
+    __device__ __forceinline__ ThreadRows rows() const { return {memory.rows(step), static_cast<int>(thread_anew() % 4 * 2)}; }
 
     // One thread may speak for its warpgroup, since a product is finished by its four warps together.
     __device__ __forceinline__ void release(Mbarrier empty) const {
@@ -178,17 +187,19 @@ private:
     template <int kPending> __device__ __forceinline__ void to_gradients(Logits& p, Logits& ds, bool has_blind_rows) const {
         const StepMessage& message = memory.step_message(step);
         const bool masked = message.masked or has_blind_rows;
-        wgmma_wait<kPending + 1>();
-        pin(p);
         if constexpr (Config::kSoftCap) {
-            saturate(p, args.logit_scale);
             SeenBits seen{~0u, ~0u};
             if (masked)
                 seen = seen_bits<Config::kRows / 2>(message, rows(), first_key());
+            wgmma_wait<kPending + 1>();
+            pin(p);
+            saturate(p, args.logit_scale);
             wgmma_wait<kPending>();
             pin(ds);
             differentiate_capped(ds, p, rows(), seen, args.cap_log2);
         } else {
+            wgmma_wait<kPending + 1>();
+            pin(p);
             exponentiate(p, rows(), args.logit_scale);
             if (masked)
                 hide(p, seen_bits<Config::kRows / 2>(message, rows(), first_key()));
@@ -255,9 +266,9 @@ private:
 
     // As queries by keys, a panel for the 64 keys of each warpgroup.
     __device__ __forceinline__ void write_logit_gradients(const Operand& ds) const {
-        const int lane = thread % 32, column = thread / 32 * 32 + lane / 8 % 2 * 16;  // in bytes
+        const unsigned own = thread_anew(), lane = own % 32, column = own / 32 * 32 + lane / 8 % 2 * 16;  // in bytes
         const SharedAddress panel = memory.logits(step) + warpgroup * Config::kRows * kPanelRowBytes;
-        const int first = lane / 16 * 8 + lane % 8;
+        const unsigned first = lane / 16 * 8 + lane % 8;
         const SharedAddress row = panel + first * kPanelRowBytes + (column ^ first % 8 * 16);
 #pragma unroll
         for (int i = 0; i < Config::kRows / 16; ++i)

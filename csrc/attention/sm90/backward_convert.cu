@@ -20,12 +20,12 @@ __global__ void __launch_bounds__(kWarpgroupThreads) convert(const __grid_consta
     const int64_t row_block = blockIdx.x;
     const int64_t all_heads = row_block / args.blocks_per_head, example = all_heads / args.heads;
     const int head = all_heads % args.heads, block = row_block % args.blocks_per_head;
-    const int thread = threadIdx.x, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+    const unsigned thread = threadIdx.x, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
     const float* lse_log2 = args.rows[row_block].lse_log2;
     GradientRows<Element> out{.to = args.dq, .f32 = args.f32, .dim = args.dim, .lane = lane};
     bool sighted[2];
     for (int r = 0; r < 2; ++r) {
-        const int position = block * kRowBlock + row + 8 * r;
+        const int position = block * kRowBlock + static_cast<int>(row) + 8 * r;
         out.first[r] = (example * args.q_len + position) * args.heads + head;
         out.wanted[r] = position < args.q_len;
         sighted[r] = lse_log2[row + 8 * r] != INFINITY;

@@ -9,14 +9,14 @@
 namespace jaxmagi::sm90 {
 
 template <typename Config> struct BackwardEpilogue {
-    int kv_len, lane;
+    unsigned lane;
     bool f32;
     int64_t rows[2];  // numbers of the thread's two rows in [batch, kv_len, kv_heads]
     bool exist[2], seen[2];
 
     // first_key: of the thread, in the tile.
     __device__ __forceinline__ BackwardEpilogue(const BackwardArguments& args, const KeyTileMessage& tile, int first_key,
-                                                int lane)
+                                                unsigned lane)
         : lane(lane), f32(args.gradients_f32) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {

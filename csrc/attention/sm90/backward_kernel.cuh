@@ -3,6 +3,7 @@
 #include "csrc/attention/sm90/backward_consumer.cuh"
 #include "csrc/attention/sm90/backward_producer.cuh"
 #include "csrc/attention/sm90/backward_reducer.cuh"
+#include "csrc/attention/sm90/backward_scheduler.cuh"
 #include "csrc/attention/sm90/backward_wide_consumer.cuh"
 
 #include <type_traits>
@@ -27,10 +28,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (warpgroup == 0) {
         give_registers<Config::kProducerRegisters>();
         const int lane = thread % 32;
-        if (thread < 32)
-            BackwardProducer<Config>{memory, maps, args, lane}.run();
-        else if (thread < 64)
+        const int warp = uniform(thread / 32);
+        if (warp == 0 and elect_lane())
+            BackwardProducer<Config>{memory, maps, args}.run();
+        else if (warp == 1)
             BackwardReducer<Config>{memory, args, lane}.run();
+        else if (warp == 2)
+            BackwardScheduler<Config>{memory, args, lane}.run();
     } else {
         take_registers<Config::kConsumerRegisters>();
         // Found again, or ptxas would keep it in local memory in between.

@@ -44,7 +44,7 @@ template <typename Config> struct BackwardWideConsumer {
             if (num_steps > 0)
                 attend(dk, dv, num_steps, turn);
             release_keys();
-            const BackwardWideEpilogue<Config> epilogue(args, memory.tile_message(turn), thread);
+            const BackwardWideEpilogue<Config> epilogue(args, memory.tile_message(turn), thread_anew());
 #pragma unroll
             for (int i = 0; i < kPanels; ++i)
                 epilogue.store(dk[i], args.dk, args.dim, panel(i), args.scale);
@@ -58,12 +58,23 @@ template <typename Config> struct BackwardWideConsumer {
 private:
     __device__ __forceinline__ int panel(int i) const { return warpgroup * kPanels + i; }
     __device__ __forceinline__ int v_panel(int i) const { return warpgroup * kVPanels + i; }
-    __device__ __forceinline__ int row() const { return thread / 32 * 16 + thread % 32 / 4; }
-    __device__ __forceinline__ int first_column() const { return warpgroup * kOwnKeys + thread % 4 * 2; }
-    __device__ __forceinline__ BackwardCleaner<Config> cleaner() const {
-        return {memory, warpgroup * kWarpgroupThreads + thread};
+    // So that what follows from it is found anew in each step: ptxas would keep it in registers, and spill others.
+    __device__ __forceinline__ unsigned thread_anew() const {
+        unsigned found = thread;
+        asm volatile("" : "+r"(found));
+        return found;
     }
-    __device__ __forceinline__ DqSender<Config> sender() const { return {memory, warpgroup, thread}; }
+    __device__ __forceinline__ int row() const {
+        const unsigned own = thread_anew();
+        return static_cast<int>(own / 32 * 16 + own % 32 / 4);
+    }
+    __device__ __forceinline__ int first_column() const {
+        return warpgroup * kOwnKeys + static_cast<int>(thread_anew() % 4 * 2);
+    }
+    __device__ __forceinline__ BackwardCleaner<Config> cleaner() const {
+        return {memory, static_cast<int>(warpgroup * kWarpgroupThreads + thread_anew())};
+    }
+    __device__ __forceinline__ DqSender<Config> sender() const { return {memory, warpgroup, static_cast<int>(thread_anew())}; }
 
     // One thread may speak for its warpgroup, since a product is finished by its four warps together.
     __device__ __forceinline__ void release(Mbarrier empty) const {
@@ -179,7 +190,8 @@ private:
     __device__ __forceinline__ void write(SharedAddress to, const Logits& logits) const {
         uint32_t words[kOwnKeys / 16][4];
         round_to_operand<Element>(logits, words);
-        const int lane = thread % 32, row = thread / 32 * 16 + lane % 16, column = warpgroup % 2 * 64 + lane / 16 * 16;
+        const unsigned own = thread_anew(), lane = own % 32, row = own / 32 * 16 + lane % 16;
+        const unsigned column = warpgroup % 2 * 64 + lane / 16 * 16;
         to += (warpgroup / 2 * Config::kRows + row) * kPanelRowBytes;
 #pragma unroll
         for (int i = 0; i < kOwnKeys / 16; ++i)

@@ -11,7 +11,8 @@ namespace jaxmagi::sm90 {
 template <typename Element> struct GradientRows {
     void* to;
     bool f32;
-    int dim, lane;
+    int dim;
+    unsigned lane;
     int64_t first[2];  // number of each row
     bool wanted[2];
 
@@ -29,7 +30,7 @@ private:
         for (int i = 0; i < 4; ++i) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const int at = column + 8 * i + lane % 4 * 2;
+                const int at = column + 8 * i + static_cast<int>(lane % 4 * 2);
                 if (wanted[r] and at < dim)
                     *reinterpret_cast<float2*>(static_cast<float*>(to) + first[r] * dim + at) = {
                         part[4 * i + 2 * r], part[4 * i + 2 * r + 1]};
@@ -46,7 +47,7 @@ private:
             for (int i = 0; i < 4; ++i)
                 words[i] = Element::pack(part[4 * i + 2 * r], part[4 * i + 2 * r + 1]);
             exchange_quad(words, lane);
-            const int at = column + lane % 4 * 8;
+            const int at = column + static_cast<int>(lane % 4 * 8);
             if (wanted[r] and at < dim)
                 *reinterpret_cast<uint4*>(static_cast<uint16_t*>(to) + first[r] * dim + at) = {words[0], words[1],
                                                                                               words[2], words[3]};
