@@ -86,14 +86,13 @@ struct alignas(16) StepMessage {
 };
 
 template <typename Config> struct BackwardMemory {
-    // Step s + kSteps is announced when queries of step s + kSteps - kQStages are done with, in the step after it. The
-    // reducer has then finished step s + kSteps - kQStages - 1.
     // Every tile has a run. When the scheduler writes the message of tile t, the run kRuns before its first is done with:
     // that of tile t - kRuns or a later one, whose keys could only be loaded when tile t - kRuns - 1 had no products left,
     // and all consumers had stored the gradients of the tile before that.
     static constexpr int kRuns = Config::kConsumers == 2 ? 4 : 2, kTileMessages = kRuns + 2;
-    static constexpr int kSteps = Config::kQStages == 2 ? 4 : 8;
-    static_assert(kSteps > Config::kQStages);
+    // Step s is described when queries of step s - kQStages - 1 were given back. All consumers had then handed over dQ of the
+    // step before that one, for which the reducer had to be done with the step before that.
+    static constexpr int kSteps = Config::kQStages + 4;
     static constexpr int kSingleBarriers = 2;
     static constexpr int kK = 0, kV = kK + Config::kKBytes, kQ = kV + Config::kVBytes,
                          kDout = kQ + Config::kQStages * Config::kQBytes,

@@ -121,8 +121,21 @@ private:
         if constexpr (Config::kLateDk)
             begin_dk(dk, ds_operand, step - 1);
         to_gradients<Config::kLateDk>(p, ds, has_blind_rows);
-        if constexpr (Config::kLateDk)
+        if constexpr (Config::kLateDk) {
+            finish_before_wait(ds);
             finish_dk<0>(dk, step - 1);
+        }
+    }
+
+    // The gradients have to be found beside the product that is waited for next. ptxas would move them behind the wait; it
+    // does not move a store whose condition (all but never true, and then it does no harm) depends on them.
+    __device__ __forceinline__ void finish_before_wait(const Logits& ds) const {
+        uint32_t bits = 0;
+#pragma unroll
+        for (int i = 0; i < Config::kRows / 2; ++i)
+            bits |= __float_as_uint(ds[i]);
+        if (bits == 1u)
+            memory.done() = 0;
     }
 
     __device__ __forceinline__ void finish(KeyGradient& dk, ValueGradient& dv, Logits& p, Logits& ds) {

@@ -51,10 +51,10 @@ private:
     }
 
     __device__ __forceinline__ void load_queries(const QueryRun& run, int block) const {
-        memory.q_empty(step).wait(memory.q_parity(step) ^ 1);
         const int row_block =
             (run.example * args.heads + run.head) * args.workspace.blocks_per_head + block * Config::kRowBlocks;
         describe(run, block, row_block);
+        memory.q_empty(step).wait(memory.q_parity(step) ^ 1);
         const Mbarrier full = memory.q_full(step);
         full.arrive_and_expect(Config::kQBytes + Config::kRowsBytes);
         load<Config::kDim>(memory.q(step), maps.q, Config::kRows,

@@ -83,6 +83,7 @@ private:
         give_back(part);
     }
 
+    // The next turn begins when the additions are complete, but the parts are given back when they were read.
     __device__ __forceinline__ void add_in_turn(const StepMessage& message) const {
         float* const to = target(message);
         int* const turns = args.workspace.turns + message.row_block;
@@ -97,12 +98,14 @@ private:
                     await_turn(turns, turn);
                 for (int part = 0; part < Config::kConsumers; ++part)
                     add_part(to, pass, part);
-                bulk_wait();
-                if (pass == Config::kDqPasses - 1)
-                    end_turn(turns);
+                bulk_wait_read<0>();
             }
             for (int part = 0; part < Config::kConsumers; ++part)
                 give_back(part);
+        }
+        if (elect_lane()) {
+            bulk_wait();
+            end_turn(turns);
         }
     }
 
