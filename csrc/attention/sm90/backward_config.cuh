@@ -52,17 +52,16 @@ struct alignas(16) KeyTile {
     int turn, key;  // how many tiles came before; the first key
     int first_band, end_band, plan, key_head, example;
     const PlannedBand* bands;  // of the plan
-    int head;     // the query head in work, in its group
     bool is_new;  // no run was sent yet
 };
 
-// The blocks of queries of one head that see keys of a tile in one band, for the producer.
+// The blocks of queries that see keys of a tile in one band, for the producer.
 struct alignas(16) QueryRun {
     int key_begin, key_end;      // those of the band, counted from the tile's first key
     int lower, upper;            // limits of the first key: it is seen by queries [lower, upper), the next one from lower + 1 on
     int first_query, end_query;  // of the band
     Range blocks, whole;         // all; those in which every query sees every key
-    int band, head;
+    int band, first_head;
     int turn, key, key_head, example, plan;  // of the tile
     bool first;                              // of the tile
 };

@@ -27,11 +27,7 @@ template <typename Config> struct BackwardProducer {
                 load_keys(run, num_steps);
             if (num_steps < 0)
                 return;
-#pragma unroll 1
-            for (int block = run.blocks.begin; block < run.blocks.end; ++block, ++step) {
-                load_queries(run, block);
-                load_dout(run, block);
-            }
+            load_blocks(run);
             memory.run_empty(number).arrive();
         }
     }
@@ -50,15 +46,32 @@ private:
         load<Config::kVDim>(memory.v(), maps.v, Config::kKeys, at, memory.kv_full());
     }
 
-    __device__ __forceinline__ void load_queries(const QueryRun& run, int block) const {
+    // One query head after the other, so that CTAs which began together with keys of different tiles are at the same queries
+    // as long as possible, and find them in the L2 cache: hence from the last block to the first too, since under a causal
+    // mask all tiles have the last one. Where the order of sums is fixed, the first CTAs to be at a block must be those whose
+    // turn comes first: under a causal mask those that have few.
+    __device__ __forceinline__ void load_blocks(const QueryRun& run) {
+        const int count = run.blocks.end - run.blocks.begin;
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            const int block = args.deterministic ? run.blocks.begin + i : run.blocks.end - 1 - i;
+#pragma unroll 1
+            for (int head = 0; head < args.schedule.group; ++head, ++step) {
+                load_queries(run, block, run.first_head + head);
+                load_dout(run, block, run.first_head + head);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load_queries(const QueryRun& run, int block, int head) const {
         const int row_block =
-            (run.example * args.heads + run.head) * args.workspace.blocks_per_head + block * Config::kRowBlocks;
+            (run.example * args.heads + head) * args.workspace.blocks_per_head + block * Config::kRowBlocks;
         describe(run, block, row_block);
         memory.q_empty(step).wait(memory.q_parity(step) ^ 1);
         const Mbarrier full = memory.q_full(step);
         full.arrive_and_expect(Config::kQBytes + Config::kRowsBytes);
         load<Config::kDim>(memory.q(step), maps.q, Config::kRows,
-                           {0, run.head, block * Config::kRows, run.example}, full);
+                           {0, head, block * Config::kRows, run.example}, full);
         bulk_load(shared_address(memory.rows(step)), args.workspace.rows + row_block, Config::kRowsBytes, full);
     }
 
@@ -80,12 +93,12 @@ private:
         message.tile = run.key / Config::kKeys;
     }
 
-    __device__ __forceinline__ void load_dout(const QueryRun& run, int block) const {
+    __device__ __forceinline__ void load_dout(const QueryRun& run, int block, int head) const {
         memory.dout_empty(step).wait(memory.dout_parity(step) ^ 1);
         const Mbarrier full = memory.dout_full(step);
         full.arrive_and_expect(Config::kDoutBytes);
         load<Config::kVDim>(memory.dout(step), maps.dout, Config::kRows,
-                            {0, run.head, block * Config::kRows, run.example}, full);
+                            {0, head, block * Config::kRows, run.example}, full);
     }
 
     template <int kColumns>

@@ -6,12 +6,12 @@
 #include "csrc/common/math.h"
 
 // How the work is cut into items, and the order in which the CTAs take them: an item is a tile of keys of one key head,
-// with all query heads of the group one after the other.
+// with all query heads of the group.
 
 namespace jaxmagi::sm90 {
 
 // Items of a plan are sorted by section, then by rank of their tile, then by key head. A section is a number of key heads
-// (of any example, where one mask serves all) of which one query head each stays in the L2 cache. Ranks are those of the
+// (of any example, where one mask serves all) whose queries stay in the L2 cache, or as few as there may be. Ranks are those of the
 // plan, longest tile first, or, where the order of sums is fixed, from the last tile to the first.
 struct BackwardSchedule {
     int num_items, per_plan, per_section;  // items
@@ -28,9 +28,9 @@ inline constexpr int64_t kBackwardSectionBytes = int64_t{32} << 20;
 
 inline BackwardSchedule make_schedule(const BackwardShape& shape, int plans, int tile_keys, int num_sms) {
     const int tiles = ceil_div(shape.kv_len, tile_keys), key_heads = shape.batch / plans * shape.kv_heads;
-    const int64_t head_bytes = int64_t{shape.q_len} * (6 * shape.dim + 2 * shape.v_dim);
-    // With fewer tiles than that, the longest ones of the last section would end long after the others.
-    const int64_t balanced = ceil_div(num_sms + num_sms / 2, tiles);
+    const int64_t head_bytes = int64_t{shape.q_len} * (6 * shape.dim + 2 * shape.v_dim) * (shape.heads / shape.kv_heads);
+    // With fewer tiles, the longest ones of the last section would end long after the others.
+    const int64_t balanced = ceil_div(num_sms * 9 / 10, tiles);
     const int64_t wanted = std::max(balanced, kBackwardSectionBytes / head_bytes);
     const int sections = std::max(1, key_heads / static_cast<int>(std::min<int64_t>(wanted, key_heads)));
     const int section = ceil_div(key_heads, sections);

@@ -4,8 +4,8 @@
 #include "csrc/attention/sm90/backward_config.cuh"
 #include "csrc/attention/sm90/forward_softmax.cuh"
 
-// The scheduler warp: takes tiles of keys and finds the blocks of queries that see them, a run for each query head and band,
-// for the producer. It works ahead, so that neither the counter of items nor the bands are waited for between two tiles.
+// The scheduler warp: takes tiles of keys and finds the blocks of queries that see them, a run for each band, for the
+// producer. It works ahead, so that neither the counter of items nor the bands are waited for between two tiles.
 //
 // Bands are those of a plan by keys, and so transposed: their rows are keys, their columns queries.
 
@@ -148,14 +148,8 @@ private:
 
     __device__ __forceinline__ void send_runs() {
 #pragma unroll 1
-        for (int head = 0; head < args.schedule.group; ++head) {
-            if (lane == 0)
-                memory.tile_in_work().head = head;
-            __syncwarp();
-#pragma unroll 1
-            for (int i = memory.tile_in_work().first_band; i < memory.tile_in_work().end_band; i += 32)
-                send_runs_of_bands(i + lane);
-        }
+        for (int i = memory.tile_in_work().first_band; i < memory.tile_in_work().end_band; i += 32)
+            send_runs_of_bands(i + lane);
     }
 
     // Of the bands of all lanes.
@@ -186,7 +180,7 @@ private:
         run.end_query = band.k1;
         run.blocks = found.blocks;
         run.band = band_index;
-        run.head = tile.key_head * args.schedule.group + tile.head;
+        run.first_head = tile.key_head * args.schedule.group;
         const bool holds_keys = band.q0 <= tile.key and tile.key + Config::kKeys <= band.q1;
         // All of a block's queries see all keys if it lies between these.
         const int from = max(band.k0, band.lo + tile.key + Config::kKeys - 1), to = min(band.k1, run.upper);
