@@ -24,7 +24,6 @@ from .device_reference import (
 )
 from .helpers import Operands
 
-
 _FLOOR = 2.0**-6
 
 
