@@ -102,8 +102,8 @@ void execute_backward(const sm90::BackwardParams& params, cudaStream_t stream) {
 
 template <auto kRun>
 ffi::Error backward_stage(cudaStream_t stream, Argument q, Argument k, Argument v, Argument bands, Argument tiles,
-                          Argument dout, Argument lse, Argument delta, Result dq, Result dk, Result dv, Result workspace,
-                          double scale, double soft_cap, bool deterministic, int64_t sm_margin) {
+                          Argument dout, Argument lse, Argument delta, Result dq, Result dk, Result dv,
+                          Result workspace, double scale, double soft_cap, bool deterministic, int64_t sm_margin) {
     return guarded(kBackwardTarget, [&] {
         kRun(to_backward_params({q, k, v, bands, tiles, dout, lse, delta}, {*dq, *dk, *dv, *workspace},
                                 {scale, soft_cap, deterministic, sm_margin}),

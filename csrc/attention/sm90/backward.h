@@ -8,8 +8,8 @@
 
 namespace jaxmagi::sm90 {
 
-// Queries of a block and keys of a tile of the kernel for these head dimensions, by which the plan of the key side counts;
-// for dimensions without a kernel, nothing may be called but this.
+// Queries of a block and keys of a tile of the kernel for these head dimensions, by which the plan of the key side
+// counts; for dimensions without a kernel, nothing may be called but this.
 std::optional<TileShape> backward_tile(int dim, int v_dim);
 
 struct BackwardShape {

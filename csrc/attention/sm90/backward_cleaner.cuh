@@ -2,7 +2,8 @@
 
 #include "csrc/attention/sm90/backward_config.cuh"
 
-// Puts zeros in the place of what nobody may see. Products multiply it with zeros, but 0 · NaN is NaN. By all consumers.
+// Puts zeros in the place of what nobody may see. Products multiply it with zeros, but 0 · NaN is NaN. By all
+// consumers.
 
 namespace jaxmagi::sm90 {
 

@@ -23,7 +23,8 @@ struct BackwardConfig {
     static constexpr bool kSoftCap = kSoftCap_;
     // Above 128, warpgroups share the keys of a tile and divide the head dimension.
     static constexpr bool kWide = kDim > 128;
-    // Whether dK of a step is summed up beside the softmax of the next, for which queries and their operand stay longer.
+    // Whether dK of a step is summed up beside the softmax of the next, for which queries and their operand stay
+    // longer.
     static constexpr bool kLateDk = not kWide and kRows == 64 and not kSoftCap;
     static constexpr int kThreads = kWarpgroupThreads * (kConsumers + 1);
     static constexpr int kConsumerThreads = kWarpgroupThreads * kConsumers;
@@ -58,7 +59,7 @@ struct alignas(16) KeyTile {
 // The blocks of queries that see keys of a tile in one band, for the producer.
 struct alignas(16) QueryRun {
     int key_begin, key_end;      // those of the band, counted from the tile's first key
-    int lower, upper;            // limits of the first key: it is seen by queries [lower, upper), the next one from lower + 1 on
+    int lower, upper;            // queries [lower, upper) see the first key, [lower + 1, upper + 1) the next one
     int first_query, end_query;  // of the band
     Range blocks, whole;         // all; those in which every query sees every key
     int band, first_head;
@@ -69,7 +70,7 @@ struct alignas(16) QueryRun {
 // One tile of keys, for the consumers.
 struct alignas(16) KeyTileMessage {
     uint32_t seen[4];  // a bit for each key: whether any query sees it. Keys that do not exist count as seen
-    int num_steps;     // blocks of queries, over all query heads of the group; 0: nobody sees the keys; -1: no more tiles
+    int num_steps;     // blocks of queries of all heads of the group; 0: nobody sees the keys; -1: no more tiles
     int key, key_head, example;  // the first key
     bool all_seen;
 };
@@ -81,16 +82,16 @@ struct alignas(16) StepMessage {
     int first_column, end_column;          // read together
     int masked;
     int row_block;                 // the first one, among those of all heads
-    int plan, block, band, tile;  // what fixes the order of sums: the block of queries in its head; the band in the plan
+    int plan, block, band, tile;           // fix the order of sums: block of queries in its head, band in the plan
 };
 
 template <typename Config> struct BackwardMemory {
-    // Every tile has a run. When the scheduler writes the message of tile t, the run kRuns before its first is done with:
-    // that of tile t - kRuns or a later one, whose keys could only be loaded when tile t - kRuns - 1 had no products left,
-    // and all consumers had stored the gradients of the tile before that.
+    // Every tile has a run. When the scheduler writes the message of tile t, the run kRuns before its first is done
+    // with: that of tile t - kRuns or a later one, whose keys could only be loaded when tile t - kRuns - 1 had no
+    // products left, and all consumers had stored the gradients of the tile before that.
     static constexpr int kRuns = Config::kConsumers == 2 ? 4 : 2, kTileMessages = kRuns + 2;
-    // Step s is described when queries of step s - kQStages - 1 were given back. All consumers had then handed over dQ of the
-    // step before that one, for which the reducer had to be done with the step before that.
+    // Step s is described when queries of step s - kQStages - 1 were given back. All consumers had then handed over
+    // dQ of the step before that one, for which the reducer had to be done with the step before that.
     static constexpr int kSteps = Config::kQStages + 4;
     static constexpr int kSingleBarriers = 2;
     static constexpr int kK = 0, kV = kK + Config::kKBytes, kQ = kV + Config::kVBytes,
@@ -183,8 +184,8 @@ template <typename Config> struct BackwardMemory {
     }
 
 private:
-    // What follows from an address that is the same in every step is found anew in each: ptxas would keep every descriptor
-    // of a loop in registers, and spill them.
+    // What follows from an address that is the same in every step is found anew in each: ptxas would keep every
+    // descriptor of a loop in registers, and spill them.
     __device__ __forceinline__ static SharedAddress anew(SharedAddress address) {
         asm volatile("" : "+r"(address));
         return address;

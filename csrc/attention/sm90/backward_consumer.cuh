@@ -7,9 +7,10 @@
 #include "csrc/common/sm90/stmatrix.cuh"
 #include "csrc/common/sm90/wgmma.cuh"
 
-// A consumer warpgroup for head dimensions of at most 128: 64 keys of every tile. Logits are transposed, keys by queries, so
-// that probabilities and gradients of logits are operands from registers for the products that keys and values need
-// (FlashAttention-3). Only dQ sums over all keys of the tile: for it gradients of logits go through shared memory.
+// A consumer warpgroup for head dimensions of at most 128: 64 keys of every tile. Logits are transposed, keys by
+// queries, so that probabilities and gradients of logits are operands from registers for the products that keys and
+// values need (FlashAttention-3). Only dQ sums over all keys of the tile: for it gradients of logits go through
+// shared memory.
 
 namespace jaxmagi::sm90 {
 
@@ -62,8 +63,12 @@ private:
     __device__ __forceinline__ BackwardCleaner<Config> cleaner() const {
         return {memory, static_cast<int>(warpgroup * kWarpgroupThreads + thread_anew())};
     }
-    __device__ __forceinline__ DqSender<Config> sender() const { return {memory, warpgroup, static_cast<int>(thread_anew())}; }
-    __device__ __forceinline__ ThreadRows rows() const { return {memory.rows(step), static_cast<int>(thread_anew() % 4 * 2)}; }
+    __device__ __forceinline__ DqSender<Config> sender() const {
+        return {memory, warpgroup, static_cast<int>(thread_anew())};
+    }
+    __device__ __forceinline__ ThreadRows rows() const {
+        return {memory.rows(step), static_cast<int>(thread_anew() % 4 * 2)};
+    }
 
     // One thread may speak for its warpgroup, since a product is finished by its four warps together.
     __device__ __forceinline__ void release(Mbarrier empty) const {
@@ -78,8 +83,8 @@ private:
             memory.kv_empty().arrive();
     }
 
-    // A turn of the loop begins with the probabilities of a step and the gradients of its logits, and no product in flight,
-    // and ends with those of the next step. dQ is stored beside the product for the next logits.
+    // A turn of the loop begins with the probabilities of a step and the gradients of its logits, and no product in
+    // flight, and ends with those of the next step. dQ is stored beside the product for the next logits.
     __device__ __forceinline__ void attend(KeyGradient& dk, ValueGradient& dv, int num_steps, int turn) {
         if (not memory.tile_message(turn).all_seen)
             cleaner().clean_keys(memory.tile_message(turn));
@@ -127,8 +132,8 @@ private:
         }
     }
 
-    // The gradients have to be found beside the product that is waited for next. ptxas would move them behind the wait; it
-    // does not move a store whose condition (all but never true, and then it does no harm) depends on them.
+    // The gradients have to be found beside the product that is waited for next. ptxas would move them behind the
+    // wait; it does not move a store whose condition (all but never true, and then it does no harm) depends on them.
     __device__ __forceinline__ void finish_before_wait(const Logits& ds) const {
         uint32_t bits = 0;
 #pragma unroll
@@ -195,9 +200,10 @@ private:
         return has_blind_rows;
     }
 
-    // Logits become probabilities, and gradients of probabilities those of logits. Both are waited for, but not what was
-    // begun after them.
-    template <int kPending> __device__ __forceinline__ void to_gradients(Logits& p, Logits& ds, bool has_blind_rows) const {
+    // Logits become probabilities, and gradients of probabilities those of logits. Both are waited for, but not what
+    // was begun after them.
+    template <int kPending>
+    __device__ __forceinline__ void to_gradients(Logits& p, Logits& ds, bool has_blind_rows) const {
         const StepMessage& message = memory.step_message(step);
         const bool masked = message.masked or has_blind_rows;
         if constexpr (Config::kSoftCap) {
@@ -231,7 +237,8 @@ private:
     }
 
     __device__ __forceinline__ void begin_dp(Logits& dp) const {
-        const SwizzledOperand v(memory.v() + warpgroup * 64 * kPanelRowBytes, kUnused), dout(memory.dout(step), kUnused);
+        const SwizzledOperand v(memory.v() + warpgroup * 64 * kPanelRowBytes, kUnused);
+        const SwizzledOperand dout(memory.dout(step), kUnused);
         multiply<Config::kVDim>(dp, v, dout);
     }
 

@@ -15,8 +15,8 @@ template <typename Config> struct BackwardEpilogue {
     bool exist[2], seen[2];
 
     // first_key: of the thread, in the tile.
-    __device__ __forceinline__ BackwardEpilogue(const BackwardArguments& args, const KeyTileMessage& tile, int first_key,
-                                                unsigned lane)
+    __device__ __forceinline__ BackwardEpilogue(const BackwardArguments& args, const KeyTileMessage& tile,
+                                                int first_key, unsigned lane)
         : lane(lane), f32(args.gradients_f32) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {

@@ -9,7 +9,8 @@
 
 namespace jaxmagi::sm90 {
 
-inline BackwardArguments make_arguments(const BackwardParams& params, const BackwardWorkspace& workspace, int tile_keys) {
+inline BackwardArguments make_arguments(const BackwardParams& params, const BackwardWorkspace& workspace,
+                                        int tile_keys) {
     const BackwardShape& shape = params.shape;
     const bool capped = params.soft_cap > 0;
     return {.schedule = make_schedule(shape, params.plans, tile_keys, params.num_sms),

@@ -3,8 +3,8 @@
 #include "csrc/attention/sm90/backward_config.cuh"
 #include "csrc/attention/sm90/forward_softmax.cuh"
 
-// From logits to probabilities and to gradients of logits. Transposed logits: each thread on two keys (rows) and kCount / 4
-// pairs of queries (columns). Others, in functions whose names say so, on two queries and pairs of keys.
+// From logits to probabilities and to gradients of logits. Transposed logits: each thread on two keys (rows) and
+// kCount / 4 pairs of queries (columns). Others, in functions whose names say so, on two queries and pairs of keys.
 
 namespace jaxmagi::sm90 {
 
@@ -142,8 +142,8 @@ __device__ __forceinline__ RowBits row_bits(const StepMessage& message, const fl
 }
 
 template <int kCount>
-__device__ __forceinline__ void exponentiate_rows(float (&logits)[kCount], const float (&lse_log2)[2], const RowBits& seen,
-                                                  float to_log2) {
+__device__ __forceinline__ void exponentiate_rows(float (&logits)[kCount], const float (&lse_log2)[2],
+                                                  const RowBits& seen, float to_log2) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
         const float p = exp2_approx(logits[i] * to_log2 - lse_log2[i / 2 % 2]);

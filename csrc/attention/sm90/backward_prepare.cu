@@ -15,7 +15,8 @@ struct RowsArguments {
     int q_len, heads, blocks_per_head;
 };
 
-// A CTA takes 64 positions of some heads of an example: heads lie side by side in what it reads, positions in what it writes.
+// A CTA takes 64 positions of some heads of an example: heads lie side by side in what it reads, positions in what it
+// writes.
 __global__ void __launch_bounds__(kThreads) transpose_rows(const __grid_constant__ RowsArguments args) {
     __shared__ float lse_log2[kRowBlock][kHeads + 1], delta[kRowBlock][kHeads + 1];
     const int first_head = blockIdx.y * kHeads, block = blockIdx.x % args.blocks_per_head;

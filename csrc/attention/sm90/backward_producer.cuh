@@ -5,8 +5,8 @@
 #include "csrc/common/sm90/bulk.cuh"
 #include "csrc/common/sm90/tma.cuh"
 
-// The producer warp: streams keys, values, queries and cotangents of the output through shared memory. One lane does it all;
-// it reads runs where they are, since it has few registers.
+// The producer warp: streams keys, values, queries and cotangents of the output through shared memory. One lane does
+// it all; it reads runs where they are, since it has few registers.
 
 namespace jaxmagi::sm90 {
 
@@ -46,10 +46,10 @@ private:
         load<Config::kVDim>(memory.v(), maps.v, Config::kKeys, at, memory.kv_full());
     }
 
-    // One query head after the other, so that CTAs which began together with keys of different tiles are at the same queries
-    // as long as possible, and find them in the L2 cache: hence from the last block to the first too, since under a causal
-    // mask all tiles have the last one. Where the order of sums is fixed, the first CTAs to be at a block must be those whose
-    // turn comes first: under a causal mask those that have few.
+    // One query head after the other, so that CTAs which began together with keys of different tiles are at the same
+    // queries as long as possible, and find them in the L2 cache: hence from the last block to the first too, since
+    // under a causal mask all tiles have the last one. Where the order of sums is fixed, the first CTAs to be at a
+    // block must be those whose turn comes first: under a causal mask those that have few.
     __device__ __forceinline__ void load_blocks(const QueryRun& run) {
         const int count = run.blocks.end - run.blocks.begin;
 #pragma unroll 1

@@ -6,10 +6,10 @@
 
 // The reducer warp: adds the gradients of blocks of queries to those in global memory.
 //
-// Where the order of sums is fixed, a block of queries counts the additions that were made, and each waits for its turn:
-// tiles of keys come from the last to the first, the bands of a tile in the order of the plan. Tiles are taken in that
-// order too, and work through query heads and blocks in the same order, so that an addition only waits for tiles that
-// running CTAs have taken, and the first of those that are not done waits for nothing.
+// Where the order of sums is fixed, a block of queries counts the additions that were made, and each waits for its
+// turn: tiles of keys come from the last to the first, the bands of a tile in the order of the plan. Tiles are taken
+// in that order too, and work through query heads and blocks in the same order, so that an addition only waits for
+// tiles that running CTAs have taken, and the first of those that are not done waits for nothing.
 
 namespace jaxmagi::sm90 {
 
@@ -125,7 +125,8 @@ private:
 
     // How many additions to the block come before this one.
     __device__ __forceinline__ int turn_of(const StepMessage& message) const {
-        const Range window = args.workspace.windows[int64_t{message.plan} * args.workspace.blocks_per_head + message.block];
+        const int64_t first_window = int64_t{message.plan} * args.workspace.blocks_per_head;
+        const Range window = args.workspace.windows[first_window + message.block];
         const PlannedBand* bands = args.bands + int64_t{message.plan} * args.capacity;
         const Range queries{message.block * kRowBlock, message.block * kRowBlock + Config::kRows};
         int before = 0;

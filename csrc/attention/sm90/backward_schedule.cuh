@@ -10,9 +10,10 @@
 
 namespace jaxmagi::sm90 {
 
-// Items of a plan are sorted by section, then by rank of their tile, then by key head. A section is a number of key heads
-// (of any example, where one mask serves all) whose queries stay in the L2 cache, or as few as there may be. Ranks are those of the
-// plan, longest tile first, or, where the order of sums is fixed, from the last tile to the first.
+// Items of a plan are sorted by section, then by rank of their tile, then by key head. A section is a number of key
+// heads (of any example, where one mask serves all) whose queries stay in the L2 cache, or as few as there may be.
+// Ranks are those of the plan, longest tile first, or, where the order of sums is fixed, from the last tile to the
+// first.
 struct BackwardSchedule {
     int num_items, per_plan, per_section;  // items
     int num_tiles;                         // of one plan
@@ -28,7 +29,8 @@ inline constexpr int64_t kBackwardSectionBytes = int64_t{32} << 20;
 
 inline BackwardSchedule make_schedule(const BackwardShape& shape, int plans, int tile_keys, int num_sms) {
     const int tiles = ceil_div(shape.kv_len, tile_keys), key_heads = shape.batch / plans * shape.kv_heads;
-    const int64_t head_bytes = int64_t{shape.q_len} * (6 * shape.dim + 2 * shape.v_dim) * (shape.heads / shape.kv_heads);
+    const int group = shape.heads / shape.kv_heads;
+    const int64_t head_bytes = int64_t{shape.q_len} * group * (6 * shape.dim + 2 * shape.v_dim);
     // With fewer tiles, the longest ones of the last section would end long after the others.
     const int64_t balanced = ceil_div(num_sms * 9 / 10, tiles);
     const int64_t wanted = std::max(balanced, kBackwardSectionBytes / head_bytes);
@@ -40,7 +42,7 @@ inline BackwardSchedule make_schedule(const BackwardShape& shape, int plans, int
             .num_tiles = tiles,
             .key_heads = key_heads,
             .section = section,
-            .group = shape.heads / shape.kv_heads};
+            .group = group};
 }
 
 JAXMAGI_HOST_DEVICE BackwardItem item_at(const BackwardSchedule& schedule, int index) {

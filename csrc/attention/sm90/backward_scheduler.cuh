@@ -82,8 +82,8 @@ private:
             send_runs();
     }
 
-    // The i-th band, and the blocks of queries that see keys of the tile in it. Those of the tile count also where they do
-    // not exist.
+    // The i-th band, and the blocks of queries that see keys of the tile in it. Those of the tile count also where
+    // they do not exist.
     struct Found {
         Band band;
         Range blocks;

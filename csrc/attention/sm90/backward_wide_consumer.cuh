@@ -7,8 +7,9 @@
 #include "csrc/common/sm90/stmatrix.cuh"
 #include "csrc/common/sm90/wgmma.cuh"
 
-// A consumer warpgroup for head dimensions above 128. Each has the logits of 32 keys, but dK and dV, transposed, of all keys
-// of the tile: 64 rows (of the head dimension) in a product. Probabilities and gradients of logits go through shared memory.
+// A consumer warpgroup for head dimensions above 128. Each has the logits of 32 keys, but dK and dV, transposed, of
+// all keys of the tile: 64 rows (of the head dimension) in a product. Probabilities and gradients of logits go
+// through shared memory.
 
 namespace jaxmagi::sm90 {
 
@@ -74,7 +75,9 @@ private:
     __device__ __forceinline__ BackwardCleaner<Config> cleaner() const {
         return {memory, static_cast<int>(warpgroup * kWarpgroupThreads + thread_anew())};
     }
-    __device__ __forceinline__ DqSender<Config> sender() const { return {memory, warpgroup, static_cast<int>(thread_anew())}; }
+    __device__ __forceinline__ DqSender<Config> sender() const {
+        return {memory, warpgroup, static_cast<int>(thread_anew())};
+    }
 
     // One thread may speak for its warpgroup, since a product is finished by its four warps together.
     __device__ __forceinline__ void release(Mbarrier empty) const {
@@ -100,8 +103,8 @@ private:
             pin(x[i]);
     }
 
-    // A turn of the loop begins with the probabilities of a step and the gradients of its logits, and no product in flight,
-    // and ends with those of the next step.
+    // A turn of the loop begins with the probabilities of a step and the gradients of its logits, and no product in
+    // flight, and ends with those of the next step.
     __device__ __forceinline__ void attend(Gradient (&dk)[kPanels], Gradient (&dv)[kVPanels], int num_steps, int turn) {
         if (not memory.tile_message(turn).all_seen)
             cleaner().clean_keys(memory.tile_message(turn));
@@ -177,7 +180,8 @@ private:
         wgmma_commit();
     }
 
-    // Shows the other warpgroups the probabilities and the gradients of the logits, once they have no use for the last ones.
+    // Shows the other warpgroups the probabilities and the gradients of the logits, once they have no use for the
+    // last ones.
     __device__ __forceinline__ void share(const Logits& p, const Logits& ds) const {
         named_barrier_sync(kLogitsRead, Config::kConsumerThreads);
         write(memory.logits(0), p);

@@ -4,7 +4,8 @@
 #include "csrc/attention/sm90/backward_config.cuh"
 #include "csrc/common/sm90/stmatrix.cuh"
 
-// Stores gradients of keys and values of a tile that accumulators hold transposed: 64 rows of the head dimension by all keys.
+// Stores gradients of keys and values of a tile that accumulators hold transposed: 64 rows of the head dimension by
+// all keys.
 
 namespace jaxmagi::sm90 {
 
@@ -19,23 +20,26 @@ template <typename Config> struct BackwardWideEpilogue {
     int kv_heads;
     bool f32;
 
-    __device__ __forceinline__ BackwardWideEpilogue(const BackwardArguments& args, const KeyTileMessage& tile, int thread)
+    __device__ __forceinline__ BackwardWideEpilogue(const BackwardArguments& args, const KeyTileMessage& tile,
+                                                    int thread)
         : tile(tile), num_keys(args.kv_len - tile.key), row(thread / 32 * 16), lane(thread % 32),
           first_row((int64_t{tile.example} * args.kv_len + tile.key) * args.kv_heads + tile.key_head),
           kv_heads(args.kv_heads), f32(args.gradients_f32) {}
 
     __device__ __forceinline__ void store(const Gradient& gradient, void* to, int dim, int panel, float scale) const {
+        const int column = panel * kPanelColumns + row;
         if (f32)
-            store_f32(gradient, static_cast<float*>(to) + first_row * dim, dim, panel * kPanelColumns + row, scale);
+            store_f32(gradient, static_cast<float*>(to) + first_row * dim, dim, column, scale);
         else
-            store_16bit(gradient, static_cast<uint16_t*>(to) + first_row * dim, dim, panel * kPanelColumns + row, scale);
+            store_16bit(gradient, static_cast<uint16_t*>(to) + first_row * dim, dim, column, scale);
     }
 
 private:
     __device__ __forceinline__ uint32_t seen_bits(int i) const { return tile.seen[i / 4] >> i % 4 * 8; }
 
     // A lane has columns lane / 4 + {0, 8} of keys 2 · (lane % 4) + {0, 1}: 8 lanes fill a sector.
-    __device__ __forceinline__ void store_f32(const Gradient& gradient, float* to, int dim, int first, float scale) const {
+    __device__ __forceinline__ void store_f32(const Gradient& gradient, float* to, int dim, int first,
+                                              float scale) const {
         const int key = lane % 4 * 2, column = first + lane / 4, stride = kv_heads * dim;
 #pragma unroll 1
         for (int j = 0; j < 2; ++j) {

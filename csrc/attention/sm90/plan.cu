@@ -109,8 +109,8 @@ __device__ void subtract_if_smaller(int& count, uint32_t key, uint32_t bound) {
         : "r"(key), "r"(bound));
 }
 
-// Counts down, for the keys at first + t, by the staged keys that come before them: smaller ones, and equal ones in front
-// of `first`.
+// Counts down, for the keys at first + t, by the staged keys that come before them: smaller ones, and equal ones in
+// front of `first`.
 __device__ void count_before(const uint32_t (&staged)[kStagedKeys], int start, int end, int first, int lane,
                              const uint32_t (&own)[kRankedPerWarp], int (&minus_before)[kRankedPerWarp]) {
 #pragma unroll 4

@@ -4,9 +4,10 @@
 
 #include <cstdint>
 
-// The plan of a mask: what every layer's kernels would otherwise find out again. A plan by keys is that of the transposed
-// mask: its tiles are of keys, its blocks of queries, and in its bands keys have the place of queries. Lengths are at most 2^30; the time grows
-// with the squares of the numbers of bands and of tiles, which is seconds for 10^7 of them.
+// The plan of a mask: what every layer's kernels would otherwise find out again. A plan by keys is that of the
+// transposed mask: its tiles are of keys, its blocks of queries, and in its bands keys have the place of queries.
+// Lengths are at most 2^30; the time grows with the squares of the numbers of bands and of tiles, which is seconds
+// for 10^7 of them.
 
 namespace jaxmagi::sm90 {
 

@@ -2,8 +2,8 @@
 
 #include "csrc/common/sm90/mbarrier.cuh"
 
-// Bulk copies of contiguous bytes: addresses and sizes are multiples of 16. One thread issues, and only for it do groups
-// count.
+// Bulk copies of contiguous bytes: addresses and sizes are multiples of 16. One thread issues, and only for it do
+// groups count.
 
 namespace jaxmagi::sm90 {
 
