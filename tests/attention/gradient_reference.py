@@ -193,9 +193,10 @@ def judge_gradients(
             unseen = ~functools.reduce(jnp.logical_or, (x.seen for x in keys))[:kv_len]
             for tally, name, width in ((tallies.key, "key", dim), (tallies.value, "value", v_dim)):
                 exact, rounded = (
-                    sum(getattr(getattr(x, kind), name)[:kv_len, :width] for x in keys)
+                    functools.reduce(jnp.add, (getattr(getattr(x, kind), name) for x in keys))
                     for kind in ("exact", "rounded")
                 )
+                exact, rounded = exact[:kv_len, :width], rounded[:kv_len, :width]
                 tally.add(getattr(got, name)[example, :, head], exact, rounded, unseen, dtype)
     return Gradients(*(tally.deviation() for tally in tallies)), dsinks
 

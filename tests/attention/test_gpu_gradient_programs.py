@@ -1,5 +1,6 @@
 """The backward kernels inside programs: order of sums, stages, margins, captured runs, shared plans."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_stages(rng: np.random.Generator, dim: int, v_dim: int) -> None:
     operands, cotangents = random_operands(rng, shape, count=40), make_cotangents(shape)
     rows = rows_of(operands, cotangents)
     parts = [backward(stage, cotangents, *rows, grad_dtype=jnp.float32) for stage in split_keys(operands)]
-    check(operands, cotangents, Gradients(*(sum(x) for x in zip(*parts, strict=True))))
+    check(operands, cotangents, Gradients(*(functools.reduce(jnp.add, x) for x in zip(*parts, strict=True))))
 
 
 def test_margin_out_of_range(rng: np.random.Generator) -> None:

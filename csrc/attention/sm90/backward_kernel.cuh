@@ -33,7 +33,7 @@
 //   dout_full (1)  producer and TMA   cotangents of a step
 //   dout_empty (consumer warpgroups)  after the product for dV
 // Named barriers:
-//   kLogitsWritten (consumers)  dS of all keys of the tile is there for dQ; in wide kernels P too, for dV. There are two
+//   kLogitsWritten (consumers)  dS of all keys of the tile is there for dQ; in wide kernels P too, for dV. There are 2
 //                               places for dS: that of step j is written again in step j + 2, when all have waited for
 //                               dQ(j) before they came to the barrier of step j + 1
 //   kLogitsRead (consumers)     wide kernels, which have one place: the products of the step before are done
