@@ -47,14 +47,11 @@ private:
     }
 
     // One query head after the other, so that CTAs which began together with keys of different tiles are at the same
-    // queries as long as possible, and find them in the L2 cache: hence from the last block to the first too, since
-    // under a causal mask all tiles have the last one. Where the order of sums is fixed, the first CTAs to be at a
-    // block must be those whose turn comes first: under a causal mask those that have few.
+    // queries as long as possible, and find them in the L2 cache. Hence also from the last block to the first: under a
+    // causal mask all tiles have the last one.
     __device__ __forceinline__ void load_blocks(const QueryRun& run) {
-        const int count = run.blocks.end - run.blocks.begin;
 #pragma unroll 1
-        for (int i = 0; i < count; ++i) {
-            const int block = args.deterministic ? run.blocks.begin + i : run.blocks.end - 1 - i;
+        for (int block = run.blocks.end - 1; block >= run.blocks.begin; --block) {
 #pragma unroll 1
             for (int head = 0; head < args.schedule.group; ++head, ++step) {
                 load_queries(run, block, run.first_head + head);

@@ -12,8 +12,8 @@ namespace jaxmagi::sm90 {
 
 // Items of a plan are sorted by section, then by rank of their tile, then by key head. A section is a number of key
 // heads (of any example, where one mask serves all) whose queries stay in the L2 cache, or as few as there may be.
-// Ranks are those of the plan, longest tile first, or, where the order of sums is fixed, from the last tile to the
-// first.
+// Ranks are those of the plan, longest tile first, or, where the order of sums is fixed, from the first tile to the
+// last.
 struct BackwardSchedule {
     int num_items, per_plan, per_section;  // items
     int num_tiles;                         // of one plan

@@ -55,7 +55,7 @@ private:
         const int64_t first = int64_t{item.plan} * args.schedule.num_tiles;
         int rank = item.rank;
         if (args.deterministic)
-            rank = args.workspace.places[first + args.schedule.num_tiles - 1 - rank];
+            rank = args.workspace.places[first + rank];
         __syncwarp();
         if (lane == 0) {
             const PlannedTile planned = args.tiles[first + rank];
