@@ -11,5 +11,6 @@ struct CudaHandlers {
 
 CudaHandlers attention_plan_cuda();
 CudaHandlers attention_forward_cuda();
+CudaHandlers attention_backward_cuda();
 
 }  // namespace jaxmagi

@@ -2,6 +2,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 
+#include "csrc/attention/sm90/backward.h"
 #include "csrc/attention/sm90/forward.h"
 #include "csrc/attention/sm90/plan.h"
 #include "sources.h"
@@ -23,12 +24,27 @@ nb::dict registrations() {
     nb::dict targets;
     targets["jaxmagi_attention_plan"] = stages(jaxmagi::attention_plan_cuda());
     targets["jaxmagi_attention_forward"] = stages(jaxmagi::attention_forward_cuda());
+    targets["jaxmagi_attention_backward"] = stages(jaxmagi::attention_backward_cuda());
     return targets;
 }
 
-std::optional<std::pair<int, int>> forward_tile(int dim, int v_dim) {
-    const auto tile = jaxmagi::sm90::forward_tile(dim, v_dim);
-    return tile ? std::optional(std::pair(tile->rows, tile->keys)) : std::nullopt;
+using Tile = std::optional<std::pair<int, int>>;
+
+template <auto kTile> Tile tile(int dim, int v_dim) {
+    const auto found = kTile(dim, v_dim);
+    return found ? Tile(std::pair(found->rows, found->keys)) : std::nullopt;
+}
+
+int64_t backward_workspace_bytes(int batch, int q_len, int kv_len, int heads, int dim, int v_dim, int plans,
+                                 bool deterministic) {
+    const jaxmagi::sm90::BackwardShape shape{.batch = batch,
+                                             .q_len = q_len,
+                                             .kv_len = kv_len,
+                                             .heads = heads,
+                                             .kv_heads = heads,
+                                             .dim = dim,
+                                             .v_dim = v_dim};
+    return jaxmagi::sm90::backward_workspace_bytes(shape, plans, deterministic);
 }
 
 }  // namespace
@@ -36,8 +52,13 @@ std::optional<std::pair<int, int>> forward_tile(int dim, int v_dim) {
 NB_MODULE(_cuda, m) {
     m.attr("sources") = kSourcesHash;
     m.def("registrations", registrations, "Per target the handlers of its stages, for platform \"CUDA\".");
-    m.def("forward_tile", forward_tile, nb::arg("dim"), nb::arg("v_dim"),
+    m.def("forward_tile", tile<jaxmagi::sm90::forward_tile>, nb::arg("dim"), nb::arg("v_dim"),
           "Rows and keys of the forward kernel's tile, or None without a kernel for these head dimensions.");
+    m.def("backward_tile", tile<jaxmagi::sm90::backward_tile>, nb::arg("dim"), nb::arg("v_dim"),
+          "Rows and keys of the backward kernel's tile, or None without a kernel for these head dimensions.");
+    m.def("backward_workspace_bytes", backward_workspace_bytes, nb::arg("batch"), nb::arg("q_len"), nb::arg("kv_len"),
+          nb::arg("heads"), nb::arg("dim"), nb::arg("v_dim"), nb::arg("plans"), nb::arg("deterministic"),
+          "Workspace of the backward pass, a multiple of 16.");
     m.def("plan_workspace_words", jaxmagi::sm90::plan_workspace_words, nb::arg("plans"), nb::arg("capacity"),
-          nb::arg("q_len"), nb::arg("tile_rows"), "Workspace of the plan in words of 8 bytes.");
+          nb::arg("length"), nb::arg("tile_rows"), "Workspace of the plan in words of 8 bytes.");
 }

@@ -58,9 +58,14 @@ JAXMAGI_HOST_DEVICE constexpr Range seeing_rows(Band band, Range rows) {
     return is_empty(rows) ? Range{0, 0} : rows;
 }
 
+// Keys take the place of queries, and the other way round.
+JAXMAGI_HOST_DEVICE constexpr Band transposed(Band band) {
+    return {band.k0, band.k1, band.q0, band.q1, -band.hi, -band.lo};
+}
+
 // The keys of [keys) that at least one row sees; they are contiguous.
 JAXMAGI_HOST_DEVICE constexpr Range seen_keys(Band band, Range keys) {
-    return seeing_rows({band.k0, band.k1, band.q0, band.q1, -band.hi, -band.lo}, keys);
+    return seeing_rows(transposed(band), keys);
 }
 
 // The exact hull of the keys that the rows [rows) see.

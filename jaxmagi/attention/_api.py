@@ -98,13 +98,13 @@ def attention(
         scale: factor of q·k, finite, D**-0.5 by default. Static.
         logits_soft_cap: c, to use c · tanh(logits / c) as logits. Static.
         sinks: [N], per head a logit that takes part in the softmax and has no value.
-        deterministic: whether gradients must be bitwise reproducible. As yet they always are.
+        deterministic: whether gradients must be bitwise reproducible. On CPUs and with "xla" they always are;
+            on GPUs the sums of dq otherwise have no fixed order, and having one takes longer.
         return_residual: whether to return the residual too.
         implementation: "ffi" (compiled kernels), "xla" (plain JAX, any platform), or None for "ffi" where it
             fits and "xla" elsewhere. Kernels run on CPUs and on GPUs of compute capability 9.0 (H100, H200);
-            those for GPUs give output and residual in bfloat16 and float16 for D and Dv up to 256, at full
-            speed for 64, 96, 128, 192, 256 and for 192 with a Dv of 128. Gradients on GPUs come from "xla",
-            so there "ffi" cannot be differentiated. On other GPUs, and on any where jaxmagi was built without
+            those for GPUs are for bfloat16 and float16 and D and Dv up to 256, at full speed for 64, 96, 128,
+            192, 256 and for 192 with a Dv of 128. On other GPUs, and on any where jaxmagi was built without
             CUDA, None warns once per process.
 
     Returns:

@@ -1,7 +1,8 @@
-"""The forward pass on Hopper GPUs: a custom call that plans the mask, then one that attends.
+"""Both passes on Hopper GPUs: a custom call that plans the mask, then one that attends, or differentiates.
 
-The plan depends on the mask and the lengths, not on the layer, and XLA merges equal calls: all layers under
-one mask share one plan, save across the borders of loops and of ``jax.checkpoint``.
+The plans, by query rows for the forward pass and by keys for the backward pass, depend on the mask and the
+lengths, not on the layer, and XLA merges equal calls: all layers under one mask share them, save across the
+borders of loops and of ``jax.checkpoint``.
 """
 
 import functools
@@ -20,6 +21,7 @@ from ._dtypes import is_positive_normal
 
 PLAN = "jaxmagi_attention_plan"
 FORWARD = "jaxmagi_attention_forward"
+BACKWARD = "jaxmagi_attention_backward"
 
 _CAPABILITY = "9.0"
 _LOG2E = math.log2(math.e)
@@ -28,15 +30,9 @@ _OUT, _LSE = 0, 1  # among the results
 _PREVIOUS_OUT, _PREVIOUS_LSE = 6, 7  # among the operands
 
 
-def forward_misfit(operands: Sequence[Any], *, scale: float, soft_cap: float, **_: Any) -> str | None:
-    """Why the forward kernel cannot run these operands here; None if it can."""
+def misfit(operands: Sequence[Any], *, scale: float, soft_cap: float, **_: Any) -> str | None:
+    """Why the kernels, of either pass, cannot run these operands here; None if they can."""
     return _module_misfit() or _device_misfit() or _operand_misfit(operands, scale, soft_cap)
-
-
-def backward_misfit(operands: Sequence[Any], **_: Any) -> str | None:
-    """Why there is no backward kernel for these operands here."""
-    del operands
-    return 'the backward kernel is not there yet: gradients on GPUs need implementation=None or "xla"'
 
 
 def _module_misfit() -> str | None:
@@ -142,19 +138,70 @@ def forward(
     return out[..., :v_dim], lse
 
 
-def plan(bands: jax.Array, q_len: int, kv_len: int, dims: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
-    """The bands sorted [P, C, 8], and the row tiles [P, tiles, 4], those with most to do first."""
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bands: jax.Array,
+    dout: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    *,
+    scale: float,
+    soft_cap: float,
+    deterministic: bool,
+    grad_dtype: jnp.dtype,
+    sm_margin: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The two custom calls, to be lowered; operands as in `attention_backward`."""
+    dim, v_dim = q.shape[3], v.shape[3]
+    dims = _padded_dims(q, v)
+    q, k = _pad_dim(_flip(q, scale), dims[0]), _pad_dim(k, dims[0])
+    v, dout = _pad_dim(v, dims[1]), _pad_dim(dout, dims[1])
+    batch, q_len, heads, _ = q.shape
+    kv_len, plans = k.shape[1], bands.shape[0]
+    size = _compiled().backward_workspace_bytes(batch, q_len, kv_len, heads, *dims, plans, deterministic)
+    results = (
+        *(jax.ShapeDtypeStruct(x.shape, grad_dtype) for x in (q, k, v)),
+        jax.ShapeDtypeStruct((size // 16, 4), jnp.int32),
+    )
+    planned = plan(bands, q_len, kv_len, dims, by_keys=True)
+    dq, dk, dv, _ = jax.ffi.ffi_call(BACKWARD, results)(
+        q,
+        k,
+        v,
+        *planned,
+        dout,
+        lse,
+        delta,
+        scale=np.float64(abs(scale) or 1),
+        soft_cap=np.float64(soft_cap),
+        deterministic=np.bool_(deterministic),
+        sm_margin=np.int64(sm_margin),
+    )
+    return _flip(dq, scale)[..., :dim], dk[..., :dim], dv[..., :v_dim]
+
+
+def plan(
+    bands: jax.Array, q_len: int, kv_len: int, dims: tuple[int, int], by_keys: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """The bands sorted [P, C, 8], and the tiles [P, tiles, 4], those with most to do first.
+
+    By keys it is the plan of the transposed mask, for the tiles of the backward kernel.
+    """
     plans, capacity, _ = bands.shape
-    rows, _ = _compiled().forward_tile(*dims)
-    words = _compiled().plan_workspace_words(plans, capacity, q_len, rows)
+    rows, keys = (_compiled().backward_tile if by_keys else _compiled().forward_tile)(*dims)
+    length, tile = (kv_len, keys) if by_keys else (q_len, rows)
+    words = _compiled().plan_workspace_words(plans, capacity, length, tile)
     results = (
         jax.ShapeDtypeStruct((plans, capacity, 8), jnp.int32),
-        jax.ShapeDtypeStruct((plans, -(-q_len // rows), 4), jnp.int32),
+        jax.ShapeDtypeStruct((plans, -(-length // tile), 4), jnp.int32),
         jax.ShapeDtypeStruct((words, 2), jnp.int32),
     )
     numbers = {"q_len": q_len, "kv_len": kv_len, "dim": dims[0], "v_dim": dims[1]}
     attributes = {name: np.int64(number) for name, number in numbers.items()}
-    sorted_bands, tiles, _ = jax.ffi.ffi_call(PLAN, results)(bands, **attributes)
+    call = jax.ffi.ffi_call(PLAN, results)
+    sorted_bands, tiles, _ = call(bands, by_keys=np.bool_(by_keys), **attributes)
     return sorted_bands, tiles
 
 
@@ -175,5 +222,5 @@ def _pad_dim(x: jax.Array, dim: int) -> jax.Array:
 
 
 def _flip(q: jax.Array, scale: float) -> jax.Array:
-    """The query to be multiplied by |scale|, or by 1 for a scale of 0: the kernels take positive ones."""
+    """The query, or its gradient, for |scale|, or 1 for a scale of 0: the kernels take positive ones."""
     return q if scale > 0 else q * q.dtype.type(np.sign(scale))

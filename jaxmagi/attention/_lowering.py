@@ -25,9 +25,7 @@ def register_forward(primitive: Primitive) -> None:
     on_cpu, cpu_misfit = _accumulating(_cpu_forward), functools.partial(_cpu_misfit, primitive.name)
     for_cpu = _compiled_rule(on_cpu, cpu_misfit, _portable_rule(primitive, function, cpu_misfit))
     on_hopper = functools.partial(_hopper_forward, function)
-    for_cuda = _compiled_rule(
-        on_hopper, _cuda.forward_misfit, _portable_rule(primitive, function, _cuda.forward_misfit)
-    )
+    for_cuda = _compiled_rule(on_hopper, _cuda.misfit, _portable_rule(primitive, function, _cuda.misfit))
     mlir.register_lowering(primitive, _portable_rule(primitive, function, _no_kernel))
     mlir.register_lowering(primitive, for_cpu, platform="cpu")
     mlir.register_lowering(primitive, _warn_of_plain_xla(for_cuda), platform="cuda")
@@ -39,7 +37,9 @@ def register_backward(primitive: Primitive) -> None:
     for_cpu = _compiled_rule(
         _cpu_backward, cpu_misfit, _portable_rule(primitive, _portable_backward, cpu_misfit)
     )
-    for_cuda = _portable_rule(primitive, _portable_backward, _cuda.backward_misfit)
+    for_cuda = _compiled_rule(
+        _hopper_backward, _cuda.misfit, _portable_rule(primitive, _portable_backward, _cuda.misfit)
+    )
     mlir.register_lowering(primitive, _portable_rule(primitive, _portable_backward, _no_kernel))
     mlir.register_lowering(primitive, for_cpu, platform="cpu")
     mlir.register_lowering(primitive, for_cuda, platform="cuda")
@@ -126,6 +126,13 @@ def _hopper_forward(portable: _Function, *operands: jax.Array, **params: Any) ->
     return forward(*operands, **params)
 
 
+def _hopper_backward(*operands: jax.Array, **params: Any) -> Sequence[jax.Array]:
+    """The kernel, save for empty operands."""
+    q, k, *_ = operands
+    backward = _portable_backward if 0 in (q.size, k.size) else _cuda.backward
+    return backward(*operands, **params)
+
+
 def _cpu_forward(
     q: jax.Array,
     k: jax.Array,
@@ -154,13 +161,16 @@ def _cpu_backward(
     soft_cap: float,
     grad_dtype: jax.typing.DTypeLike,
     deterministic: bool,
+    sm_margin: int,
 ) -> Sequence[jax.Array]:
-    del deterministic  # the handler always is
+    del deterministic, sm_margin  # the handler always is; of GPUs
     results = tuple(jax.ShapeDtypeStruct(x.shape, grad_dtype) for x in (q, k, v))
     call = jax.ffi.ffi_call("jaxmagi_attention_backward", results)
     return call(q, k, v, *rest, scale=np.float64(scale), soft_cap=np.float64(soft_cap))
 
 
-def _portable_backward(*operands: jax.Array, deterministic: bool, **params: Any) -> Sequence[jax.Array]:
-    del deterministic  # the portable backward always is
+def _portable_backward(
+    *operands: jax.Array, deterministic: bool, sm_margin: int, **params: Any
+) -> Sequence[jax.Array]:
+    del deterministic, sm_margin  # the portable backward always is; of GPUs
     return _xla.backward(*operands, **params)

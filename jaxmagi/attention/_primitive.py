@@ -57,6 +57,11 @@ def _check_result_dtype(name: str, dtype: jnp.dtype, operand: jnp.dtype) -> None
         raise ValueError(f"{name} must be {wanted} for operands in {operand.name}, but is {dtype.name}.")
 
 
+def _check_margin(sm_margin: int) -> None:
+    if sm_margin < 0:
+        raise ValueError(f"sm_margin must be at least 0, but is {sm_margin}.")
+
+
 def _forward_types(
     q: Any,
     k: Any,
@@ -74,8 +79,7 @@ def _forward_types(
     accumulate = accumulator_dtype(q.dtype)
     _expect("sinks", sinks, q.shape[2:3], accumulate)
     _check_result_dtype("out_dtype", out_dtype, q.dtype)
-    if sm_margin < 0:
-        raise ValueError(f"sm_margin must be at least 0, but is {sm_margin}.")
+    _check_margin(sm_margin)
     # update() keeps the sharding and the varying mesh axes of the operand.
     out = q.update(shape=(*q.shape[:3], v.shape[3]), dtype=out_dtype)
     lse = _row_type(q, accumulate)
@@ -102,6 +106,7 @@ def _backward_types(
     *,
     grad_dtype: jnp.dtype,
     soft_cap: float,
+    sm_margin: int,
     implementation: str | None,
     **_: float,
 ) -> tuple[Any, Any, Any]:
@@ -111,6 +116,7 @@ def _backward_types(
     _expect("lse", lse, q.shape[:3], accumulate)
     _expect("delta", delta, q.shape[:3], accumulate)
     _check_result_dtype("grad_dtype", grad_dtype, q.dtype)
+    _check_margin(sm_margin)
     return q.update(dtype=grad_dtype), k.update(dtype=grad_dtype), v.update(dtype=grad_dtype)
 
 
@@ -138,7 +144,7 @@ attention_forward_p = _primitive(
 attention_backward_p = _primitive(
     "jaxmagi_attention_backward",
     _backward_types,
-    ("scale", "soft_cap", "deterministic", "grad_dtype", "implementation"),
+    ("scale", "soft_cap", "deterministic", "grad_dtype", "sm_margin", "implementation"),
 )
 batching.primitive_batchers[attention_forward_p] = functools.partial(batch_forward, attention_forward_p)
 batching.primitive_batchers[attention_backward_p] = functools.partial(batch_backward, attention_backward_p)
@@ -218,6 +224,7 @@ def attention_backward(
     deterministic: bool,
     grad_dtype: jax.typing.DTypeLike,
     implementation: str | None,
+    sm_margin: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of q, k and v.
 
@@ -233,16 +240,17 @@ def attention_backward(
         delta: [B, T, N] in accumulator dtype, rowsum(dout · out) minus the cotangent of lse.
         scale: see there.
         soft_cap: see there.
-        deterministic: ask for bitwise reproducible gradients.
+        deterministic: ask for bitwise reproducible gradients, which only GPUs give up for speed.
         grad_dtype: dtype of the gradients, that of q or the accumulator dtype.
         implementation: see there.
+        sm_margin: see there.
 
     Returns:
         The gradients of q, k and v.
 
     Raises:
-        ValueError: for shapes or dtypes other than these.
-        NotImplementedError: for implementation="ffi", when lowered for a platform without it, such as GPUs.
+        ValueError: for shapes, dtypes or numbers other than these.
+        NotImplementedError: for implementation="ffi", when lowered for what it cannot run.
     """
     dq, dk, dv = bind_over_shards(
         attention_backward_p,
@@ -257,6 +265,7 @@ def attention_backward(
         soft_cap=float(soft_cap),
         deterministic=bool(deterministic),
         grad_dtype=jnp.dtype(grad_dtype),
+        sm_margin=operator.index(sm_margin),
         implementation=implementation,
     )
     return dq, dk, dv

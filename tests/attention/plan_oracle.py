@@ -28,6 +28,11 @@ def tighten(bands: Ints, q_len: int, kv_len: int) -> Ints:
     return np.where(sees, np.stack([*rows, *keys, lo, hi]), 0).T
 
 
+def transpose(bands: Ints) -> Ints:
+    """Bands [C, 6] in which keys have the place of queries."""
+    return bands[:, [2, 3, 0, 1, 5, 4]] * [1, 1, 1, 1, -1, -1]
+
+
 def blocks_of_rows(bands: Ints, begin: int, end: int, block_keys: int) -> Ints:
     """Per tight band the blocks of keys that the rows [begin, end) see."""
     q0, q1, k0, k1, lo, hi = bands.T

@@ -8,18 +8,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxmagi import _native, masks
-from jaxmagi.attention import Partial, _cuda, attention, attention_forward
+from jaxmagi.attention import Partial, _cuda, attention, attention_backward, attention_forward
 from jaxmagi.masks import AttnMask
 
 ROWS, WORDS = 128, 77
+BACKWARD_TILE, WORKSPACE = (64, 128), 16 * 99
+PLAN_BY_KEYS = f"{_cuda.PLAN} by keys"
 CALL = re.compile(r"custom_call @(jaxmagi_attention_\w+)\(.*")
 TENSOR = re.compile(r"tensor<([^>]*)>")
 ATTRIBUTE = re.compile(r"(\w+) = (\S+) : [fi]64")
+FLAG = re.compile(r"(\w+) = (true|false)")
 
 
 class Gpu(types.SimpleNamespace):
@@ -30,12 +32,13 @@ class Gpu(types.SimpleNamespace):
 
 
 class Call:
-    """A custom call: its attributes, and the types of operands and results as in "2x8xbf16"."""
+    """A custom call: its attributes and flags, and the types of operands and results as in "2x8xbf16"."""
 
     def __init__(self, line: str) -> None:
         attributes = re.search(r"mhlo.backend_config = \{([^}]*)\}", line)
         assert attributes
         self.attributes = {name: float(value) for name, value in ATTRIBUTE.findall(attributes[1])}
+        self.flags = {name: value == "true" for name, value in FLAG.findall(attributes[1])}
         operands, results = line.rsplit(" : (", 1)[1].split(" -> ")
         self.operands, self.results = TENSOR.findall(operands), TENSOR.findall(results)
         aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d)", line)
@@ -49,9 +52,11 @@ HOPPER = Gpu(compute_capability="9.0", device_kind="NVIDIA H200")
 def extension(monkeypatch: pytest.MonkeyPatch) -> None:
     """Something in place of jaxmagi._cuda, and a machine without a GPU."""
     stand_in = types.SimpleNamespace(
-        registrations=lambda: {_cuda.PLAN: {}, _cuda.FORWARD: {}},
+        registrations=lambda: {_cuda.PLAN: {}, _cuda.FORWARD: {}, _cuda.BACKWARD: {}},
         forward_tile=lambda dim, v_dim: (ROWS, 128) if max(dim, v_dim) <= 256 else None,
-        plan_workspace_words=lambda plans, capacity, q_len, tile_rows: WORDS,
+        backward_tile=lambda dim, v_dim: BACKWARD_TILE,
+        plan_workspace_words=lambda plans, capacity, length, tile_rows: WORDS,
+        backward_workspace_bytes=lambda *sizes: WORKSPACE,
     )
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", stand_in)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(_cuda, "_local_gpus", lambda: ())
@@ -97,10 +102,14 @@ def lower(function: Any, *args: Any) -> str:
 
 
 def calls_in(text: str) -> dict[str, Call]:
-    """The custom calls of a program, at most one for each target."""
-    found = [(match[1], Call(match[0])) for match in CALL.finditer(text)]
-    assert len(found) == len(dict(found))
-    return dict(found)
+    """The custom calls of a program, at most one for each target, and one plan of either kind."""
+    found = {}
+    for match in CALL.finditer(text):
+        call = Call(match[0])
+        name = PLAN_BY_KEYS if call.flags.get("by_keys") else match[1]
+        assert name not in found
+        found[name] = call
+    return found
 
 
 def forward_text(arrays: dict[str, Any], **options: Any) -> str:
@@ -235,11 +244,90 @@ def loss(implementation: str | None) -> Any:
     return jax.grad(total, argnums=(0, 1, 2))
 
 
-def test_gradients_run_on_plain_xla() -> None:
+@pytest.mark.parametrize("implementation", ["ffi", None])
+def test_gradients(implementation: str | None) -> None:
     q, k, v, *_ = operands().values()
-    assert calls_in(lower(loss(None), q, k, v)).keys() == {_cuda.PLAN, _cuda.FORWARD}
-    with pytest.raises(NotImplementedError, match=r"_backward cannot run .*backward kernel is not there yet"):
-        lower(loss("ffi"), q, k, v)
+    calls = calls_in(lower(loss(implementation), q, k, v))
+    assert calls.keys() == {_cuda.PLAN, _cuda.FORWARD, PLAN_BY_KEYS, _cuda.BACKWARD}
+    assert not calls_in(lower(loss("xla"), q, k, v))
+
+
+def backward_arrays(dim: int = 128, v_dim: int = 128, **sizes: Any) -> dict[str, Any]:
+    arrays = operands(dim, v_dim, **sizes)
+    del arrays["sinks"]
+    q, rows = arrays["q"], arrays["q"].shape[:3]
+    return arrays | {
+        "dout": array(*rows, v_dim, dtype=q.dtype),
+        "lse": array(*rows, dtype=jnp.float32),
+        "delta": array(*rows, dtype=jnp.float32),
+    }
+
+
+def backward_text(arrays: dict[str, Any], **options: Any) -> str:
+    static: dict[str, Any] = {
+        "scale": 0.125,
+        "soft_cap": 0.0,
+        "deterministic": False,
+        "grad_dtype": arrays["q"].dtype,
+        "implementation": "ffi",
+    } | options
+    return lower(lambda x: attention_backward(**x, **static), arrays)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("grad_dtype", "name"), [(jnp.float32, "f32"), (jnp.float16, "f16")])
+def test_backward_plan_and_kernel(deterministic: bool, grad_dtype: Any, name: str) -> None:
+    calls = calls_in(
+        backward_text(
+            backward_arrays(192, 128, dtype=jnp.float16),
+            soft_cap=7.5,
+            deterministic=deterministic,
+            grad_dtype=grad_dtype,
+            sm_margin=9,
+        )
+    )
+    plan, kernel = calls[PLAN_BY_KEYS], calls[_cuda.BACKWARD]
+    assert plan.operands == ["1x5x6xi32"]
+    assert plan.results == ["1x5x8xi32", "1x4x4xi32", f"{WORDS}x2xi32"]
+    assert plan.attributes == {"q_len": 300, "kv_len": 400, "dim": 192, "v_dim": 128}
+    shapes = ["2x300x8x192", "2x400x2x192", "2x400x2x128"]
+    rows = ["2x300x8x128xf16", "2x300x8xf32", "2x300x8xf32"]
+    assert kernel.operands == [*(f"{shape}xf16" for shape in shapes), "1x5x8xi32", "1x4x4xi32", *rows]
+    assert kernel.results == [*(f"{shape}x{name}" for shape in shapes), f"{WORKSPACE // 16}x4xi32"]
+    assert kernel.attributes == {"scale": 0.125, "soft_cap": 7.5, "sm_margin": 9}
+    assert kernel.flags == {"deterministic": deterministic}
+
+
+def test_backward_is_padded_too() -> None:
+    text = backward_text(backward_arrays(100, 33))
+    kernel = calls_in(text)[_cuda.BACKWARD]
+    assert kernel.operands[5] == "2x300x8x40xbf16"
+    assert kernel.results[:3] == ["2x300x8x104xbf16", "2x400x2x104xbf16", "2x400x2x40xbf16"]
+    results = ("2x300x8x100", "2x400x2x100", "2x400x2x33")
+    assert all(f"tensor<{shape}xbf16> {{jax.result_info" in text for shape in results)
+
+
+@pytest.mark.parametrize(("scale", "given"), [(-0.25, 0.25), (0.0, 1.0)])
+def test_backward_scale_is_positive(scale: float, given: float) -> None:
+    """Its sign goes to the query and comes back with its gradient."""
+    text = backward_text(backward_arrays(), scale=scale)
+    assert calls_in(text)[_cuda.BACKWARD].attributes["scale"] == given
+    assert text.count("stablehlo.multiply") == 2 and "multiply" not in backward_text(backward_arrays())
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"), [({"dtype": jnp.float32}, "the operands are float32"), ({"dim": 300}, "300")]
+)
+def test_backward_misfits(shape: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"jaxmagi_attention_backward cannot run .*{message}"):
+        backward_text(backward_arrays(**shape))
+    assert not calls_in(backward_text(backward_arrays(**shape), implementation=None))
+    assert not calls_in(backward_text(backward_arrays(), implementation="xla"))
+
+
+@pytest.mark.parametrize("empty", [{"q_len": 0}, {"kv_len": 0}])
+def test_backward_nothing_to_launch(empty: dict[str, Any]) -> None:
+    assert not calls_in(backward_text(backward_arrays(**empty)))
 
 
 def test_vmap_becomes_batch() -> None:
@@ -286,6 +374,12 @@ def test_the_extension_knows_its_tiles() -> None:
         assert rows % 64 == 0 and keys > 0
         keys_and_tiles = 4 * 1000 + (4 + 16) * -(-5000 // rows)  # bytes of a plan
         assert 8 * compiled.plan_workspace_words(3, 1000, 5000, rows) >= 3 * keys_and_tiles
+        rows, keys = compiled.backward_tile(*dims)
+        assert rows % 64 == 0 and keys % 32 == 0
+        sums = 3 * 8 * 5000 * dims[0] * 4
+        for deterministic in (False, True):
+            size = compiled.backward_workspace_bytes(3, 5000, 7000, 8, *dims, 1, deterministic)
+            assert size % 16 == 0 and size >= sums
     for dims in ((264, 64), (64, 264), (100, 100), (0, 64)):
-        assert compiled.forward_tile(*dims) is None
-    np.testing.assert_array_equal(sorted(compiled.registrations()), [_cuda.FORWARD, _cuda.PLAN])
+        assert compiled.forward_tile(*dims) is None and compiled.backward_tile(*dims) is None
+    assert sorted(compiled.registrations()) == [_cuda.BACKWARD, _cuda.FORWARD, _cuda.PLAN]

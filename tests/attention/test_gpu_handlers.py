@@ -17,11 +17,19 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     _cuda.PLAN: {
         "q_len": np.int64(LENGTH),
         "kv_len": np.int64(LENGTH),
+        "by_keys": np.bool_(False),
         "dim": np.int64(DIM),
         "v_dim": np.int64(DIM),
     },
     _cuda.FORWARD: {"scale": np.float64(1), "soft_cap": np.float64(0), "sm_margin": np.int64(0)},
+    _cuda.BACKWARD: {
+        "scale": np.float64(1),
+        "soft_cap": np.float64(0),
+        "deterministic": np.bool_(False),
+        "sm_margin": np.int64(0),
+    },
 }
+NUM_RESULTS = {_cuda.PLAN: 3, _cuda.FORWARD: 3, _cuda.BACKWARD: 4}
 
 
 def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -38,20 +46,29 @@ def arrays(target: str) -> dict[str, jax.ShapeDtypeStruct]:
         words = extension.plan_workspace_words(1, BANDS, LENGTH, rows)
         return {"bands": array(1, BANDS, 6), **plan, "workspace": array(words, 2)}
     tensor = array(1, LENGTH, HEADS, DIM, dtype=jnp.bfloat16)
-    operands = {"q": tensor, "k": tensor, "v": tensor, **plan, "sinks": array(HEADS, dtype=jnp.float32)}
+    tensors = {"q": tensor, "k": tensor, "v": tensor}
     lse = array(1, LENGTH, HEADS, dtype=jnp.float32)
-    return {**operands, "out": tensor, "lse": lse, "counter": array(1)}
+    if target == _cuda.BACKWARD:
+        _, keys = extension.backward_tile(DIM, DIM)
+        plan["tiles"] = array(1, -(-LENGTH // keys), 4)
+        size = extension.backward_workspace_bytes(1, LENGTH, LENGTH, HEADS, DIM, DIM, 1, False)
+        gradients = {f"d{name}": tensor for name in tensors}
+        operands = {**tensors, **plan, "dout": tensor, "lse": lse, "delta": lse}
+        return {**operands, **gradients, "workspace": array(size // 16, 4)}
+    sinks = array(HEADS, dtype=jnp.float32)
+    return {**tensors, **plan, "sinks": sinks, "out": tensor, "lse": lse, "counter": array(1)}
 
 
 def call(target: str, change: dict[str, jax.ShapeDtypeStruct]) -> list[jax.Array]:
     """A custom call, on zeros."""
     given = list((arrays(target) | change).values())
-    function = jax.ffi.ffi_call(target, given[-3:])
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in given[:-3]]
+    results = given[-NUM_RESULTS[target] :]
+    function = jax.ffi.ffi_call(target, results)
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in given[: -len(results)]]
     return jax.block_until_ready(jax.jit(lambda *args: function(*args, **ATTRIBUTES[target]))(*zeros))
 
 
-@pytest.mark.parametrize("target", [_cuda.PLAN, _cuda.FORWARD])
+@pytest.mark.parametrize("target", [_cuda.PLAN, _cuda.FORWARD, _cuda.BACKWARD])
 def test_what_fits_runs(target: str) -> None:
     call(target, {})
 
@@ -68,6 +85,10 @@ def test_what_fits_runs(target: str) -> None:
         (_cuda.FORWARD, {"sorted": array(1, BANDS, 8, dtype=jnp.float32)}, "sorted must be s32, got f32"),
         (_cuda.FORWARD, {"q": array(1, LENGTH, HEADS, DIM)}, "q must be bf16 or f16, got s32"),
         (_cuda.FORWARD, {"lse": array(1, LENGTH, HEADS)}, "lse must be f32, got s32"),
+        (_cuda.BACKWARD, {"delta": array(1, LENGTH, HEADS)}, "delta must be f32, got s32"),
+        (_cuda.BACKWARD, {"dk": array(1, LENGTH, HEADS, DIM, dtype=jnp.float32)}, "dk must be bf16, got f32"),
+        (_cuda.BACKWARD, {"tiles": array(1, 7, 4)}, r"tiles must have shape \[1, \d, 4\], got \[1, 7, 4\]"),
+        (_cuda.BACKWARD, {"workspace": array(7, 4)}, r"workspace must have shape .*, got \[7, 4\]"),
     ],
 )
 def test_what_does_not_fit_is_named(

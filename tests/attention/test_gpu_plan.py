@@ -15,7 +15,7 @@ from jaxmagi.masks import UNBOUNDED, AttnMask
 from tests.cases import random_bands
 
 from .gpu_harness import has_command_buffers, with_command_buffers
-from .plan_oracle import Ints, make_plan
+from .plan_oracle import Ints, make_plan, tighten, transpose
 
 pytestmark = pytest.mark.gpu
 
@@ -29,21 +29,25 @@ def built() -> None:
         pytest.fail("jaxmagi was built without CUDA")
 
 
-plan = jax.jit(_cuda.plan, static_argnums=(1, 2, 3))
+plan = jax.jit(_cuda.plan, static_argnums=(1, 2, 3, 4))
 
 
 def check(bands: Ints, q_len: int, kv_len: int, dims: tuple[int, int] = DIMS) -> None:
-    """The op on bands [P, C, 6] twice, against the oracle."""
+    """The op on bands [P, C, 6] twice by rows and twice by keys, against the oracle."""
     extension = _native.extension("cuda")
     assert extension is not None
-    tile = extension.forward_tile(*dims)
     given = jnp.asarray(bands, jnp.int32)
-    first, second = (plan(given, q_len, kv_len, dims) for _ in range(2))
-    for i, mask in enumerate(bands):
-        want = make_plan(mask, q_len, kv_len, *tile)
-        for got in (first, second):
-            np.testing.assert_array_equal(got[0][i], want.bands)
-            np.testing.assert_array_equal(got[1][i], want.tiles)
+    for by_keys in (False, True):
+        first, second = (plan(given, q_len, kv_len, dims, by_keys) for _ in range(2))
+        for i, mask in enumerate(bands):
+            if by_keys:
+                rows, keys = extension.backward_tile(*dims)
+                want = make_plan(transpose(tighten(mask, q_len, kv_len)), kv_len, q_len, keys, rows)
+            else:
+                want = make_plan(mask, q_len, kv_len, *extension.forward_tile(*dims))
+            for got in (first, second):
+                np.testing.assert_array_equal(got[0][i], want.bands)
+                np.testing.assert_array_equal(got[1][i], want.tiles)
 
 
 @pytest.mark.parametrize("count", [1, 2, 31, 33, 255, 256, 257, 1000, 4096, 4097, 9001])

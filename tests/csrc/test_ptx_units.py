@@ -22,7 +22,9 @@ def succeed(*command: str | Path) -> str:
     return run.stdout
 
 
-@pytest.mark.parametrize("program", ["wgmma_units", "tma_units", "barrier_units", "softmax_units"])
+@pytest.mark.parametrize(
+    "program", ["wgmma_units", "tma_units", "barrier_units", "softmax_units", "bulk_units"]
+)
 def test_units(tmp_path: Path, program: str) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None or not HEADERS.exists():

@@ -49,8 +49,13 @@ JAXMAGI_HOST_DEVICE int64_t words_of_plan(int capacity, int num_tiles) {
     return round_up(int64_t{num_tiles} * kWordsPerTile + ceil_div(keys + groups, 2), kWordsPerTile);
 }
 
-__device__ int num_tiles_of(const PlanParams& params) {
-    return ceil_div(params.q_len, params.tile_rows);
+// Of what is cut into tiles.
+JAXMAGI_HOST_DEVICE int tiled_length(const PlanParams& params) {
+    return params.by_keys ? params.kv_len : params.q_len;
+}
+
+JAXMAGI_HOST_DEVICE int num_tiles_of(const PlanParams& params) {
+    return ceil_div(tiled_length(params), params.tile_rows);
 }
 
 __device__ Plan plan_at(const PlanParams& params, int64_t index) {
@@ -70,7 +75,8 @@ __device__ Plan plan_at(const PlanParams& params, int64_t index) {
 __device__ Band tight_band(const PlanParams& params, const Plan& plan, int index) {
     const int2* row = reinterpret_cast<const int2*>(plan.bands + int64_t{index} * 6);
     const int2 q = row[0], k = row[1], offsets = row[2];
-    return tighten({q.x, q.y, k.x, k.y, offsets.x, offsets.y}, params.q_len, params.kv_len);
+    const Band band = tighten({q.x, q.y, k.x, k.y, offsets.x, offsets.y}, params.q_len, params.kv_len);
+    return params.by_keys ? transposed(band) : band;
 }
 
 __device__ void key_bands(const PlanParams& params, const Plan& plan, Threads threads) {
@@ -217,7 +223,7 @@ __device__ int count_blocks(const PlanParams& params, const Plan& plan, Range ro
 __device__ void plan_tiles(const PlanParams& params, const Plan& plan, Threads threads) {
     const int num_tiles = num_tiles_of(params), lane = threads.lane();
     for (int tile = threads.warp(); tile < num_tiles; tile += threads.num_warps()) {
-        const Range rows = tile_range(tile, params.tile_rows, params.q_len);
+        const Range rows = tile_range(tile, params.tile_rows, tiled_length(params));
         const Range window = window_of(params, plan, rows, lane);
         const int blocks = count_blocks(params, plan, rows, window, lane);
         if (lane == 0) {
@@ -280,12 +286,12 @@ cudaError_t launch(Kernel kernel, const PlanParams& params, int ctas, int thread
 
 }  // namespace
 
-int64_t plan_workspace_words(int plans, int capacity, int q_len, int tile_rows) {
-    return plans * words_of_plan(capacity, ceil_div(q_len, tile_rows));
+int64_t plan_workspace_words(int plans, int capacity, int length, int tile_rows) {
+    return plans * words_of_plan(capacity, ceil_div(length, tile_rows));
 }
 
 cudaError_t make_plan(const PlanParams& params, cudaStream_t stream) {
-    const int num_tiles = ceil_div(params.q_len, params.tile_rows);
+    const int num_tiles = num_tiles_of(params);
     if (std::max(params.capacity, num_tiles) <= kMaxAlone)
         return launch(run_all_phases, params, 1, kThreadsAlone, stream);
     constexpr int kWarps = kThreads / kWarpSize, kRanked = kWarps * kRankedPerWarp;

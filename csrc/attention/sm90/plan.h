@@ -4,8 +4,10 @@
 
 #include <cstdint>
 
-// The plan of a mask: what every layer's kernels would otherwise find out again. Lengths are at most 2^30; the time
-// grows with the squares of the numbers of bands and of tiles, which is seconds for 10^7 of them.
+// The plan of a mask: what every layer's kernels would otherwise find out again. A plan by keys is that of the
+// transposed mask: its tiles are of keys, its blocks of queries, and in its bands keys have the place of queries.
+// Lengths are at most 2^30; the time grows with the squares of the numbers of bands and of tiles, which is seconds
+// for 10^7 of them.
 
 namespace jaxmagi::sm90 {
 
@@ -26,13 +28,14 @@ struct PlanParams {
     const int32_t* bands;  // [plans, capacity, 6]
     int plans, capacity;   // plans: 1 or the batch size
     int q_len, kv_len;
-    int tile_rows, block_keys;
+    bool by_keys;
+    int tile_rows, block_keys;  // by keys: keys of a tile, queries of a block
     PlannedBand* sorted;   // [plans, capacity]: by q0, ties as given, empty ones last
-    PlannedTile* tiles;    // [plans, ceil(q_len / tile_rows)]: by descending num_blocks, ties by ascending tile
+    PlannedTile* tiles;    // [plans, ceil(length / tile_rows)]: by descending num_blocks, ties by ascending tile
     uint64_t* workspace;   // plan_workspace_words() of them; nobody else reads it
 };
 
-int64_t plan_workspace_words(int plans, int capacity, int q_len, int tile_rows);
+int64_t plan_workspace_words(int plans, int capacity, int length, int tile_rows);
 cudaError_t make_plan(const PlanParams& params, cudaStream_t stream);
 cudaError_t preload_plan();  // loads the kernels; not allowed while a stream is captured
 

@@ -1,0 +1,110 @@
+#pragma once
+
+#include "csrc/attention/sm90/backward_arguments.cuh"
+#include "csrc/attention/sm90/backward_config.cuh"
+#include "csrc/common/sm90/bulk.cuh"
+#include "csrc/common/sm90/tma.cuh"
+
+// The producer warp: streams keys, values, queries and cotangents of the output through shared memory. One lane does
+// it all; it reads runs where they are, since it has few registers.
+
+namespace jaxmagi::sm90 {
+
+template <typename Config> struct BackwardProducer {
+    BackwardMemory<Config> memory;
+    const BackwardTensorMaps& maps;
+    const BackwardArguments& args;
+    unsigned step = 0;  // the next one
+
+    // By one lane.
+    __device__ __forceinline__ void run() {
+#pragma unroll 1
+        for (unsigned number = 0;; ++number) {
+            memory.run_full(number).wait(memory.run_parity(number));
+            const QueryRun& run = memory.query_run(number);
+            const int num_steps = memory.tile_message(run.turn).num_steps;
+            if (run.first)
+                load_keys(run, num_steps);
+            if (num_steps < 0)
+                return;
+            load_blocks(run);
+            memory.run_empty(number).arrive();
+        }
+    }
+
+private:
+    // Once the tile before is done with.
+    __device__ __forceinline__ void load_keys(const QueryRun& run, int num_steps) const {
+        memory.kv_empty().wait((run.turn & 1) ^ 1);
+        if (num_steps <= 0) {
+            memory.kv_full().arrive();
+            return;
+        }
+        memory.kv_full().arrive_and_expect(Config::kKBytes + Config::kVBytes);
+        const Coordinates at{0, run.key_head, run.key, run.example};
+        load<Config::kDim>(memory.k(), maps.k, Config::kKeys, at, memory.kv_full());
+        load<Config::kVDim>(memory.v(), maps.v, Config::kKeys, at, memory.kv_full());
+    }
+
+    // One query head after the other, so that CTAs which began together with keys of different tiles are at the same
+    // queries as long as possible, and find them in the L2 cache. Hence also from the last block to the first: under a
+    // causal mask all tiles have the last one.
+    __device__ __forceinline__ void load_blocks(const QueryRun& run) {
+#pragma unroll 1
+        for (int block = run.blocks.end - 1; block >= run.blocks.begin; --block) {
+#pragma unroll 1
+            for (int head = 0; head < args.schedule.group; ++head, ++step) {
+                load_queries(run, block, run.first_head + head);
+                load_dout(run, block, run.first_head + head);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load_queries(const QueryRun& run, int block, int head) const {
+        const int row_block =
+            (run.example * args.heads + head) * args.workspace.blocks_per_head + block * Config::kRowBlocks;
+        describe(run, block, row_block);
+        memory.q_empty(step).wait(memory.q_parity(step) ^ 1);
+        const Mbarrier full = memory.q_full(step);
+        full.arrive_and_expect(Config::kQBytes + Config::kRowsBytes);
+        load<Config::kDim>(memory.q(step), maps.q, Config::kRows,
+                           {0, head, block * Config::kRows, run.example}, full);
+        bulk_load(shared_address(memory.rows(step)), args.workspace.rows + row_block, Config::kRowsBytes, full);
+    }
+
+    __device__ __forceinline__ void describe(const QueryRun& run, int block, int row_block) const {
+        StepMessage& message = memory.step_message(step);
+        const int first = block * Config::kRows;
+        message.key_begin = run.key_begin;
+        message.key_end = run.key_end;
+        // Bounded, so that sums do not overflow.
+        message.lower = max(run.lower - first, -kUnbounded);
+        message.upper = min(run.upper - first, run.end_query - first);
+        message.first_column = run.first_query - first;
+        message.end_column = run.end_query - first;
+        message.masked = block < run.whole.begin or block >= run.whole.end;
+        message.row_block = row_block;
+        message.plan = run.plan;
+        message.block = block * Config::kRowBlocks;
+        message.band = run.band;
+        message.tile = run.key / Config::kKeys;
+    }
+
+    __device__ __forceinline__ void load_dout(const QueryRun& run, int block, int head) const {
+        memory.dout_empty(step).wait(memory.dout_parity(step) ^ 1);
+        const Mbarrier full = memory.dout_full(step);
+        full.arrive_and_expect(Config::kDoutBytes);
+        load<Config::kVDim>(memory.dout(step), maps.dout, Config::kRows,
+                            {0, head, block * Config::kRows, run.example}, full);
+    }
+
+    template <int kColumns>
+    __device__ __forceinline__ static void load(SharedAddress to, const CUtensorMap& map, int rows,
+                                                const Coordinates& from, Mbarrier arrived) {
+#pragma unroll
+        for (int panel = 0; panel < panels(kColumns); ++panel)
+            tma_load(to + panel * rows * kPanelRowBytes, map, {panel * kPanelColumns, from.y, from.z, from.w}, arrived);
+    }
+};
+
+}  // namespace jaxmagi::sm90

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <algorithm>
+
+#include "csrc/attention/sm90/backward.h"
+#include "csrc/common/math.h"
+
+// How the work is cut into items, and the order in which the CTAs take them: an item is a tile of keys of one key head,
+// with all query heads of the group.
+
+namespace jaxmagi::sm90 {
+
+// Items of a plan are sorted by section, then by rank of their tile, then by key head. A section is a number of key
+// heads (of any example, where one mask serves all) whose queries stay in the L2 cache, or as few as there may be.
+// Ranks are those of the plan, longest tile first, or, where the order of sums is fixed, from the first tile to the
+// last.
+struct BackwardSchedule {
+    int num_items, per_plan, per_section;  // items
+    int num_tiles;                         // of one plan
+    int key_heads, section, group;         // key heads of a plan and of a section; query heads of a key head
+};
+
+struct BackwardItem {
+    int plan, rank, key_head;  // key_head among those of the plan, example by example
+};
+
+// What queries, cotangents and the gradient of the queries may fill of the L2 cache.
+inline constexpr int64_t kBackwardSectionBytes = int64_t{32} << 20;
+
+inline BackwardSchedule make_schedule(const BackwardShape& shape, int plans, int tile_keys, int num_sms) {
+    const int tiles = ceil_div(shape.kv_len, tile_keys), key_heads = shape.batch / plans * shape.kv_heads;
+    const int group = shape.heads / shape.kv_heads;
+    const int64_t head_bytes = int64_t{shape.q_len} * group * (6 * shape.dim + 2 * shape.v_dim);
+    // With fewer tiles, the longest ones of the last section would end long after the others.
+    const int64_t balanced = ceil_div(num_sms * 9 / 10, tiles);
+    const int64_t wanted = std::max(balanced, kBackwardSectionBytes / head_bytes);
+    const int sections = std::max(1, key_heads / static_cast<int>(std::min<int64_t>(wanted, key_heads)));
+    const int section = ceil_div(key_heads, sections);
+    return {.num_items = plans * key_heads * tiles,
+            .per_plan = key_heads * tiles,
+            .per_section = section * tiles,
+            .num_tiles = tiles,
+            .key_heads = key_heads,
+            .section = section,
+            .group = group};
+}
+
+JAXMAGI_HOST_DEVICE BackwardItem item_at(const BackwardSchedule& schedule, int index) {
+    const int plan = index / schedule.per_plan;
+    index -= plan * schedule.per_plan;
+    const int first = index / schedule.per_section * schedule.section;
+    index -= first * schedule.num_tiles;
+    const int rest = schedule.key_heads - first, width = rest < schedule.section ? rest : schedule.section;
+    const int rank = index / width;
+    return {plan, rank, first + index - rank * width};
+}
+
+}  // namespace jaxmagi::sm90

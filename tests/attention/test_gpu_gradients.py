@@ -1,0 +1,142 @@
+"""The backward kernels against fp64: masks, head dimensions, dtypes, groups, options, NaN."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmagi import masks
+from tests.cases import MaskCase, mask_cases, random_bands, tile_edge_bands
+
+from .device_reference import Logits
+from .gpu_harness import (
+    CAPACITY,
+    KERNEL_DIMS,
+    Shape,
+    as_mask,
+    both_dtypes,
+    default_logits,
+    make_operands,
+    pad_bands,
+    random_operands,
+)
+from .gradient_harness import gradients, make_cotangents, run_and_check_gradients
+from .test_gpu_masks import LENGTHS, SHAPES, padded_bands
+from .test_gpu_operands import DIMS, GROUPS, KV_LEN, Q_LEN
+
+pytestmark = pytest.mark.gpu
+
+RANDOM_MASKS = 12  # for each shape
+
+
+@pytest.mark.parametrize("case", mask_cases(), ids=lambda case: case.name)
+def test_public_mask(case: MaskCase) -> None:
+    length = next(length for length in LENGTHS if max(case.q_len, case.kv_len) <= length)
+    shape = Shape(length, length, 2, 1)
+    run_and_check_gradients(make_operands(shape, padded_bands(case, length)), shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_random_masks(shape: Shape, rng: np.random.Generator) -> None:
+    for index in range(RANDOM_MASKS):
+        make = (random_bands, tile_edge_bands)[index % 2]
+        count = (300, 1)[index] if index < 2 else int(np.exp(rng.uniform(0, np.log(300))))
+        bands = pad_bands(make(rng, shape.q_len, shape.kv_len, count), 512)
+        sinks = rng.standard_normal(shape.heads) if index % 4 < 2 else None
+        try:
+            run_and_check_gradients(make_operands(shape, bands, sinks), shape, deterministic=index % 3 == 0)
+        except AssertionError as error:
+            error.add_note(f"mask {index} of {shape}, {count} bands by {make.__name__}")
+            raise
+
+
+@both_dtypes
+@pytest.mark.parametrize(("dim", "v_dim"), DIMS)
+def test_head_dimensions(rng: np.random.Generator, dim: int, v_dim: int, dtype: Any) -> None:
+    shape = Shape(Q_LEN, KV_LEN, 4, 2, dim, v_dim, dtype)
+    run_and_check_gradients(random_operands(rng, shape, with_sinks=True), shape)
+    causal = pad_bands(np.asarray(masks.causal(Q_LEN, KV_LEN).bands), CAPACITY)
+    run_and_check_gradients(make_operands(shape, causal), shape)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), GROUPS)
+def test_groups(rng: np.random.Generator, heads: int, kv_heads: int, dim: int) -> None:
+    shape = Shape(Q_LEN, KV_LEN, heads, kv_heads, dim, dim)
+    run_and_check_gradients(random_operands(rng, shape, with_sinks=True), shape)
+
+
+@pytest.mark.parametrize("per_example", [False, True])
+def test_batch(rng: np.random.Generator, per_example: bool) -> None:
+    shape = Shape(Q_LEN, KV_LEN, batch=3)
+    each = [pad_bands(tile_edge_bands(rng, Q_LEN, KV_LEN, count), CAPACITY) for count in (40, 3, 0)]
+    operands = make_operands(shape, np.stack(each) if per_example else each[0])
+    for deterministic in (False, True):
+        run_and_check_gradients(operands, shape, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.2, 1.5])
+def test_scale(rng: np.random.Generator, scale: float) -> None:
+    shape = Shape(Q_LEN, KV_LEN)
+    run_and_check_gradients(random_operands(rng, shape, with_sinks=True), shape, Logits(scale))
+
+
+@both_dtypes
+@pytest.mark.parametrize(("dim", "v_dim"), KERNEL_DIMS)
+def test_soft_cap(rng: np.random.Generator, dim: int, v_dim: int, dtype: Any) -> None:
+    shape = Shape(Q_LEN, KV_LEN, 4, 2, dim, v_dim, dtype)
+    run_and_check_gradients(random_operands(rng, shape, with_sinks=True), shape, Logits(0.1, 2.0))
+
+
+def test_saturated_soft_cap(rng: np.random.Generator) -> None:
+    shape = Shape(Q_LEN, KV_LEN)
+    run_and_check_gradients(random_operands(rng, shape), shape, Logits(20.0, 5.0))
+
+
+def test_cells_covered_twice(rng: np.random.Generator) -> None:
+    """A cell counts once per band."""
+    shape = Shape(Q_LEN, KV_LEN)
+    bands = pad_bands(np.tile(tile_edge_bands(rng, Q_LEN, KV_LEN, 20), (3, 1)), CAPACITY)
+    for deterministic in (False, True):
+        run_and_check_gradients(make_operands(shape, bands), shape, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 300])
+def test_nothing_visible(capacity: int) -> None:
+    shape = Shape(Q_LEN, KV_LEN)
+    operands = make_operands(shape, np.zeros((capacity, 6), np.int32), np.ones(4))
+    for x in run_and_check_gradients(operands, shape):
+        assert not bool(jnp.any(x))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_nan_that_nobody_sees(rng: np.random.Generator, dim: int) -> None:
+    """In keys and values that no query sees, in queries that see nothing, and in what comes with those."""
+    shape = Shape(Q_LEN, KV_LEN, dim=dim, v_dim=dim, batch=2)
+    cotangents = make_cotangents(shape)
+    for count in (1, 2, 5, 9):
+        operands = random_operands(rng, shape, count=count)
+        dense = as_mask(operands).to_dense()
+        hidden_keys = jnp.asarray(~dense.any(axis=0))[None, :, None, None]
+        blind_queries = jnp.asarray(~dense.any(axis=1))[None, :, None, None]
+        for poison in (jnp.nan, jnp.inf):
+            run_and_check_gradients(
+                operands._replace(
+                    query=jnp.where(blind_queries, poison, operands.query),
+                    key=jnp.where(hidden_keys, poison, operands.key),
+                    value=jnp.where(hidden_keys, poison, operands.value),
+                ),
+                shape,
+                cotangents=cotangents._replace(out=jnp.where(blind_queries, poison, cotangents.out)),
+            )
+
+
+def test_logits_of_minus_infinity() -> None:
+    """Rows whose every visible logit is -inf have no gradient, and give none."""
+    shape = Shape(Q_LEN, KV_LEN)
+    operands = make_operands(shape, np.asarray(masks.full(Q_LEN, KV_LEN).bands))
+    operands = operands._replace(query=jnp.abs(operands.query) + 1, key=jnp.full_like(operands.key, -jnp.inf))
+    got, _ = gradients(operands, default_logits(operands), make_cotangents(shape))
+    for x in got:
+        assert not bool(jnp.any(x))
