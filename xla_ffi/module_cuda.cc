@@ -2,6 +2,8 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 
+#include <string>
+
 #include "csrc/attention/sm90/backward.h"
 #include "csrc/attention/sm90/forward.h"
 #include "csrc/attention/sm90/plan.h"
@@ -44,6 +46,9 @@ int64_t backward_workspace_bytes(int batch, int q_len, int kv_len, int heads, in
                                              .kv_heads = heads,
                                              .dim = dim,
                                              .v_dim = v_dim};
+    if (not jaxmagi::sm90::backward_tile(dim, v_dim))
+        throw nb::value_error(("no kernel for the head dimensions " + std::to_string(dim) + " and " +
+                               std::to_string(v_dim)).c_str());
     return jaxmagi::sm90::backward_workspace_bytes(shape, plans, deterministic);
 }
 

@@ -183,7 +183,8 @@ def attention_forward(
             [B, T, N] in accumulator dtype. The result is then the attention to those keys and these; a row
             that sees nothing here keeps it exactly. Sinks belong to the keys of their call: give them to one
             call, and they count for the rows that see something in it.
-        sm_margin: how many multiprocessors a GPU keeps free for others; elsewhere without effect. Static.
+        sm_margin: how many multiprocessors of a GPU the attention kernel keeps free for others, though not
+            the short ones before and after it; elsewhere without effect. Static.
 
     Returns:
         The output [B, T, N, Dv] and the log-sum-exp [B, T, N] in accumulator dtype. A row that sees nothing,

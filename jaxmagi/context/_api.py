@@ -89,7 +89,7 @@ def context_attention(
         scale: factor of q·k, finite, D**-0.5 by default. Static.
         logits_soft_cap: c, to use c · tanh(logits / c) as logits. Static.
         sinks: ``[N]``, per head a logit that takes part in the softmax and has no value.
-        deterministic: whether gradients must be bitwise reproducible. On CPU they always are.
+        deterministic: whether gradients must be bitwise reproducible: see `jaxmagi.attention`.
         return_residual: whether to return the residual too.
         implementation: see `jaxmagi.attention`.
 

@@ -325,6 +325,14 @@ def test_backward_misfits(shape: dict[str, Any], message: str) -> None:
     assert not calls_in(backward_text(backward_arrays(), implementation="xla"))
 
 
+@pytest.mark.filterwarnings("ignore:.*NVIDIA A100:RuntimeWarning")
+def test_backward_on_another_gpu(ampere: None) -> None:
+    with pytest.raises(NotImplementedError, match=r"NVIDIA A100 has compute capability 8\.0.* for 9\.0"):
+        backward_text(backward_arrays())
+    for implementation in (None, "xla"):
+        assert not calls_in(backward_text(backward_arrays(), implementation=implementation))
+
+
 @pytest.mark.parametrize("empty", [{"q_len": 0}, {"kv_len": 0}])
 def test_backward_nothing_to_launch(empty: dict[str, Any]) -> None:
     assert not calls_in(backward_text(backward_arrays(**empty)))
@@ -382,4 +390,6 @@ def test_the_extension_knows_its_tiles() -> None:
             assert size % 16 == 0 and size >= sums
     for dims in ((264, 64), (64, 264), (100, 100), (0, 64)):
         assert compiled.forward_tile(*dims) is None and compiled.backward_tile(*dims) is None
+        with pytest.raises(ValueError, match=f"no kernel for the head dimensions {dims[0]} and {dims[1]}"):
+            compiled.backward_workspace_bytes(3, 5000, 7000, 8, *dims, 1, False)
     assert sorted(compiled.registrations()) == [_cuda.BACKWARD, _cuda.FORWARD, _cuda.PLAN]

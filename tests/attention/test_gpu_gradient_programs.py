@@ -58,6 +58,7 @@ def test_deterministic(mask: AttnMask, dim: int, v_dim: int) -> None:
     shape = LONG._replace(dim=dim, v_dim=v_dim)
     operands, cotangents = make_operands(shape, np.asarray(mask.bands)), make_cotangents(shape)
     first, _ = gradients(operands, default_logits(operands), cotangents, deterministic=True)
+    check(operands, cotangents, first)
     for _ in range(9):
         assert_same(gradients(operands, default_logits(operands), cotangents, deterministic=True)[0], first)
 
@@ -74,7 +75,14 @@ def test_deterministic_under_many_bands(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize(("dim", "v_dim"), KERNEL_DIMS)
 def test_one_sm(rng: np.random.Generator, dim: int, v_dim: int, deterministic: bool) -> None:
     """One CTA takes every tile."""
-    shape = Shape(1500, 1700, 4, 2, dim, v_dim)
+    check_one_sm(rng, Shape(1500, 1700, 4, 2, dim, v_dim), deterministic)
+
+
+def test_one_sm_whose_section_is_less_than_a_head(rng: np.random.Generator) -> None:
+    check_one_sm(rng, Shape(9000, 300, 8, 1), False)
+
+
+def check_one_sm(rng: np.random.Generator, shape: Shape, deterministic: bool) -> None:
     operands, cotangents = random_operands(rng, shape, count=60), make_cotangents(shape)
     margin = jax.devices()[0].core_count - 1
     got = backward(

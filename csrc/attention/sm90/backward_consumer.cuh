@@ -294,7 +294,6 @@ private:
         for (int i = 0; i < Config::kRows / 16; ++i)
             store_transposed(row + i * 16 * kPanelRowBytes, ds[i]);
     }
-
 };
 
 }  // namespace jaxmagi::sm90

@@ -9,7 +9,7 @@ inline constexpr int kRowBlock = 64;
 
 struct alignas(16) RowBlock {
     float lse_log2[kRowBlock];  // log-sum-exp in units of log 2; +inf for rows that have no logits or do not exist
-    float delta[kRowBlock];     // 0 where lse_log2 is +inf
+    float delta[kRowBlock];     // 0 for rows that have no logits or do not exist
     int has_blind_rows;         // rows that exist and have no logits: NaN in them must not spread
     int unused[3];
 };

@@ -33,7 +33,7 @@ inline BackwardSchedule make_schedule(const BackwardShape& shape, int plans, int
     const int64_t head_bytes = int64_t{shape.q_len} * group * (6 * shape.dim + 2 * shape.v_dim);
     // With fewer tiles, the longest ones of the last section would end long after the others.
     const int64_t balanced = ceil_div(num_sms * 9 / 10, tiles);
-    const int64_t wanted = std::max(balanced, kBackwardSectionBytes / head_bytes);
+    const int64_t wanted = std::max({int64_t{1}, balanced, kBackwardSectionBytes / head_bytes});
     const int sections = std::max(1, key_heads / static_cast<int>(std::min<int64_t>(wanted, key_heads)));
     const int section = ceil_div(key_heads, sections);
     return {.num_items = plans * key_heads * tiles,

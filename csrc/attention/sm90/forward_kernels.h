@@ -2,7 +2,8 @@
 
 #include "csrc/attention/sm90/forward.h"
 
-// The kernels that exist, one source file each. Of the tiles that registers and shared memory allow, the fastest that were measured.
+// The kernels that exist, one source file each. Of the tiles that registers and shared memory allow, the fastest that
+// were measured.
 
 namespace jaxmagi::sm90 {
 
