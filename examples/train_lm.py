@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +28,10 @@ import jaxmagi
 from jaxmagi import masks
 
 TOKEN_FIELDS = ("tokens", "targets", "weights", "positions")
+
+
+type Plans = tuple[jaxmagi.ContextPlan, jaxmagi.ContextPlan]
+"""Of one sequence: for the even and for the odd layers."""
 
 
 class Batch(NamedTuple):
@@ -88,7 +92,7 @@ def local_batch(sequences: list[Packed], window: int) -> Batch:
 
 
 class ContextBatches:
-    """Turns sequences into batches for a data x context mesh: plans, dispatches, places on the devices.
+    """Plans sequences, and turns them with their plans into batches on a data x context mesh.
 
     The capacities of the plans only grow, so that the training step compiles once, or a few times at most.
     """
@@ -99,8 +103,8 @@ class ContextBatches:
         self.sharding = NamedSharding(mesh, P("data", "context"))
         self.capacities: list[jaxmagi.PlanCapacity | None] = [None, None]
 
-    def __call__(self, sequences: list[Packed]) -> Batch:
-        window, full = zip(*map(self.plan, sequences), strict=True)
+    def __call__(self, sequences: list[Packed], plans: list[Plans]) -> Batch:
+        window, full = zip(*plans, strict=True)
         columns = {name: self.dispatch(name, sequences, full) for name in TOKEN_FIELDS}
         return Batch(**columns, window=self.stack(0, window), full=self.stack(1, full))
 
@@ -109,7 +113,7 @@ class ContextBatches:
         rows = [jaxmagi.dispatch(getattr(s, name), plan) for s, plan in zip(sequences, plans, strict=True)]
         return jax.device_put(np.stack(rows), self.sharding)
 
-    def plan(self, sequence: Packed) -> tuple[jaxmagi.ContextPlan, jaxmagi.ContextPlan]:
+    def plan(self, sequence: Packed) -> Plans:
         """The plans of the even and of the odd layers; both keep the layout that balances the odd ones."""
         even, odd = document_masks(sequence, self.window)
         # One number of stages for all, since it is part of what a compilation depends on.
@@ -139,20 +143,14 @@ def train_step(model: Transformer, optimizer: nnx.Optimizer, batch: Batch) -> ja
     return loss
 
 
-def train(
-    config: Config,
-    sequences: Iterator[list[Packed]],
-    to_batch: Callable[[list[Packed]], Batch],
-    arguments: argparse.Namespace,
-    label: str,
-) -> list[float]:
+def train(config: Config, batches: Iterator[Batch], arguments: argparse.Namespace, label: str) -> list[float]:
     """Trains a freshly initialised model and returns the loss of every step."""
     model = Transformer(config, nnx.Rngs(0))
     schedule = optax.warmup_cosine_decay_schedule(0.0, arguments.learning_rate, 5, max(6, arguments.steps))
     optimizer = nnx.Optimizer(model, optax.adamw(schedule), wrt=nnx.Param)
     losses = []
-    with tqdm(itertools.islice(sequences, arguments.steps), label, arguments.steps, unit="step") as progress:
-        for batch in map(to_batch, progress):
+    with tqdm(itertools.islice(batches, arguments.steps), label, arguments.steps, unit="step") as progress:
+        for batch in progress:
             losses.append(float(train_step(model, optimizer, batch)))
             progress.set_postfix(loss=f"{losses[-1]:.3f}")
     return losses
@@ -194,13 +192,14 @@ def main() -> None:
     sequences = functools.partial(packed_batches, arguments.seq_len, mesh.shape["data"])
     to_batch = ContextBatches(mesh, arguments.window)
     label = "{data} x {context} mesh".format_map(mesh.shape)
-    with jax.set_mesh(mesh):
+    planned = jaxmagi.prefetch_plans(sequences(), lambda batch: list(map(to_batch.plan, batch)))
+    with jax.set_mesh(mesh), planned:
         distributed = dataclasses.replace(config, batch_axis_name="data")
-        losses = train(distributed, sequences(), to_batch, arguments, label)
+        losses = train(distributed, itertools.starmap(to_batch, planned), arguments, label)
     curves = {label: losses}
     if arguments.check:
         to_local_batch = functools.partial(local_batch, window=arguments.window)
-        curves["one device"] = train(config, sequences(), to_local_batch, arguments, "one device")
+        curves["one device"] = train(config, map(to_local_batch, sequences()), arguments, "one device")
         check(losses, curves["one device"])
     picture = arguments.out / "train_lm.png"
     save_picture(picture, curves, to_batch.plan(next(sequences())[0])[1])
