@@ -56,7 +56,10 @@ class CostModel:
 
     def transfer_seconds(self, rows: np.ndarray) -> np.ndarray:
         """Transfers of ``rows`` rows of keys and values."""
-        return rows * float(self.row_bytes) / (self.link_gb_per_second * 1e9) + (rows > 0) * self.latency_us * 1e-6
+        return (
+            rows * float(self.row_bytes) / (self.link_gb_per_second * 1e9)
+            + (rows > 0) * self.latency_us * 1e-6
+        )
 
     def merge_seconds(self, rows: int) -> float:
         """Merging a partial output into another: two are read and one is written, in fp32."""
