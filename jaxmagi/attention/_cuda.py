@@ -32,7 +32,12 @@ _PREVIOUS_OUT, _PREVIOUS_LSE = 6, 7  # among the operands
 
 def misfit(operands: Sequence[Any], *, scale: float, soft_cap: float, **_: Any) -> str | None:
     """Why the kernels, of either pass, cannot run these operands here; None if they can."""
-    return _module_misfit() or _device_misfit() or _operand_misfit(operands, scale, soft_cap)
+    return platform_misfit() or _operand_misfit(operands, scale, soft_cap)
+
+
+def platform_misfit() -> str | None:
+    """Why the kernels cannot run here, whatever the operands; None if they can."""
+    return _module_misfit() or _device_misfit()
 
 
 def _module_misfit() -> str | None:

@@ -45,6 +45,13 @@ def register_backward(primitive: Primitive) -> None:
     mlir.register_lowering(primitive, for_cuda, platform="cuda")
 
 
+def compiled_misfit(platform: str) -> str | None:
+    """Why ``implementation="ffi"`` cannot run on a platform, whatever the operands; None if it can."""
+    if platform == "cuda":
+        return _cuda.platform_misfit()
+    return _cpu_misfit("jaxmagi_attention_forward", ()) if platform == "cpu" else _no_kernel(())
+
+
 def _portable_rule(primitive: Primitive, function: _Function, misfit: _Misfit) -> _Rule:
     """Lowers the function, unless compiled code was asked for."""
     lower = mlir.lower_fun(function, multiple_results=True)

@@ -1,6 +1,7 @@
 """A model of the machine, to compare plans with."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,6 +44,11 @@ class CostModel:
             if not number or not (value > 0 or (value == 0 and name == "latency_us")):
                 raise ValueError(f"CostModel.{name} must be a positive number, but it is {value!r}.")
 
+    @property
+    def row_bytes(self) -> int:
+        """A row of keys and values."""
+        return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_element
+
     def compute_seconds(self, area: np.ndarray) -> np.ndarray:
         """Attention calls over ``area`` cells."""
         flops = 4.0 * area * self.num_heads * self.head_dim
@@ -50,8 +56,10 @@ class CostModel:
 
     def transfer_seconds(self, rows: np.ndarray) -> np.ndarray:
         """Transfers of ``rows`` rows of keys and values."""
-        row_bytes = 2.0 * self.num_kv_heads * self.head_dim * self.bytes_per_element
-        return rows * row_bytes / (self.link_gb_per_second * 1e9) + (rows > 0) * self.latency_us * 1e-6
+        return (
+            rows * float(self.row_bytes) / (self.link_gb_per_second * 1e9)
+            + (rows > 0) * self.latency_us * 1e-6
+        )
 
     def merge_seconds(self, rows: int) -> float:
         """Merging a partial output into another: two are read and one is written, in fp32."""
@@ -59,10 +67,28 @@ class CostModel:
         return rows * row_bytes / (self.memory_gb_per_second * 1e9)
 
 
-def predict_seconds(
+class Schedule(NamedTuple):
+    """When a plan's forward pass does what, in seconds from its start.
+
+    Attributes:
+        transfers: float64 ``[num_transfers, 2]``, beginning and end of each transfer.
+        stages: float64 ``[cp, num_stages, 2]``, beginning and end of each rank's attention calls, the merges
+            of their outputs included.
+    """
+
+    transfers: np.ndarray
+    stages: np.ndarray
+
+    @property
+    def seconds(self) -> float:
+        """When the slowest rank is done."""
+        return float(self.stages[..., 1].max())
+
+
+def schedule(
     area: np.ndarray, sent: np.ndarray, received: np.ndarray, shard_length: int, cost: CostModel
-) -> float:
-    """Forward time of the slowest rank, with transfers that run one after the other, behind the compute.
+) -> Schedule:
+    """The predicted forward pass, with transfers that run one after the other, behind the compute.
 
     A transfer takes as long as its busiest rank. Each stage starts when its keys are there and the stage
     before it is done; stage 0 of several needs no transfer. Every stage after the first merges its output.
@@ -74,13 +100,15 @@ def predict_seconds(
         shard_length: rows of each rank's partial outputs.
         cost: the machine.
     """
-    arrival = np.cumsum(cost.transfer_seconds(np.maximum(sent, received).max(axis=0)))
+    ends = np.cumsum(cost.transfer_seconds(np.maximum(sent, received).max(axis=0)))
+    transfers = np.stack([np.concatenate([[0.0], ends[:-1]]), ends], axis=-1)
     num_stages = area.shape[1]
-    if num_stages > 1:
-        arrival = np.concatenate([[0.0], arrival])
+    arrival = np.concatenate([[0.0], ends]) if num_stages > 1 else ends
     compute = cost.compute_seconds(area)
     compute[:, 1:] += cost.merge_seconds(shard_length)
+    stages = np.empty((*area.shape, 2))
     done = np.zeros(len(area))
     for stage in range(num_stages):
-        done = np.maximum(done, arrival[stage]) + compute[:, stage]
-    return float(done.max())
+        stages[:, stage, 0] = np.maximum(done, arrival[stage])
+        stages[:, stage, 1] = done = stages[:, stage, 0] + compute[:, stage]
+    return Schedule(transfers, stages)

@@ -9,7 +9,7 @@ from ..masks import AttnMask
 from ..masks._validation import integer, is_traced
 from ._capacity import PlanCapacity, frozen
 from ._compiled import planner
-from ._cost import CostModel, predict_seconds
+from ._cost import CostModel, schedule
 from ._layout import make_layout
 from ._merge import merge
 from ._plan import ContextPlan
@@ -196,4 +196,4 @@ def _choose_draft(routing: "Routing", counts: list[int], shard_length: int, cost
 
 
 def _predict(staging: "Staging", shard_length: int, cost: CostModel) -> float:
-    return predict_seconds(staging.areas(), staging.sent(), staging.received(), shard_length, cost)
+    return schedule(staging.areas(), staging.sent(), staging.received(), shard_length, cost).seconds

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..masks.geometry import area, tighten
-from ._cost import CostModel, predict_seconds
+from ._cost import CostModel, Schedule, schedule
 from ._ranges import expand, union
 
 if TYPE_CHECKING:
@@ -41,11 +41,7 @@ class PlanReport:
 
 def report_plan(plan: "ContextPlan", cost: CostModel) -> PlanReport:
     """The report of a plan with host arrays."""
-    cells = area(np.asarray(plan.bands)).sum(axis=-1)
-    sent = np.stack([spec.sends[..., 3].sum(axis=1, dtype=np.int64) for spec in plan.transfers], axis=1)
-    received = np.stack(
-        [spec.receives[..., 3].sum(axis=1, dtype=np.int64) for spec in plan.transfers], axis=1
-    )
+    cells, sent, received = _work(plan)
     per_rank = cells.sum(axis=1)
     mean = per_rank.mean()
     return PlanReport(
@@ -55,8 +51,23 @@ def report_plan(plan: "ContextPlan", cost: CostModel) -> PlanReport:
         rows_received=received.sum(axis=1),
         redundant_rows=_redundant_rows(plan),
         num_stages=plan.num_stages,
-        predicted_seconds=predict_seconds(cells, sent, received, plan.shard_length, cost),
+        predicted_seconds=schedule(cells, sent, received, plan.shard_length, cost).seconds,
     )
+
+
+def schedule_plan(plan: "ContextPlan", cost: CostModel) -> Schedule:
+    """When each rank of a plan with host arrays does what, under a model of the machine."""
+    return schedule(*_work(plan), plan.shard_length, cost)
+
+
+def _work(plan: "ContextPlan") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cells ``[cp, num_stages]``, and rows sent and received ``[cp, num_transfers]``."""
+    cells = area(np.asarray(plan.bands)).sum(axis=-1)
+    sent, received = (
+        np.stack([table[..., 3].sum(axis=1, dtype=np.int64) for table in tables], axis=1)
+        for tables in zip(*((spec.sends, spec.receives) for spec in plan.transfers), strict=True)
+    )
+    return cells, sent, received
 
 
 def received_tokens(plan: "ContextPlan", transfer: int) -> np.ndarray:

@@ -1,0 +1,104 @@
+"""Numbers of tokens: as options, and lengths of documents from files."""
+
+import argparse
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from ..masks import UNBOUNDED
+
+_SEED = 42
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """A parser of an option's integer from ``minimum`` to 2**30, which names texts that are none."""
+
+    def parse(text: str) -> int:
+        try:
+            return _integer(text, minimum)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse
+
+
+def read_lengths(path: str, tokens: int | None) -> list[int]:
+    """Lengths from a file: as they are, or drawn from it until they sum to ``tokens``.
+
+    The file has lengths separated by commas or lines, or is a histogram of them (see `_read_histogram`).
+    Drawn lengths are at most ``tokens // 4``, the last is cut to fit, and every call draws the same ones.
+
+    Raises:
+        ValueError: the file has no lengths, something that is none, or is a histogram without ``tokens``.
+        OSError: it cannot be read.
+    """
+    try:
+        text = Path(path).read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--lengths {path} is not text: {error}") from error
+    if text.lstrip().startswith("range,"):
+        lengths, numbers = _read_histogram(path, text)
+        if tokens is None:
+            raise ValueError(f"--lengths {path} is a histogram: give --tokens, to draw lengths from it")
+    else:
+        lengths = _read_list(path, text)
+        numbers = np.ones(len(lengths))
+    if tokens is None:
+        return lengths.tolist()
+    if not lengths.any():
+        raise ValueError(f"--lengths {path} has no length above 0 to draw --tokens {tokens} from")
+    return _draw(lengths, numbers / numbers.sum(), tokens)
+
+
+def _read_list(path: str, text: str) -> np.ndarray:
+    lengths = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        cells = [cell.strip() for cell in line.split(",")]
+        try:
+            lengths += [_integer(cell, 0) for cell in cells if cell]
+        except ValueError as error:
+            raise ValueError(f"--lengths {path}, line {number}: {error}") from error
+    if not lengths:
+        raise ValueError(f"--lengths {path} has no lengths")
+    return np.array(lengths)
+
+
+def _read_histogram(path: str, text: str) -> tuple[np.ndarray, np.ndarray]:
+    """The middle of each range, 1 at least, and the number of documents in it.
+
+    A csv with the columns ``range``, as ``[from, to]``, and ``number``; others are ignored.
+    """
+    middles, numbers = [], []
+    for row in csv.DictReader(text.splitlines()):
+        try:
+            low, high = json.loads(row["range"])
+            middles.append((max(int(low), 1) + int(high)) // 2)
+            numbers.append(_integer(row["number"], 0))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"--lengths {path}: a row of the histogram is {row}: {error}") from error
+    if not sum(numbers):
+        raise ValueError(f"--lengths {path} has no lengths")
+    return np.array(middles), np.array(numbers)
+
+
+def _draw(lengths: np.ndarray, probabilities: np.ndarray, tokens: int) -> list[int]:
+    rng = np.random.default_rng(_SEED)
+    drawn, left = [], tokens
+    while left > 0:
+        length = int(rng.choice(lengths, p=probabilities))
+        drawn.append(max(1, min(length, tokens // 4, left)))
+        left -= drawn[-1]
+    return drawn
+
+
+def _integer(text: str, minimum: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = None
+    if value is None or not minimum <= value <= UNBOUNDED:
+        raise ValueError(f"{text!r} is not an integer from {minimum} to {UNBOUNDED}")
+    return value

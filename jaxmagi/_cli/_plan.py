@@ -1,0 +1,93 @@
+"""``plan``: plans a mask over many ranks, reports what each does, and draws it."""
+
+import argparse
+import importlib
+from pathlib import Path
+
+from ..planning import CostModel, plan_context
+from ._lengths import at_least
+from ._masks import add_mask_arguments, mask_of
+
+HELP = "plan a mask over ranks: balance, traffic and predicted time"
+DESCRIPTION = (
+    "Plans the attention of a mask over ranks, as jaxmagi.plan_context does, and prints what each computes, "
+    "sends and receives. Needs no accelerator."
+)
+_DEFAULTS = CostModel()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add_mask_arguments(parser)
+    group = parser.add_argument_group("plan")
+    group.add_argument("--cp", required=True, type=at_least(1), metavar="N", help="ranks")
+    group.add_argument("--chunk-size", type=at_least(1), metavar="N", help="tokens of a chunk (chosen)")
+    group.add_argument(
+        "--num-stages", type=_stages, default="auto", metavar="N", help="attention calls (auto)"
+    )
+    group.add_argument("--out", metavar="FOLDER", help="where to write mask.png, ranks.png and timeline.png")
+    group = parser.add_argument_group("attention, for bytes and times")
+    for option, name, text in (
+        ("--heads", "num_heads", "query heads"),
+        ("--kv-heads", "num_kv_heads", "key heads"),
+        ("--head-dim", "head_dim", "head dimension"),
+        ("--bytes-per-element", "bytes_per_element", "of keys and values"),
+    ):
+        default = getattr(_DEFAULTS, name)
+        group.add_argument(
+            option, type=at_least(1), default=default, metavar="N", dest=name, help=f"{text} ({default})"
+        )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Writes the pictures and prints the report.
+
+    Raises:
+        ValueError: an option has a value that cannot be.
+        OSError: a file cannot be read or written.
+        ImportError: rich, or for pictures matplotlib, or the compiled planner is missing.
+        NotImplementedError: the plan is larger than what the planner supports.
+    """
+    _require("rich", "plan", "cli")
+    if options.out is not None:
+        _require("matplotlib", "--out", "plot")
+    cost = _cost_of(options)
+    mask = mask_of(options)
+    if not mask.q_len:
+        raise ValueError(f"--mask {options.mask} has 0 tokens")
+    plan = plan_context(
+        mask, options.cp, chunk_size=options.chunk_size, num_stages=options.num_stages, cost=cost
+    )
+    pictures = []
+    if options.out is not None:
+        from ._pictures import write_pictures
+
+        pictures = write_pictures(plan, cost, Path(options.out))
+    from ._table import print_report
+
+    print_report(plan, cost)
+    for path in pictures:
+        print(path)
+    return 0
+
+
+def _stages(text: str) -> int | str:
+    return text if text == "auto" else at_least(1)(text)
+
+
+def _cost_of(options: argparse.Namespace) -> CostModel:
+    if options.num_heads % options.num_kv_heads:
+        raise ValueError(f"--heads {options.num_heads} is no multiple of --kv-heads {options.num_kv_heads}")
+    return CostModel(
+        num_heads=options.num_heads,
+        num_kv_heads=options.num_kv_heads,
+        head_dim=options.head_dim,
+        bytes_per_element=options.bytes_per_element,
+    )
+
+
+def _require(module: str, what: str, extra: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{what} needs {module}: pip install jaxmagi[{extra}]") from error

@@ -1,0 +1,91 @@
+"""The report of a plan as a table."""
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..planning import ContextPlan, CostModel, PlanReport
+
+_MOST_ROWS = 16
+_EXTREMES = 4
+_WIDTH_OF_FILES = 120
+
+
+def print_report(plan: ContextPlan, cost: CostModel) -> None:
+    """Prints each rank's work, of many ranks the extremes, and what holds for all of them."""
+    report = plan.report(cost)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH_OF_FILES)
+    console.print(_ranks_table(report, cost))
+    console.print(_totals(plan, report, cost))
+
+
+def format_bytes(count: float) -> str:
+    """Bytes in powers of 1000, with three decimals: ``1.500 kB``."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.3f} {name}"
+    return f"{count:.0f} B"
+
+
+def _ranks_table(report: PlanReport, cost: CostModel) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title_justify="left")
+    for name in ("rank", "area", "/ mean", "rows sent", "rows received", "bytes sent", "bytes received"):
+        table.add_column(name, justify="right", overflow="fold")
+    shown = _shown_ranks(report)
+    cp_size = len(report.area)
+    if len(shown) < cp_size:
+        table.title = (
+            f"{len(shown)} of {cp_size} ranks: the {_EXTREMES} with the largest and the smallest areas, "
+            "and with the most and the fewest rows to receive"
+        )
+    numbers = np.stack([report.area, report.rows_sent, report.rows_received])
+    mean_area = max(float(report.area.mean()), 1.0)
+    for rank in shown:
+        table.add_row(*_cells(str(rank), numbers[:, rank], mean_area, cost))
+    table.add_section()
+    for name in ("smallest", "mean", "largest"):
+        summary = {"smallest": numbers.min, "mean": numbers.mean, "largest": numbers.max}[name](axis=1)
+        table.add_row(*_cells(name, summary, mean_area, cost))
+    return table
+
+
+def _shown_ranks(report: PlanReport) -> list[int]:
+    """All ranks, or where there are many, those with the most and the least to do."""
+    if len(report.area) <= _MOST_ROWS:
+        return list(range(len(report.area)))
+    orders = [np.argsort(values, kind="stable") for values in (report.area, report.rows_received)]
+    return np.unique([np.r_[order[:_EXTREMES], order[-_EXTREMES:]] for order in orders]).tolist()
+
+
+def _cells(name: str, numbers: np.ndarray, mean_area: float, cost: CostModel) -> list[str]:
+    area, *rows = numbers.tolist()
+    return [
+        name,
+        f"{area:,.0f}",
+        f"{area / mean_area:.3f}",
+        *(f"{count:,.0f}" for count in rows),
+        *(format_bytes(count * cost.row_bytes) for count in rows),
+    ]
+
+
+def _totals(plan: ContextPlan, report: PlanReport, cost: CostModel) -> Table:
+    table = Table.grid(padding=(0, 2))
+    received = report.rows_received.mean() / plan.shard_length
+    padding = plan.shard_length * plan.cp_size - plan.length
+    sizes = f"{cost.num_heads} heads, {cost.num_kv_heads} of keys, of dimension {cost.head_dim}"
+    speeds = f"{cost.tflops:g} TFLOP/s, {cost.link_gb_per_second:g} GB/s"
+    for name, value in (
+        (
+            "tokens",
+            f"{plan.length:,} on {plan.cp_size:,} ranks, {plan.shard_length:,} each ({padding:,} padding)",
+        ),
+        ("imbalance", f"{report.imbalance:.4f} (largest / mean area)"),
+        ("received rows", f"{received:.4f} of a rank's own rows (mean)"),
+        ("stages", f"{report.num_stages}"),
+        ("forward pass", f"{report.predicted_seconds * 1e3:.3f} ms predicted ({speeds}; {sizes})"),
+    ):
+        table.add_row(name, value)
+    return table
