@@ -94,6 +94,19 @@ def as_mask(operands: Operands) -> AttnMask:
     return AttnMask(bands, operands.query.shape[1], operands.key.shape[1])
 
 
+def poison_unseen(operands: Operands, poison: float) -> tuple[Operands, jax.Array]:
+    """With ``poison`` in keys and values that no query sees, and in the blind queries, which come with it."""
+    dense = as_mask(operands).to_dense()
+    hidden_keys = jnp.asarray(~dense.any(axis=0))[None, :, None, None]
+    blind_queries = jnp.asarray(~dense.any(axis=1))[None, :, None, None]
+    poisoned = operands._replace(
+        query=jnp.where(blind_queries, poison, operands.query),
+        key=jnp.where(hidden_keys, poison, operands.key),
+        value=jnp.where(hidden_keys, poison, operands.value),
+    )
+    return poisoned, blind_queries
+
+
 @functools.partial(jax.jit, static_argnames="logits")
 def run(operands: Operands, logits: Logits) -> tuple[jax.Array, jax.Array]:
     """Output and log-sum-exp of the kernel."""

@@ -103,7 +103,7 @@ void check_matrices(Verdict& verdict) {
 __global__ void exchange(uint32_t* words) {
     const int lane = threadIdx.x;
     uint32_t own[4] = {words[lane * 4], words[lane * 4 + 1], words[lane * 4 + 2], words[lane * 4 + 3]};
-    exchange_quad(own, lane);
+    transpose_quad(own, lane);
     for (int i = 0; i < 4; ++i)
         words[lane * 4 + i] = own[i];
 }

@@ -25,7 +25,8 @@ struct ThreadRows {
     }
 };
 
-// A bit for each of a thread's logits of one key, in order of columns: whether the query sees the key.
+// A bit for each of a thread's logits in its two rows of the accumulator, in order of columns: whether the query sees
+// the key. Rows are keys, or queries where row_bits finds them.
 struct SeenBits {
     uint32_t words[2];
 
@@ -114,22 +115,12 @@ __device__ __forceinline__ void differentiate_capped(float (&dp)[kCount], float 
     }
 }
 
-// As SeenBits, of a thread's two queries.
-struct RowBits {
-    uint32_t words[2];
-
-    // Of register i.
-    __device__ __forceinline__ bool operator[](int i) const {
-        return words[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1;
-    }
-};
-
 // row: the thread's first query in the block; first_column: the first key in the tile.
-__device__ __forceinline__ RowBits row_bits(const StepMessage& message, const float (&lse_log2)[2], int row,
-                                            int first_column) {
+__device__ __forceinline__ SeenBits row_bits(const StepMessage& message, const float (&lse_log2)[2], int row,
+                                             int first_column) {
     const int4 keys = reinterpret_cast<const int4*>(&message)[0];     // key_begin, key_end, lower, upper
     const int2 columns = reinterpret_cast<const int2*>(&message)[2];  // first_column, end_column
-    RowBits bits;
+    SeenBits bits;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int at = row + 8 * r;
@@ -143,7 +134,7 @@ __device__ __forceinline__ RowBits row_bits(const StepMessage& message, const fl
 
 template <int kCount>
 __device__ __forceinline__ void exponentiate_rows(float (&logits)[kCount], const float (&lse_log2)[2],
-                                                  const RowBits& seen, float to_log2) {
+                                                  const SeenBits& seen, float to_log2) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
         const float p = exp2_approx(logits[i] * to_log2 - lse_log2[i / 2 % 2]);
@@ -162,7 +153,7 @@ __device__ __forceinline__ void differentiate_rows(float (&dp)[kCount], const fl
 template <int kCount>
 __device__ __forceinline__ void differentiate_capped_rows(float (&dp)[kCount], float (&saturated)[kCount],
                                                           const float (&lse_log2)[2], const float (&delta)[2],
-                                                          const RowBits& seen, float cap_log2) {
+                                                          const SeenBits& seen, float cap_log2) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
         const int r = i / 2 % 2;

@@ -147,7 +147,7 @@ private:
         const float lse[2] = {rows.lse_log2[row()], rows.lse_log2[row() + 8]};
         const float delta[2] = {rows.delta[row()], rows.delta[row() + 8]};
         const StepMessage& message = memory.step_message(step);
-        RowBits seen{{~0u, ~0u}};
+        SeenBits seen{{~0u, ~0u}};
         if (message.masked or has_blind_rows)
             seen = row_bits(message, lse, row(), first_column());
         wgmma_wait<1>();

@@ -2,25 +2,11 @@
 
 #include "csrc/attention/sm90/forward_arguments.cuh"
 #include "csrc/attention/sm90/forward_softmax.cuh"
+#include "csrc/common/sm90/quad.cuh"
 
 // From the sums of a tile to the result: sinks, normalisation, merging with a previous result, stores.
 
 namespace jaxmagi::sm90 {
-
-// 4 x 4 words over the 4 lanes of a quad: lane t gets the t-th word of every lane.
-__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int lane) {
-#pragma unroll
-    for (int distance = 1; distance <= 2; distance *= 2) {
-        const bool upper = lane & distance;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i & distance)
-                continue;
-            const uint32_t received = __shfl_xor_sync(~0u, upper ? words[i] : words[i + distance], distance);
-            (upper ? words[i] : words[i + distance]) = received;
-        }
-    }
-}
 
 // A store that depends on a condition, without a branch: one between two stores would keep the transposes of the next
 // from running beside those of this one.

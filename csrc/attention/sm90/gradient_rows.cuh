@@ -46,7 +46,7 @@ private:
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 words[i] = Element::pack(part[4 * i + 2 * r], part[4 * i + 2 * r + 1]);
-            exchange_quad(words, lane);
+            transpose_quad(words, lane);
             const int at = column + static_cast<int>(lane % 4 * 8);
             if (wanted[r] and at < dim)
                 *reinterpret_cast<uint4*>(static_cast<uint16_t*>(to) + first[r] * dim + at) = {words[0], words[1],

@@ -7,7 +7,7 @@
 namespace jaxmagi::sm90 {
 
 // 4 x 4 words over the 4 lanes of a quad: lane t gets the t-th word of every lane.
-__device__ __forceinline__ void exchange_quad(uint32_t (&words)[4], unsigned lane) {
+__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], unsigned lane) {
 #pragma unroll
     for (int distance = 1; distance <= 2; distance *= 2) {
         const bool upper = lane & distance;
