@@ -150,7 +150,7 @@ struct Block {
 // What the threads of the warp see; behind it whether the block counts as masked.
 template <int kKeys> __global__ void hide_block(Block block, float* seen) {
     __shared__ BlockMessage message;
-    message = TileRun(block.band, block.position, block.num_positions - 1)
+    message = TileBand::make(block.band, block.position, block.num_positions - 1)
                   .block(block.first_key, block.begin, block.end, kKeys);
     __syncthreads();
     const int row = threadIdx.x / 4, first_column = threadIdx.x % 4 * 2;

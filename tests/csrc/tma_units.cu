@@ -1,5 +1,6 @@
-// TMA loads of panels at all kinds of coordinates, against the same box cut out on the host.
+// TMA loads and stores of panels at all kinds of coordinates, against the same box cut out or put in on the host.
 
+#include "csrc/common/sm90/bulk.cuh"
 #include "csrc/common/sm90/mbarrier.cuh"
 #include "csrc/common/sm90/panel.h"
 #include "csrc/common/sm90/tensor_map.h"
@@ -39,6 +40,22 @@ __global__ void load_box(const __grid_constant__ CUtensorMap map, Coordinates at
     }
 }
 
+// Stores one box, swizzled first.
+__global__ void store_box(const __grid_constant__ CUtensorMap map, Coordinates at, const uint16_t* box) {
+    __shared__ alignas(1024) uint16_t panel[kMaxRows * kPanelColumns];
+    for (int i = threadIdx.x; i < kMaxRows * kPanelColumns; i += blockDim.x) {
+        const int row = i / kPanelColumns, column = i % kPanelColumns, unit = column / 8 ^ row % 8;
+        panel[row * kPanelColumns + unit * 8 + column % 8] = box[i];
+    }
+    fence_shared_for_async();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        tma_store(map, at, shared_address(panel));
+        bulk_commit();
+        bulk_wait_read<0>();
+    }
+}
+
 bool inside(int x, int length) {
     return 0 <= x and x < length;
 }
@@ -67,6 +84,23 @@ void check(Verdict& verdict, const char* name, Coordinates at, int rows, int hea
     verdict.compare(std::string("TMA load ") + name, box.to_host(), cut_out(tensor, at, rows, heads), 0);
 }
 
+// What lies outside the tensor is not written, nor is anything else.
+void check_store(Verdict& verdict, const char* name, Coordinates at, int rows, int heads) {
+    auto tensor = random_numbers<BFloat16>(kBatch * kLength * kHeads * kDim, 3);
+    const auto numbers = random_numbers<BFloat16>(kMaxRows * kPanelColumns, 5);
+    const DeviceArray<uint16_t> device(tensor), box(numbers);
+    CUtensorMap map;
+    const HeadsTensor described{device.data(), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kBatch, kLength, kHeads, kDim};
+    must(encode_panel_map(described, heads, rows / heads, &map), "encode_panel_map");
+    store_box<<<1, 128>>>(map, at, box.data());
+    for (int i = 0; i < rows * kPanelColumns; ++i) {
+        const int row = i / kPanelColumns, x = at.x + i % kPanelColumns, y = at.y + row % heads, z = at.z + row / heads;
+        if (inside(x, kDim) and inside(y, kHeads) and inside(z, kLength) and inside(at.w, kBatch))
+            tensor[((at.w * kLength + z) * kHeads + y) * kDim + x] = numbers[i];
+    }
+    verdict.compare(std::string("TMA store ") + name, device.to_host(), tensor, 0);
+}
+
 }  // namespace
 }  // namespace jaxmagi::test
 
@@ -85,5 +119,9 @@ int main() {
     check(verdict, "of 4 heads at 48 positions, beyond the length", {0, 8, 5, 1}, 192, 4);
     check(verdict, "of 8 heads at 24 positions", {0, 8, 5, 1}, 192, 8);
     check(verdict, "of 16 heads at 12 positions, beyond the head dimension", {64, 0, 20, 2}, 192, 16);
+    check_store(verdict, "inside", {0, 1, 5, 1}, 64, 1);
+    check_store(verdict, "of 8 heads at 8 positions, beyond the length", {0, 8, 33, 1}, 64, 8);
+    check_store(verdict, "of 16 heads at 4 positions, beyond the head dimension", {64, 0, 20, 2}, 64, 16);
+    check_store(verdict, "entirely beyond the length", {0, 4, 37, 0}, 64, 4);
     return verdict.exit_code();
 }

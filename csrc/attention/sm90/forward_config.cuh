@@ -1,9 +1,9 @@
 #pragma once
 
+#include "csrc/attention/sm90/forward_messages.cuh"
 #include "csrc/common/sm90/mbarrier.cuh"
 #include "csrc/common/sm90/panel.h"
 #include "csrc/common/sm90/warpgroup.cuh"
-#include "csrc/mask/band.h"
 
 // What a forward kernel is made of: sizes known at compile time and the layout of shared memory.
 
@@ -11,6 +11,9 @@ namespace jaxmagi::sm90 {
 
 // What a CTA has of shared memory, and how much of it operands may fill: messages and barriers take the rest.
 inline constexpr int kSharedBytes = 227 * 1024, kOperandBytes = 225 * 1024;
+
+// Keys that are loaded at once where a block holds those of two runs.
+inline constexpr int kPartKeys = 16;
 
 // kDim, kVDim: what the matrix units work with; smaller head dimensions are filled up with zeros by TMA.
 // kConsumers warpgroups own 64 query rows each. kKeys: of a block. kSoftCap: whether logits are capped.
@@ -36,45 +39,30 @@ template <typename Element_, int kDim_, int kVDim_, int kConsumers_, int kKeys_,
     // Blocks of keys and values in shared memory: a power of two, since with three it takes 3 % of the time to find the
     // place of a block.
     static constexpr int kStages = (kOperandBytes - kQBytes) / (kKBytes + kVBytes) >= 4 ? 4 : 2;
-};
 
-// One row tile, for the producer and the consumers: kRows rows of logits, which are some heads at each of some
-// positions, heads changing faster.
-struct alignas(16) TileMessage {
-    int num_blocks;  // 0: the rows see nothing; -1: no more tiles
-    int row, head, example;  // the first position and the first head
-    int key_head;
-};
-
-// The keys that the rows of a tile see in one band, for the producer.
-struct alignas(16) RunMessage {
-    Band band;         // its keys: those of the run; none if the tile has no blocks
-    int turn;          // of the tile
-    bool first, last;  // of the tile
-};
-
-// One block of keys, for the consumers. Position r of the tile sees columns [max(first_column, r + lower),
-// min(end_column, r + upper)) if row_begin <= r < row_end, and no column otherwise; where not masked, every position
-// sees every column.
-struct alignas(16) BlockMessage {
-    int row_begin, row_end, lower, upper;  // read together
-    int first_column, end_column;          // read together
-    bool masked;
+    // The output of a warpgroup goes through shared memory where there is room for it, and registers to handle it: a
+    // warpgroup is done with it sooner, and nobody multiplies meanwhile, since the others are at their ends too.
+    static constexpr int kOutBytes = 64 * kPanelRowBytes * panels(kVDim);
+    static constexpr bool kStagesOut =
+        kStages == 4 and kQBytes + kStages * (kKBytes + kVBytes) + kOutBytes <= kOperandBytes;
 };
 
 template <typename Config> struct ForwardMemory {
     // Every tile has a run. When the scheduler writes the message of tile t, the run kRuns before is given back, and
-    // with it tile t - kRuns or a later one. The producer may still read the message of that tile, for its last values,
-    // and the consumers that of the tile before it, for its stores: hence at least kRuns + 2 messages of tiles. A
-    // block's message is read when its keys may already be replaced, hence the longer ring.
+    // with it tile t - kRuns or a later one. The consumers may still read the message of the tile before that one, for
+    // its stores, and who sends outputs that of one more: hence at least kRuns + 3 messages of tiles. A block's message
+    // is read when its keys may already be replaced, hence the longer ring.
     static constexpr int kRuns = 4, kTileMessages = kRuns + 4, kBlockMessages = 2 * Config::kStages;
-    static constexpr int kSingleBarriers = 3;
+    static constexpr int kSingleBarriers = 4, kOutBarriers = kSingleBarriers + 2 * kRuns + 4 * Config::kStages;
     static constexpr int kQ = 0, kK = kQ + Config::kQBytes, kV = kK + Config::kStages * Config::kKBytes,
-                         kTiles = kV + Config::kStages * Config::kVBytes,
+                         kOut = kV + Config::kStages * Config::kVBytes,
+                         kTiles = kOut + (Config::kStagesOut ? Config::kOutBytes : 0),
                          kRunMessages = kTiles + kTileMessages * static_cast<int>(sizeof(TileMessage)),
                          kBlocks = kRunMessages + kRuns * static_cast<int>(sizeof(RunMessage)),
-                         kBarriers = kBlocks + kBlockMessages * static_cast<int>(sizeof(BlockMessage)),
-                         kEnd = kBarriers + 8 * (kSingleBarriers + 2 * kRuns + 4 * Config::kStages), kAlignment = 1024,
+                         kGuests = kBlocks + kBlockMessages * static_cast<int>(sizeof(BlockMessage)),
+                         kBarriers = kGuests + kBlockMessages * static_cast<int>(sizeof(BlockMessage)),
+                         kCleaned = kBarriers + 8 * (kOutBarriers + Config::kConsumers), kEnd = kCleaned + 8,
+                         kAlignment = 1024,
                          kBytes = kEnd + kAlignment;
     static_assert(kBytes <= kSharedBytes);
 
@@ -89,6 +77,10 @@ template <typename Config> struct ForwardMemory {
     __device__ __forceinline__ SharedAddress v(unsigned block) const {
         return shared_address(base) + kV + block % Config::kStages * Config::kVBytes;
     }
+    // Blocks whose values the producer cleaned, for which it has no register.
+    __device__ __forceinline__ unsigned& num_cleaned() const { return *reinterpret_cast<unsigned*>(base + kCleaned); }
+    // Of one warpgroup, in panels.
+    __device__ __forceinline__ SharedAddress out() const { return shared_address(base) + kOut; }
     __device__ __forceinline__ TileMessage& tile_message(int turn) const {
         return reinterpret_cast<TileMessage*>(base + kTiles)[static_cast<unsigned>(turn) % kTileMessages];
     }
@@ -98,15 +90,27 @@ template <typename Config> struct ForwardMemory {
     __device__ __forceinline__ BlockMessage& block_message(unsigned block) const {
         return reinterpret_cast<BlockMessage*>(base + kBlocks)[block % kBlockMessages];
     }
-    // Barriers of the queries, and of values that wait for cleaning.
+    __device__ __forceinline__ BlockMessage& guest_message(unsigned block) const {
+        return reinterpret_cast<BlockMessage*>(base + kGuests)[block % kBlockMessages];
+    }
+    // Barriers of the queries, of values that wait for cleaning, and of the output on its way.
     __device__ __forceinline__ Mbarrier q_full() const { return barrier(0); }
     __device__ __forceinline__ Mbarrier q_empty() const { return barrier(1); }
     __device__ __forceinline__ Mbarrier v_loaded() const { return barrier(2); }
+    __device__ __forceinline__ Mbarrier out_full() const { return barrier(3); }
     __device__ __forceinline__ Mbarrier run_full(unsigned run) const { return barrier(kSingleBarriers + run % kRuns); }
     __device__ __forceinline__ Mbarrier run_empty(unsigned run) const {
         return barrier(kSingleBarriers + kRuns + run % kRuns);
     }
     __device__ __forceinline__ static int run_parity(unsigned run) { return run / kRuns & 1; }
+    // Of a warpgroup, which has the place of the output after the one before it, the first one after the last.
+    __device__ __forceinline__ Mbarrier out_empty(int warpgroup) const { return barrier(kOutBarriers + warpgroup); }
+    __device__ __forceinline__ static int out_empty_parity(int turn, int warpgroup) {
+        return warpgroup == 0 ? (turn & 1) ^ 1 : turn & 1;
+    }
+    __device__ __forceinline__ static int out_full_parity(int turn, int warpgroup) {
+        return (turn * Config::kConsumers + warpgroup) & 1;
+    }
     // Of the stage that a block goes through.
     __device__ __forceinline__ Mbarrier k_full(unsigned block) const { return stage_barrier(0, block); }
     __device__ __forceinline__ Mbarrier k_empty(unsigned block) const { return stage_barrier(1, block); }
@@ -120,6 +124,9 @@ template <typename Config> struct ForwardMemory {
         q_full().init(1);
         q_empty().init(Config::kConsumers * kWarpgroupThreads / 32);
         v_loaded().init(1);
+        out_full().init(kWarpgroupThreads / 32);
+        for (int warpgroup = 0; warpgroup < Config::kConsumers; ++warpgroup)
+            out_empty(warpgroup).init(1);
         for (int run = 0; run < kRuns; ++run) {
             run_full(run).init(1);
             run_empty(run).init(1);
@@ -131,6 +138,7 @@ template <typename Config> struct ForwardMemory {
             v_empty(stage).init(Config::kConsumers);
         }
         fence_mbarrier_init();
+        num_cleaned() = 0;
     }
 
 private:

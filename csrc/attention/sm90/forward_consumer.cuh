@@ -30,17 +30,18 @@ template <typename Config> struct ForwardConsumer {
         for (int turn = 0;; ++turn) {
             memory.q_full().wait(turn & 1);
             const int num_blocks = uniform(memory.tile_message(turn).num_blocks);
+            if (num_blocks > 0)
+                attend(num_blocks, turn);
+            else
+                skip(num_blocks == 0, turn);
             if (num_blocks < 0)
                 return;
-            if (num_blocks == 0)
-                skip(turn);
-            else
-                attend(num_blocks, turn);
         }
     }
 
 private:
-    __device__ __forceinline__ int row() const { return warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4; }
+    // The first of a thread.
+    __device__ __forceinline__ int row(int of) const { return warpgroup * 64 + of / 32 * 16 + of % 32 / 4; }
     __device__ __forceinline__ int first_column() const { return thread % 4 * 2; }
     __device__ __forceinline__ float to_log2() const { return Config::kSoftCap ? 1.f : args.logit_scale; }
 
@@ -54,13 +55,18 @@ private:
     // Every warp for itself: without products between, as in tiles that see nothing, they may drift apart.
     __device__ __forceinline__ void release_queries() const {
         __syncwarp();
-        if (thread % 32 == 0)
+        if (elect_lane())
             memory.q_empty().arrive();
     }
 
-    // A tile whose rows see nothing.
-    __device__ __forceinline__ void skip(int turn) const {
-        make_epilogue(turn).store_empty();
+    // A tile whose rows see nothing, or no tile.
+    __device__ __forceinline__ void skip(bool is_tile, int turn) const {
+        if (is_tile)
+            make_epilogue(turn).store_empty();
+        if (stages_out()) {
+            memory.out_empty(warpgroup).wait(memory.out_empty_parity(turn, warpgroup));
+            send_out();
+        }
         release_queries();
     }
 
@@ -80,15 +86,15 @@ private:
         last_step(out, p, rows, turn);
     }
 
-    // Whether a position of this warpgroup sees a key of the block.
+    // Whether a position of this warpgroup sees a key of the block, or may see one of a second run.
     __device__ __forceinline__ bool sees_block() const {
         memory.k_full(block).wait(memory.parity(block));
         const BlockMessage& message = memory.block_message(block);
         const int first_row = warpgroup * 64, last_row = first_row + 63;
         const int first = max(first_row >> args.schedule.pack_shift, message.row_begin);
         const int last = min(last_row >> args.schedule.pack_shift, message.row_end - 1);
-        return uniform(first <= last and first + message.lower < message.end_column and
-                       last + message.upper > message.first_column);
+        return uniform(message.has_guest or (first <= last and first + message.lower < message.end_column and
+                                             last + message.upper > message.first_column));
     }
 
     // Leaves a block to the other warpgroups. No product holds the warps together here: hence the barrier, before one
@@ -107,7 +113,8 @@ private:
     }
 
     __device__ __forceinline__ ForwardEpilogue<Config> make_epilogue(int turn) const {
-        return {args, memory.tile_message(turn), row(), thread % 32};
+        const int own = anew(thread);
+        return {args, memory.tile_message(turn), row(own), own % 32};
     }
 
     __device__ __forceinline__ static void clear(Output& out) {
@@ -181,7 +188,31 @@ private:
         pin(out);
         release(memory.v_empty(block));
         ++block;
-        epilogue.store(out, factors);
+        epilogue.normalise(out, factors);
+        if (args.out_f32)
+            epilogue.store_f32(out);
+        else
+            store_16bit(out, epilogue, turn);
+    }
+
+    __device__ __forceinline__ bool stages_out() const { return Config::kStagesOut and not args.out_f32; }
+
+    __device__ __forceinline__ void store_16bit(const Output& out, const ForwardEpilogue<Config>& epilogue,
+                                                int turn) const {
+        if constexpr (Config::kStagesOut) {
+            memory.out_empty(warpgroup).wait(memory.out_empty_parity(turn, warpgroup));
+            epilogue.stage(out, memory.out() + thread / 32 * 16 * kPanelRowBytes);
+            fence_shared_for_async();
+            send_out();
+        } else {
+            epilogue.store_16bit(out);
+        }
+    }
+
+    __device__ __forceinline__ void send_out() const {
+        __syncwarp();
+        if (elect_lane())
+            memory.out_full().arrive();
     }
 
     __device__ __forceinline__ void multiply_keys(Logits& logits) const {
@@ -203,14 +234,25 @@ private:
             Wgmma<Element, Config::kVDim>::template mma<1>(out, p[i], v.at(i * 16 * kPanelRowBytes), true);
     }
 
+    // What the rows see of the block.
+    __device__ __forceinline__ VisibleBits<Config::kKeys / 2> seen_bits() const {
+        const int pack_shift = args.schedule.pack_shift;
+        const auto find = [&](const BlockMessage& message) {
+            return visible_bits<Config::kKeys / 2>(message, row(thread), pack_shift, first_column());
+        };
+        auto bits = find(memory.block_message(block));
+        if (memory.block_message(block).has_guest)
+            bits.add(find(memory.guest_message(block)));
+        return bits;
+    }
+
     // Returns whether the output so far has to be multiplied with rows.scale.
     template <bool kMasked>
     __device__ __forceinline__ bool softmax(Logits& logits, RowState& rows) const {
         if constexpr (Config::kSoftCap)
             cap_logits(logits, args.logit_scale, args.cap_log2);
         if constexpr (kMasked)
-            hide(logits, visible_bits<Config::kKeys / 2>(memory.block_message(block), row(), args.schedule.pack_shift,
-                                                         first_column()));
+            hide(logits, seen_bits());
         const bool moved = move_references(logits, rows, to_log2());
         exponentiate(logits, rows, to_log2());
         return moved;

@@ -3,6 +3,7 @@
 #include "csrc/attention/sm90/forward_arguments.cuh"
 #include "csrc/attention/sm90/forward_softmax.cuh"
 #include "csrc/common/sm90/quad.cuh"
+#include "csrc/common/sm90/stmatrix.cuh"
 
 // From the sums of a tile to the result: sinks, normalisation, merging with a previous result, stores.
 
@@ -41,16 +42,56 @@ template <typename Config> struct ForwardEpilogue {
         return factors;
     }
 
-    __device__ __forceinline__ void store(float (&out)[kCount], const Factors& factors) const {
+    __device__ __forceinline__ void normalise(float (&out)[kCount], const Factors& factors) const {
 #pragma unroll
         for (int i = 0; i < kCount; ++i)  // an empty row may hold 0 · NaN
             out[i] = factors.own[i / 2 % 2] == 0.f ? 0.f : out[i] * factors.own[i / 2 % 2];
         if (args.previous_lse != nullptr)
             add_previous(out, factors.previous);
-        if (args.out_f32)
-            store_f32(out);
-        else
-            store_16bit(out);
+    }
+
+    // To shared memory, from the first row of the warp on, in panels.
+    __device__ __forceinline__ void stage(const float (&out)[kCount], SharedAddress to) const {
+        const int matrix = lane / 8, inside = lane % 8;
+        const SharedAddress first_row = to + (matrix % 2 * 8 + inside) * kPanelRowBytes;
+        const int swizzle = (matrix / 2 ^ inside) * 16;
+#pragma unroll
+        for (int i = 0; i < kCount; i += 8) {
+            uint32_t matrices[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                matrices[j] = Element::pack(out[i + 2 * j], out[i + 2 * j + 1]);
+            const int panel = i / 32, chunk = i / 4 % 8;
+            store_matrices(first_row + panel * 64 * kPanelRowBytes + (chunk * 16 ^ swizzle), matrices);
+        }
+    }
+
+    __device__ __forceinline__ void store_f32(const float (&out)[kCount]) const {
+        float2* const first = static_cast<float2*>(args.out) + row_index(0) * args.v_dim / 2;
+#pragma unroll
+        for (int i = 0; i < kCount; i += 2) {
+            const int r = i / 2 % 2;
+            if (exists(r, i))
+                first[r * row_stride() + column(i) / 2] = {out[i], out[i + 1]};
+        }
+    }
+
+    // 16 bytes a lane, 64 in a row a quad.
+    __device__ __forceinline__ void store_16bit(const float (&out)[kCount]) const {
+        uint16_t* const first = static_cast<uint16_t*>(args.out) + row_index(0) * args.v_dim + lane % 4 * 8;
+        const int64_t next_row = 2 * row_stride();
+#pragma unroll
+        for (int i = 0; i < kCount; i += 16) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                uint32_t words[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    words[j] = Element::pack(out[i + 4 * j + 2 * r], out[i + 4 * j + 2 * r + 1]);
+                transpose_quad(words, lane);
+                store_if(exists(r) and i * 2 + lane % 4 * 8 < args.v_dim, first + r * next_row + i * 2, words);
+            }
+        }
     }
 
     // Of a tile that sees nothing: what was there before, or nothing.
@@ -142,34 +183,6 @@ private:
     __device__ __forceinline__ float2 previous_pair(int64_t at) const {
         return args.out_f32 ? static_cast<const float2*>(args.previous_out)[at]
                             : Element::unpack(static_cast<const uint32_t*>(args.previous_out)[at]);
-    }
-
-    __device__ __forceinline__ void store_f32(const float (&out)[kCount]) const {
-        float2* const first = static_cast<float2*>(args.out) + row_index(0) * args.v_dim / 2;
-#pragma unroll
-        for (int i = 0; i < kCount; i += 2) {
-            const int r = i / 2 % 2;
-            if (exists(r, i))
-                first[r * row_stride() + column(i) / 2] = {out[i], out[i + 1]};
-        }
-    }
-
-    // 16 bytes a lane, 64 in a row a quad.
-    __device__ __forceinline__ void store_16bit(const float (&out)[kCount]) const {
-        uint16_t* const first = static_cast<uint16_t*>(args.out) + row_index(0) * args.v_dim + lane % 4 * 8;
-        const int64_t next_row = 2 * row_stride();
-#pragma unroll
-        for (int i = 0; i < kCount; i += 16) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                uint32_t words[4];
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    words[j] = Element::pack(out[i + 4 * j + 2 * r], out[i + 4 * j + 2 * r + 1]);
-                transpose_quad(words, lane);
-                store_if(exists(r) and i * 2 + lane % 4 * 8 < args.v_dim, first + r * next_row + i * 2, words);
-            }
-        }
     }
 };
 

@@ -1,18 +1,21 @@
 #pragma once
 
 #include "csrc/attention/sm90/forward_consumer.cuh"
+#include "csrc/attention/sm90/forward_out_sender.cuh"
 #include "csrc/attention/sm90/forward_producer.cuh"
 #include "csrc/attention/sm90/forward_scheduler.cuh"
 
-// The forward kernel: persistent, one scheduler warp, one producer warp and Config::kConsumers consumer warpgroups a
-// CTA. Every tile is finished by one CTA, so that results do not depend on which CTA takes it, and need no atomics.
+// The forward kernel: persistent, one scheduler warp, one producer warp, one thread that sends outputs, and
+// Config::kConsumers consumer warpgroups a CTA. Every tile is finished by one CTA, so that results do not depend on
+// which CTA takes it, and need no atomics.
 //
 // Schedule of a tile with blocks 0 .. n - 1:
 //   scheduler   runs of keys, one for each band that the tile sees; ahead of the producer, but for long tiles not far
 //   producer    K0  Q  K1  V0  K2  V1  ...  K(n-1)  V(n-2)  V(n-1)   each when its place is free; keys first, they are
 //                                                                    needed first
 //   consumers   S0 = Q·K0, softmax;  step j: S(j) = Q·K(j) and O += P(j-1)·V(j-1), softmax of S(j) beside the second
-//               product, O rescaled if a reference moved;  O += P(n-1)·V(n-1), sums and log-sum-exp beside it;  stores
+//               product, O rescaled if a reference moved;  O += P(n-1)·V(n-1), sums and log-sum-exp beside it;
+//               outputs stored, or left to the sender where it has a place for them.
 //               Block 0 is the first that the rows of the warpgroup see, or the last of all: it gives back the
 //               ones before untouched, but takes its turn for each, so that all warpgroups take n - 1 turns.
 // Tiles follow each other without a pause: the producer is at the next tile while the consumers finish this one.
@@ -30,6 +33,8 @@
 //   v_full (1)    producer and TMA     values of a block; of a short run, the producer alone, after cleaning
 //   v_empty (consumer warpgroups)      after the product with the values, if any
 //   v_loaded (1)  producer and TMA     values to be cleaned, for the producer itself
+//   out_full (warps of a warpgroup)    the output of a warpgroup, or that it has none for this tile, or no more tiles
+//   out_empty (1) sender               of each warpgroup: when the output of the one before it was read
 
 namespace jaxmagi::sm90 {
 
@@ -44,6 +49,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         prefetch_tensor_map(maps.q);
         prefetch_tensor_map(maps.k);
         prefetch_tensor_map(maps.v);
+        prefetch_tensor_map(maps.k_part);
+        prefetch_tensor_map(maps.v_part);
         memory.init_barriers();
     }
     __syncthreads();
@@ -52,7 +59,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         if (thread < 32)
             ForwardProducer<Config>{memory, maps, args}.run();
         else if (thread < 64)
-            ForwardScheduler<Config>{memory, args, thread % 32}.run();
+            ForwardScheduler<Config>{memory, args}.run();
+        else if (Config::kStagesOut and thread == 64 and not args.out_f32)
+            ForwardOutSender<Config>{memory, maps.out, args.schedule.pack_shift}.run();
     } else {
         take_registers<Config::kConsumerRegisters>();
         // Found again, or ptxas would keep it in local memory in between.

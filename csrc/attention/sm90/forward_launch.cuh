@@ -43,11 +43,18 @@ cudaError_t encode_maps(const ForwardParams& params, int pack, ForwardTensorMaps
     const HeadsTensor q{params.q, type, params.batch, params.q_len, params.heads, params.dim};
     const HeadsTensor k{params.k, type, params.batch, params.kv_len, params.kv_heads, params.dim};
     const HeadsTensor v{params.v, type, params.batch, params.kv_len, params.kv_heads, params.v_dim};
+    const HeadsTensor out{params.out, type, params.batch, params.q_len, params.heads, params.v_dim};
     cudaError_t error = encode_panel_map(q, pack, Config::kRows / pack, &maps->q);
     if (error == cudaSuccess)
         error = encode_panel_map(k, 1, Config::kKeys, &maps->k);
     if (error == cudaSuccess)
         error = encode_panel_map(v, 1, Config::kKeys, &maps->v);
+    if (error == cudaSuccess)
+        error = encode_panel_map(k, 1, kPartKeys, &maps->k_part);
+    if (error == cudaSuccess)
+        error = encode_panel_map(v, 1, kPartKeys, &maps->v_part);
+    if (error == cudaSuccess and not params.out_f32)
+        error = encode_panel_map(out, pack, 64 / pack, &maps->out);
     return error;
 }
 

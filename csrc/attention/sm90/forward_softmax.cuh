@@ -39,6 +39,14 @@ struct RowState {
 template <int kCount> struct VisibleBits {
     static constexpr int kWords = (kCount / 2 + 31) / 32;
     uint32_t words[2][kWords];
+
+    __device__ __forceinline__ void add(const VisibleBits& others) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int w = 0; w < kWords; ++w)
+                words[r][w] |= others.words[r][w];
+    }
 };
 
 // The lowest `count` bits; none for a negative count, all from 32 on.

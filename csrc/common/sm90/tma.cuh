@@ -4,8 +4,8 @@
 
 #include "csrc/common/sm90/mbarrier.cuh"
 
-// Bulk copies of boxes of a 4-d tensor to shared memory, coordinates innermost first. What lies outside the tensor,
-// also at negative coordinates, is read as zeros; they count as bytes. One thread issues.
+// Bulk copies of boxes of a 4-d tensor to and from shared memory, coordinates innermost first. What lies outside the
+// tensor, also at negative coordinates, is read as zeros, which count as bytes, and not written. One thread issues.
 
 namespace jaxmagi::sm90 {
 
@@ -23,6 +23,13 @@ __device__ __forceinline__ void tma_load(SharedAddress to, const CUtensorMap& ma
         "[%2];" ::"r"(to),
         "l"(&map), "r"(arrived.address), "r"(at.x), "r"(at.y), "r"(at.z), "r"(at.w)
         : "memory");
+}
+
+// In groups, as in bulk.cuh.
+__device__ __forceinline__ void tma_store(const CUtensorMap& map, Coordinates at, SharedAddress from) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+                 "r"(from), "r"(at.x), "r"(at.y), "r"(at.z), "r"(at.w)
+                 : "memory");
 }
 
 }  // namespace jaxmagi::sm90

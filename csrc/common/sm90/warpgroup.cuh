@@ -22,6 +22,24 @@ __device__ __forceinline__ int uniform(int value) {
     return __shfl_sync(~0u, value, 0);
 }
 
+// The same, but for the compiler another number: what follows from it is found again, instead of kept in registers.
+__device__ __forceinline__ int anew(int number) {
+    asm volatile("" : "+r"(number));
+    return number;
+}
+
+// Read anew by each call, so that they take no registers in between.
+__device__ __forceinline__ int lane_index() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+__device__ __forceinline__ int grid_size() {
+    int ctas;
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(ctas));
+    return ctas;
+}
+
 // True for one lane, by the whole warp. The compiler knows that it is one: behind any other condition it would loop
 // over the lanes around every TMA instruction.
 __device__ __forceinline__ bool elect_lane() {
