@@ -115,6 +115,10 @@ class Workload:
         """Whether a pass takes so little time that the host has to be kept out of it."""
         return self.pattern.length <= 2048
 
+    def query_bytes(self) -> int:
+        """Of the queries of a layer in bfloat16."""
+        return 2 * self.pattern.length * HEADS * self.dim
+
     def flops(self, direction: Direction) -> int:
         """Products over the visible cells, two forward and five backward, a multiply-add as two."""
         forward, backward = self.dim + self.v_dim, 3 * self.dim + 2 * self.v_dim

@@ -40,9 +40,9 @@ from benchmarks._workloads import Direction, Workload, workloads
 
 NAMES: dict[Direction, str] = {"forward": "attention_h200", "backward": "attention_backward_h200"}
 PLAN = "plan of 4096 bands, 2048 tiles"
-# Of the layers that one program runs. Backward, the one plan of a program is then 0.2 % of its time.
+# Of the layers that one program runs. Backward, the one plan of a program is then about 0.2 % of its time.
 BATCH_SECONDS: dict[Direction, float] = {"forward": 8e-3, "backward": 20e-3}
-MAX_LAYERS = 32
+MAX_LAYERS, MAX_QUERY_BYTES = 32, 4e9  # of the layers: the peers hold as much once more
 MEASURED_SECONDS = 20e-3  # at least, so that the clock's errors do not matter
 MEASURED_SECONDS_SHORT = 100e-3  # of short rows, where the host's moods show
 # Of each implementation in a row, for the clock wanders by 10 % within a second. Less backward, where the
@@ -70,6 +70,12 @@ def make_works(
     return works, failures
 
 
+def num_layers(direction: Direction, workload: Workload, estimate: float) -> int:
+    """How many layers one program runs, if each takes so many seconds."""
+    fitting = max(1, int(MAX_QUERY_BYTES / workload.query_bytes()))
+    return min(MAX_LAYERS, fitting, math.ceil(BATCH_SECONDS[direction] / estimate))
+
+
 def enough_repeats(direction: Direction, least: int, seconds: float) -> int:
     """How often to measure what takes so many seconds, and then twice as many."""
     return max(least, math.ceil(REPEATED_SECONDS[direction] / (3 * seconds)))
@@ -78,7 +84,7 @@ def enough_repeats(direction: Direction, least: int, seconds: float) -> int:
 def measure(direction: Direction, workload: Workload, peers: str, repeats: int) -> list[Row | Failure]:
     """The rows of one workload."""
     estimate = workload.flops(direction) / 600e12
-    layers = min(MAX_LAYERS, math.ceil(BATCH_SECONDS[direction] / estimate))
+    layers = num_layers(direction, workload, estimate)
     works, failures = make_works(direction, workload, layers, peers)
     seconds = MEASURED_SECONDS_SHORT if workload.is_short else MEASURED_SECONDS
     batches = math.ceil(seconds / (layers * estimate))

@@ -100,6 +100,21 @@ def test_deterministic_is_held_against_what_shares_its_plan_too() -> None:
     assert row.tflops == pytest.approx(short.flops("backward") / 1.2e-4 / 1e12)
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_layers_of_a_program_fit_into_memory(direction: _workloads.Direction) -> None:
+    """Queries, outputs and gradients of all layers, ours and a peer's, within half of a card."""
+    found = {
+        workload.name: attention.num_layers(direction, workload, workload.flops(direction) / 600e12)
+        for workload in _workloads.workloads(direction)
+    }
+    for workload in _workloads.workloads(direction):
+        assert found[workload.name] >= 1
+        assert 6 * found[workload.name] * workload.query_bytes() < 35e9
+    assert found["causal 1k D128"] == 32 and found["full 32k D128"] == 1
+    if direction == "backward":
+        assert found[_workloads.SHORT_DOCUMENTS] == 7
+
+
 SMALL_WORKLOAD = _workloads.Workload("small", _workloads.Documents((40, 24), causal=True), 16, 8)
 
 
