@@ -1,5 +1,6 @@
 """The comparison of loss curves, and that both implementations see the same training."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -23,6 +24,18 @@ def test_largest_difference_is_relative_to_the_second() -> None:
 def test_no_number_is_no_agreement() -> None:
     found = compare(Curve("ffi", 1.0, [2.0, np.nan, 1.5]), Curve("xla", 1.0, [2.0, 2.0, 1.0]))
     assert found.step == 1 and found.largest_relative_difference == np.inf and not found.met
+
+
+def test_masks_of_one_capacity() -> None:
+    train_lm = train_curve.example()
+    sequences = list(itertools.islice(train_lm.packed_batches(2048, 1), 200))
+    counts = {len(sequence.lengths) for (sequence,) in sequences}
+    assert 8 in counts and 9 in counts and max(counts) <= train_curve.CAPACITY
+    for each in sequences[:20]:
+        batch = train_lm.local_batch(each, 256)
+        found = train_curve.padded(batch)
+        for mask, expected in ((found.window, batch.window), (found.full, batch.full)):
+            assert mask.bands.shape == (1, train_curve.CAPACITY, 6) and mask.area() == expected.area()
 
 
 def test_curves_of_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
