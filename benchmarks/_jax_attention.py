@@ -12,11 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks._measure import DeviceWork
-from benchmarks._workloads import HEADS, KV_HEADS, Causal, Full, Workload, shuffled_documents
+from benchmarks._workloads import (
+    HEADS,
+    KV_HEADS,
+    Causal,
+    Direction,
+    Full,
+    Workload,
+    shuffled_documents,
+)
 from jaxmagi import AttnMask, _native, attention
-from jaxmagi.attention import _cuda
+from jaxmagi.attention import Partial, _cuda, attention_backward, row_delta
 
-type Forward = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+DETERMINISTIC = "ours, deterministic"
+
+type Arrays = tuple[jax.Array, ...]
+type Layer = Callable[[AttnMask, Arrays, Arrays], Any]
+"""What is measured of a layer, from its mask, the operands of its own and those that layers share."""
 
 
 @functools.partial(jax.jit, static_argnames=("length", "heads", "dim"))
@@ -42,75 +54,104 @@ def _in_stream_order(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(function, compiler_options={"xla_gpu_enable_command_buffer": ""})
 
 
-def _work(layers: Callable[..., list[jax.Array]], num_layers: int, *operands: Any) -> DeviceWork:
+@functools.lru_cache(maxsize=1)
+def operands(workload: Workload, num_layers: int, direction: Direction) -> tuple[list[Arrays], Arrays]:
+    """Those of each layer, then those that layers share.
+
+    Forward: query; key and value. Backward: query, output and its log-sum-exp; key, value and cotangent.
+    """
+    queries, key, value = inputs(workload, num_layers)
+    if direction == "forward":
+        return [(query,) for query in queries], (key, value)
+    forward = jax.jit(
+        functools.partial(attention, mask=workload.pattern.mask(), return_residual=True, implementation="ffi")
+    )
+    cotangent = _normal(jax.random.key(1), workload.pattern.length, HEADS, workload.v_dim)
+    return [(query, *forward(query, key, value)) for query in queries], (key, value, cotangent)
+
+
+def _forward(mask: AttnMask, own: Arrays, shared: Arrays) -> jax.Array:
+    query, key, value = own + shared
+    return attention(query, key, value, mask, implementation="ffi")
+
+
+def _backward(mask: AttnMask, own: Arrays, shared: Arrays, *, deterministic: bool = False) -> Arrays:
+    """What differentiating `attention` runs behind the forward pass."""
+    (query, out, lse), (key, value, cotangent) = own, shared
+    delta = row_delta(Partial(out, lse), Partial(cotangent, jnp.zeros_like(lse)))
+    return attention_backward(
+        query,
+        key,
+        value,
+        jnp.asarray(mask.bands)[None],
+        cotangent,
+        lse,
+        delta,
+        scale=query.shape[-1] ** -0.5,
+        soft_cap=0,
+        deterministic=deterministic,
+        grad_dtype=query.dtype,
+        implementation="ffi",
+    )
+
+
+def _work(layers: Callable[..., list[Any]], num_layers: int, *operands: Any) -> DeviceWork:
     run = functools.partial(_in_stream_order(layers), *operands)
     return DeviceWork(run, jax.block_until_ready, num_layers)
 
 
-def _by_layer(forward: Forward, workload: Workload, num_layers: int) -> DeviceWork:
-    queries, key, value = inputs(workload, num_layers)
-
-    def layers(queries: list[jax.Array], key: jax.Array, value: jax.Array) -> list[jax.Array]:
-        return [forward(query, key, value) for query in queries]
-
-    return _work(layers, num_layers, queries, key, value)
-
-
-def ours(workload: Workload, num_layers: int) -> DeviceWork:
+def _by_layer(layer: Layer, direction: Direction, workload: Workload, num_layers: int) -> DeviceWork:
     """All layers share a mask, and so its plan, as those of a model do."""
     mask = workload.pattern.mask()
 
-    def forward(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return attention(query, key, value, mask, implementation="ffi")
+    def layers(own: list[Arrays], shared: Arrays) -> list[Any]:
+        return [layer(mask, each, shared) for each in own]
 
-    return _by_layer(forward, workload, num_layers)
+    return _work(layers, num_layers, *operands(workload, num_layers, direction))
 
 
-def ours_planned_each_time(workload: Workload, num_layers: int) -> DeviceWork:
+def _planned_each_time(layer: Layer, direction: Direction, workload: Workload, num_layers: int) -> DeviceWork:
     """Each layer has a mask of its own (they are equal, which the compiler does not know)."""
-    queries, key, value = inputs(workload, num_layers)
     mask = workload.pattern.mask()
-    copies = [AttnMask(jnp.array(mask.bands), mask.q_len, mask.kv_len) for _ in queries]
+    copies = [AttnMask(jnp.array(mask.bands), mask.q_len, mask.kv_len) for _ in range(num_layers)]
 
-    def layers(
-        queries: list[jax.Array], key: jax.Array, value: jax.Array, copies: list[AttnMask]
-    ) -> list[jax.Array]:
-        pairs = zip(queries, copies, strict=True)
-        return [attention(query, key, value, mask, implementation="ffi") for query, mask in pairs]
+    def layers(own: list[Arrays], shared: Arrays, copies: list[AttnMask]) -> list[Any]:
+        return [layer(mask, each, shared) for each, mask in zip(own, copies, strict=True)]
 
-    return _work(layers, num_layers, queries, key, value, copies)
+    return _work(layers, num_layers, *operands(workload, num_layers, direction), copies)
 
 
-def cudnn_by_jax(workload: Workload, num_layers: int) -> DeviceWork:
+def _cudnn(is_causal: bool, mask: AttnMask, own: Arrays, shared: Arrays) -> jax.Array:
     """`jax.nn.dot_product_attention`."""
-    forward = functools.partial(
-        jax.nn.dot_product_attention, is_causal=isinstance(workload.pattern, Causal), implementation="cudnn"
-    )
-    return _by_layer(forward, workload, num_layers)
+    del mask
+    return jax.nn.dot_product_attention(*own, *shared, is_causal=is_causal, implementation="cudnn")
 
 
-def tokamax(workload: Workload, num_layers: int) -> DeviceWork:
+def _tokamax(is_causal: bool, mask: AttnMask, own: Arrays, shared: Arrays) -> jax.Array:
     """Its Mosaic kernel."""
     from tokamax import dot_product_attention  # pyright: ignore[reportMissingImports]
 
-    forward = functools.partial(
-        dot_product_attention, is_causal=isinstance(workload.pattern, Causal), implementation="mosaic"
-    )
-    return _by_layer(forward, workload, num_layers)
+    del mask
+    return dot_product_attention(*own, *shared, is_causal=is_causal, implementation="mosaic")
 
 
-def candidates(workload: Workload) -> dict[str, Callable[[Workload, int], DeviceWork]]:
-    """Which of them can express the workload, by name."""
-    found = {"ours": ours}
+def candidates(workload: Workload, direction: Direction) -> dict[str, Callable[[Workload, int], DeviceWork]]:
+    """Which of them can express the workload, by name. Of the backward pass, only ours are measured."""
+    layer = _forward if direction == "forward" else _backward
+    found = {"ours": functools.partial(_by_layer, layer, direction)}
     if workload.is_short:
-        found["ours, own plans"] = ours_planned_each_time
-    if isinstance(workload.pattern, Full | Causal):
-        found["cuDNN (jax.nn)"] = cudnn_by_jax
-        found["tokamax"] = tokamax
+        found["ours, own plans"] = functools.partial(_planned_each_time, layer, direction)
+    if direction == "backward":
+        in_fixed_order = functools.partial(_backward, deterministic=True)
+        found[DETERMINISTIC] = functools.partial(_by_layer, in_fixed_order, direction)
+    elif isinstance(workload.pattern, Full | Causal):
+        is_causal = isinstance(workload.pattern, Causal)
+        for name, peer in (("cuDNN (jax.nn)", _cudnn), ("tokamax", _tokamax)):
+            found[name] = functools.partial(_by_layer, functools.partial(peer, is_causal), direction)
     return found
 
 
-def plan(num_bands: int, num_tiles: int, passes: int) -> dict[str, DeviceWork]:
+def plan(num_bands: int, num_tiles: int, passes: int, direction: Direction) -> dict[str, DeviceWork]:
     """The plan op of a mask of ``num_bands`` shuffled causal documents at head dimension 128.
 
     In a captured graph, as in a compiled step. An addition makes each wait for the last: "plan" is both,
@@ -119,13 +160,13 @@ def plan(num_bands: int, num_tiles: int, passes: int) -> dict[str, DeviceWork]:
     extension = _native.extension("cuda")
     if extension is None:
         raise RuntimeError("jaxmagi was built without CUDA")
-    rows, _ = extension.forward_tile(128, 128)
-    length = num_tiles * rows
+    dims, by_keys = (128, 128), direction == "backward"
+    length = num_tiles * (extension.backward_tile(*dims)[1] if by_keys else extension.forward_tile(*dims)[0])
     mask = jnp.asarray(shuffled_documents(np.random.default_rng(0), length, num_bands)[None])
 
     def chain(bands: jax.Array, with_plan: bool) -> jax.Array:
         for _ in range(passes):
-            last = _cuda.plan(bands, length, length, (128, 128))[1] if with_plan else bands
+            last = _cuda.plan(bands, length, length, dims, by_keys)[1] if with_plan else bands
             # 0, but XLA does not know; nor may it join additions.
             bands = jax.lax.optimization_barrier(bands + jnp.minimum(last[0, 0, 1], 0))
         return bands

@@ -18,6 +18,7 @@ from benchmarks._workloads import (
     HEADS,
     KV_HEADS,
     Causal,
+    Direction,
     Documents,
     Full,
     Pattern,
@@ -27,10 +28,15 @@ from benchmarks._workloads import (
     Workload,
 )
 
+type Attend = Callable[[Any, Any, Any], Any]
+"""Takes query, key and value [length, heads, dim]; the output has the layout that suits the library."""
+
+type MakeAttend = Callable[[Workload], Attend]
+
 
 @functools.lru_cache(maxsize=1)
-def inputs(workload: Workload, layers: int) -> tuple[list[Any], Any, Any]:
-    """Unit-normal queries, one for each layer, key and value, [length, heads, dim] in bfloat16."""
+def inputs(workload: Workload, layers: int) -> list[Any]:
+    """Unit-normal queries, one for each layer, then key and value, [length, heads, dim] in bfloat16."""
     import torch
 
     def normal(heads: int, dim: int) -> Any:
@@ -38,30 +44,69 @@ def inputs(workload: Workload, layers: int) -> tuple[list[Any], Any, Any]:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
     queries = [normal(HEADS, workload.dim) for _ in range(layers)]
-    return queries, normal(KV_HEADS, workload.dim), normal(KV_HEADS, workload.v_dim)
+    return [*queries, normal(KV_HEADS, workload.dim), normal(KV_HEADS, workload.v_dim)]
 
 
-def _by_layer(forward: Callable[[Any], Any], queries: list[Any], *, captured: bool) -> DeviceWork:
-    """All layers; short ones as a CUDA graph, for Python takes longer than they do."""
+def _forward(make: MakeAttend, workload: Workload, layers: int) -> DeviceWork:
+    """The forward pass of all layers."""
+    attend = make(workload)
+    *queries, key, value = inputs(workload, layers)
+
+    def run() -> None:
+        for query in queries:
+            attend(query, key, value)
+
+    return _work(lambda: run, layers, captured=workload.is_short)
+
+
+def _backward(make: MakeAttend, workload: Workload, layers: int) -> DeviceWork:
+    """The gradients of all layers, of outputs that are made beforehand."""
     import torch
 
-    def layers() -> None:
-        for query in queries:
-            forward(query)
+    attend = make(workload)
+    *queries, key, value = (x.detach().requires_grad_() for x in inputs(workload, layers))
+
+    def after_forward() -> Callable[[], None]:
+        outs = [attend(query, key, value) for query in queries]
+        cotangent = torch.randn_like(outs[0])
+
+        def run() -> None:
+            for query, out in zip(queries, outs, strict=True):
+                torch.autograd.grad(out, (query, key, value), cotangent, retain_graph=True)
+
+        return run
+
+    return _work(after_forward, layers, captured=workload.is_short)
+
+
+def _work(prepare: Callable[[], Callable[[], None]], layers: int, *, captured: bool) -> DeviceWork:
+    """What `prepare` returns runs all layers; short ones as a CUDA graph, for Python takes longer than they.
+
+    Autograd runs in the stream of the forward pass, so what goes into a graph is prepared in the graph's.
+    """
+    import torch
 
     def wait(_: None) -> None:
         torch.cuda.synchronize()
 
     if not captured:
-        return DeviceWork(layers, wait, len(queries))
+        return DeviceWork(prepare(), wait, layers)
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        layers()
+        run = prepare()
+        run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layers()
-    return DeviceWork(graph.replay, wait, len(queries))
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return DeviceWork(functools.partial(_replay, graph, run), wait, layers)
+
+
+def _replay(graph: Any, run: Callable[[], None]) -> None:
+    """Replays the graph of ``run``, which holds the tensors that the graph reads."""
+    del run
+    graph.replay()
 
 
 def _heads_first(x: Any) -> Any:
@@ -69,22 +114,20 @@ def _heads_first(x: Any) -> Any:
     return x.transpose(0, 1)[None]
 
 
-def cudnn(workload: Workload, layers: int) -> DeviceWork:
+def cudnn(workload: Workload) -> Attend:
     """`scaled_dot_product_attention` on its cuDNN backend."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    queries, key, value = inputs(workload, layers)
-    key, value = _heads_first(key), _heads_first(value)
     is_causal = isinstance(workload.pattern, Causal)
 
-    def forward(query: Any) -> Any:
+    def attend(*operands: Any) -> Any:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return scaled_dot_product_attention(
-                _heads_first(query), key, value, is_causal=is_causal, enable_gqa=True
+                *map(_heads_first, operands), is_causal=is_causal, enable_gqa=True
             )
 
-    return _by_layer(forward, queries, captured=workload.is_short)
+    return attend
 
 
 def _segments(lengths: list[int]) -> Any:
@@ -114,60 +157,61 @@ def _mask_mod(pattern: Pattern) -> Callable[..., Any]:
             return lambda b, h, i, j: j // size <= i // size
 
 
-def flex(workload: Workload, layers: int) -> DeviceWork:
+def flex(workload: Workload) -> Attend:
     """FlexAttention, compiled; the block mask is made beforehand (uncompiled, which is quicker once)."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.config.recompile_limit = 64
-    queries, key, value = inputs(workload, layers)
-    key, value = _heads_first(key), _heads_first(value)
+    torch._functorch.config.donated_buffer = False  # or an output could be differentiated only once
     length = workload.pattern.length
     block_mask = create_block_mask(_mask_mod(workload.pattern), None, None, length, length, device="cuda")
     compiled = torch.compile(flex_attention, dynamic=False)
 
-    def forward(query: Any) -> Any:
-        return compiled(_heads_first(query), key, value, block_mask=block_mask, enable_gqa=True)
+    def attend(*operands: Any) -> Any:
+        return compiled(*map(_heads_first, operands), block_mask=block_mask, enable_gqa=True)
 
-    return _by_layer(forward, queries, captured=workload.is_short)
+    return attend
 
 
-def flash_attention_4(workload: Workload, layers: int) -> DeviceWork:
+def flash_attention_4(workload: Workload) -> Attend:
     """FlashAttention-4 for Hopper: dense, windows, and documents as sequences of variable length."""
     import torch
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-    queries, key, value = inputs(workload, layers)
     pattern = workload.pattern
     if isinstance(pattern, Documents):
         ends = np.cumsum([0, *pattern.lengths])
         offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
         longest = max(pattern.lengths)
-        forward = functools.partial(
+        varlen = functools.partial(
             flash_attn_varlen_func,
-            k=key,
-            v=value,
             cu_seqlens_q=offsets,
             cu_seqlens_k=offsets,
             max_seqlen_q=longest,
             max_seqlen_k=longest,
             causal=pattern.causal,
         )
-        return _by_layer(forward, queries, captured=workload.is_short)
+        return lambda *operands: _output(varlen(*operands))
     options: dict[str, Any] = {"causal": not isinstance(pattern, Full)}
     if isinstance(pattern, Window):
         options["window_size"] = (pattern.left, 0)
-    dense = functools.partial(flash_attn_func, k=key[None], v=value[None], **options)
-    return _by_layer(lambda query: dense(query[None]), queries, captured=workload.is_short)
+    return lambda *operands: _output(flash_attn_func(*(x[None] for x in operands), **options))
 
 
-def candidates(workload: Workload) -> dict[str, Callable[[Workload, int], DeviceWork]]:
+def _output(result: Any) -> Any:
+    """Without the log-sum-exp, which some versions return beside it."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def candidates(workload: Workload, direction: Direction) -> dict[str, Callable[[Workload, int], DeviceWork]]:
     """Which of them can express the workload, by name. FlexAttention is for the masks that cuDNN lacks."""
     dense = isinstance(workload.pattern, Full | Causal)
     found = {"cuDNN": cudnn} if dense else {"FlexAttention": flex}
     if not isinstance(workload.pattern, SharedPrefix | Video):
         found["FlashAttention-4"] = flash_attention_4
-    return found
+    run = _forward if direction == "forward" else _backward
+    return {name: functools.partial(run, make) for name, make in found.items()}
 
 
 def versions() -> dict[str, str | None]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,8 @@ from jaxmagi import AttnMask, masks
 from tests.cases import document_lengths
 
 HEADS, KV_HEADS = 64, 8
+
+type Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ MASKS: dict[str, Callable[[], Pattern]] = {
     "shared prefix 4k+14x2k": lambda: SharedPrefix(4096, 14, 2048),
     "video 4x21600": lambda: Video(4, 21_600),
 }
+SHORT_DOCUMENTS = "documents mean 256 causal"
 
 
 @dataclass(frozen=True)
@@ -111,9 +115,15 @@ class Workload:
         """Whether a pass takes so little time that the host has to be kept out of it."""
         return self.pattern.length <= 2048
 
-    def flops(self) -> int:
-        """Of the forward pass: two products over the visible cells, a multiply-add as two."""
-        return 2 * self.pattern.mask().area() * HEADS * (self.dim + self.v_dim)
+    def query_bytes(self) -> int:
+        """Of the queries of a layer in bfloat16."""
+        return 2 * self.pattern.length * HEADS * self.dim
+
+    def flops(self, direction: Direction) -> int:
+        """Products over the visible cells, two forward and five backward, a multiply-add as two."""
+        forward, backward = self.dim + self.v_dim, 3 * self.dim + 2 * self.v_dim
+        per_cell = forward if direction == "forward" else backward
+        return 2 * self.pattern.mask().area() * HEADS * per_cell
 
 
 def _dense(
@@ -124,11 +134,20 @@ def _dense(
     return Workload(f"{kind.__name__.lower()} {length // 1024}k D{dims}", kind(length), dim, v_dim)
 
 
-def workloads() -> list[Workload]:
+def _short_documents() -> Documents:
+    """Documents of any lengths, 256 on average: tiles begin and end within them."""
+    length, shortest, longest = 32_768, 16, 496
+    drawn = np.random.default_rng(0).integers(shortest, longest + 1, length // shortest)
+    ends = np.unique(np.cumsum(drawn).clip(max=length))
+    return Documents(tuple(np.diff(ends, prepend=0).tolist()), causal=True)
+
+
+def workloads(direction: Direction) -> list[Workload]:
     """All rows of the benchmark of attention; last those that nothing is required of.
 
-    A card grows slower while it heats up, so rows that are held against each other are neighbours: the video
-    and our full 32k, our causal 32k and the shared prefix.
+    The backward pass has short documents too, since sums in a fixed order wait for each other there. A card
+    grows slower while it heats up, so rows that are held against each other are neighbours: the video and our
+    full 32k, our causal 32k and the shared prefix.
     """
     rows = [_dense(kind, 8192) for kind in (Full, Causal)]
     rows += [_dense(Causal, length) for length in (1024, 2048)]
@@ -136,6 +155,8 @@ def workloads() -> list[Workload]:
     masked = {name: Workload(name, pattern()) for name, pattern in MASKS.items()}
     video, prefix = (masked.pop(name) for name in ("video 4x21600", "shared prefix 4k+14x2k"))
     rows += [*masked.values(), video, _dense(Full, 32_768), _dense(Causal, 32_768), prefix]
+    if direction == "backward":
+        rows.append(Workload(SHORT_DOCUMENTS, _short_documents()))
     others = ((96, 96), (192, 192), (192, 128))
     return rows + [_dense(kind, 16_384, *dims) for dims in others for kind in (Full, Causal)]
 

@@ -14,7 +14,12 @@ type Mask = jaxmagi.AttnMask | jaxmagi.ContextPlan
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model. Even layers see a sliding window, odd layers the whole document."""
+    """Sizes of the model. Even layers see a sliding window, odd layers the whole document.
+
+    Attributes:
+        attention_dtype: what attention casts its operands to; None for that of the parameters.
+        implementation: of attention, see `jaxmagi.attention`.
+    """
 
     vocabulary: int
     layers: int = 4
@@ -23,6 +28,8 @@ class Config:
     kv_heads: int = 2
     head_dim: int = 32
     batch_axis_name: str | None = None
+    attention_dtype: jax.typing.DTypeLike | None = None
+    implementation: str | None = None
 
 
 def rope(x: jax.Array, positions: jax.Array) -> jax.Array:
@@ -50,12 +57,15 @@ class Attention(nnx.Module):
         self.value = project(config.width, (config.kv_heads, config.head_dim))
         self.out = project((config.heads, config.head_dim), config.width, axis=(-2, -1))
         self.batch_axis_name = config.batch_axis_name
+        self.attention_fn = functools.partial(
+            jaxmagi.nn.attention_fn, dtype=config.attention_dtype, implementation=config.implementation
+        )
 
     def __call__(self, x: jax.Array, mask: Mask, positions: jax.Array) -> jax.Array:
         query, key = rope(self.query(x), positions), rope(self.key(x), positions)
         # An AttnMask is applied on each device; a ContextPlan runs over the mesh's "context" axis.
         batch_axis_name = self.batch_axis_name if isinstance(mask, jaxmagi.ContextPlan) else None
-        mixed = jaxmagi.nn.attention_fn(query, key, self.value(x), mask=mask, batch_axis_name=batch_axis_name)
+        mixed = self.attention_fn(query, key, self.value(x), mask=mask, batch_axis_name=batch_axis_name)
         return self.out(mixed)
 
 

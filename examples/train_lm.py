@@ -3,6 +3,7 @@
 uv run examples/train_lm.py                       # 8 host devices (or the GPUs there are), 2 x 4 mesh
 uv run examples/train_lm.py --check               # and compare the losses with one device's
 uv run examples/train_lm.py --seq-len 8192 --context 8 --data 1
+uv run examples/train_lm.py --attention-dtype bfloat16    # on GPUs, where the kernels take no float32
 """
 
 import argparse
@@ -45,7 +46,8 @@ class Batch(NamedTuple):
     full: Mask
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Of these arguments, or of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -59,12 +61,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=32)
+    parser.add_argument("--attention-dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument(
         "--check", action="store_true", help="compare with one device, no context parallelism"
     )
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the picture")
-    return parser.parse_args()
+    return parser.parse_args(given)
+
+
+def to_config(arguments: argparse.Namespace) -> Config:
+    names = ("layers", "width", "heads", "kv_heads", "head_dim", "attention_dtype")
+    return Config(VOCABULARY, **{name: getattr(arguments, name) for name in names})
 
 
 def make_mesh(data: int | None, context: int | None) -> jax.sharding.Mesh:
@@ -187,8 +195,7 @@ def check(losses: list[float], reference: list[float]) -> None:
 def main() -> None:
     arguments = parse_arguments()
     mesh = make_mesh(arguments.data, arguments.context)
-    names = ("layers", "width", "heads", "kv_heads", "head_dim")
-    config = Config(VOCABULARY, **{name: getattr(arguments, name) for name in names})
+    config = to_config(arguments)
     sequences = functools.partial(packed_batches, arguments.seq_len, mesh.shape["data"])
     to_batch = ContextBatches(mesh, arguments.window)
     label = "{data} x {context} mesh".format_map(mesh.shape)

@@ -1,10 +1,17 @@
 """The benchmarks ask of the peers what they ask of us, and compare it fairly."""
 
+import functools
+import json
+import sys
+from pathlib import Path
+
+import jax
 import numpy as np
 import pytest
 
-from benchmarks import _measure, _torch_attention, _workloads, attention
-from jaxmagi import AttnMask, masks
+import jaxmagi
+from benchmarks import _jax_attention, _measure, _torch_attention, _workloads, attention
+from jaxmagi import AttnMask, flops, masks
 
 SMALL = [
     _workloads.Full(30),
@@ -34,10 +41,29 @@ def test_flops() -> None:
         "video 4x21600": 21_600**2 * 10,
         "documents 16x2048 causal": 16 * 2048 * 2049 // 2,
     }
-    found = {workload.name: workload.flops() for workload in _workloads.workloads()}
+    found = {workload.name: workload for workload in _workloads.workloads("forward")}
     for name, area in areas.items():
-        assert found[name] == 4 * area * 64 * 128
-    assert found["full 16k D192/128"] == 2 * 16_384**2 * 64 * (192 + 128)
+        assert found[name].flops("forward") == 4 * area * 64 * 128
+        assert found[name].flops("backward") == 10 * area * 64 * 128
+    wide = found["full 16k D192/128"]
+    assert wide.flops("forward") == 2 * 16_384**2 * 64 * (192 + 128)
+    assert wide.flops("backward") == 2 * 16_384**2 * 64 * (3 * 192 + 2 * 128)
+
+
+def test_flops_are_those_of_the_library() -> None:
+    workload = _workloads.Workload("", _workloads.Documents((7, 1, 22), causal=True))
+    mask = workload.pattern.mask()
+    assert workload.flops("forward") == flops(mask, 64, 128, mode="fwd")
+    assert workload.flops("backward") == flops(mask, 64, 128, mode="bwd")
+
+
+def test_backward_has_the_rows_of_the_forward_and_short_documents() -> None:
+    forward, backward = (_workloads.workloads(direction) for direction in ("forward", "backward"))
+    (short,) = [workload for workload in backward if workload not in forward]
+    assert len(backward) == len(forward) + 1
+    lengths = np.array(short.pattern.lengths)  # pyright: ignore[reportAttributeAccessIssue]
+    assert lengths.sum() == 32_768 and abs(lengths.mean() - 256) < 8
+    assert len(set(np.cumsum(lengths)[:-1] % 128)) > 40  # tiles of 128 do not end where documents do
 
 
 def test_shuffled_documents(rng: np.random.Generator) -> None:
@@ -59,5 +85,83 @@ def test_peers_of_short_rows_are_held_against_own_plans() -> None:
         for name, seconds in {"ours": 1e-4, "ours, own plans": 2e-4, "cuDNN": 3e-4}.items()
     }
     short, long = (_workloads.Workload("", _workloads.Causal(length)) for length in (1024, 8192))
-    assert attention.to_rows(short, timings)[2].speedup == pytest.approx(1.5)
-    assert attention.to_rows(long, timings)[2].speedup == pytest.approx(3)
+    assert attention.to_rows("forward", short, timings)[2].speedup == pytest.approx(1.5)
+    assert attention.to_rows("forward", long, timings)[2].speedup == pytest.approx(3)
+
+
+def test_deterministic_is_held_against_what_shares_its_plan_too() -> None:
+    timings = {
+        name: _measure.Timing(seconds, seconds, seconds)
+        for name, seconds in {"ours": 1e-4, "ours, own plans": 2e-4, "ours, deterministic": 1.2e-4}.items()
+    }
+    short = _workloads.Workload("", _workloads.Causal(1024))
+    row = attention.to_rows("backward", short, timings)[2]
+    assert row.speedup == pytest.approx(1.2)
+    assert row.tflops == pytest.approx(short.flops("backward") / 1.2e-4 / 1e12)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_layers_of_a_program_fit_into_memory(direction: _workloads.Direction) -> None:
+    """Queries, outputs and gradients of all layers, ours and a peer's, within half of a card."""
+    found = {
+        workload.name: attention.num_layers(direction, workload, workload.flops(direction) / 600e12)
+        for workload in _workloads.workloads(direction)
+    }
+    for workload in _workloads.workloads(direction):
+        assert found[workload.name] >= 1
+        assert 6 * found[workload.name] * workload.query_bytes() < 35e9
+    assert found["causal 1k D128"] == 32 and found["full 32k D128"] == 1
+    if direction == "backward":
+        assert found[_workloads.SHORT_DOCUMENTS] == 7
+
+
+SMALL_WORKLOAD = _workloads.Workload("small", _workloads.Documents((40, 24), causal=True), 16, 8)
+
+
+@pytest.mark.parametrize("name", ["ours", "ours, own plans", "ours, deterministic"])
+def test_gradients_of_ours(name: str) -> None:
+    """What is measured are the gradients of each layer, for the same cotangent."""
+    num_layers = 3
+    work = _jax_attention.candidates(SMALL_WORKLOAD, "backward")[name](SMALL_WORKLOAD, num_layers)
+    own, (key, value, cotangent) = _jax_attention.operands(SMALL_WORKLOAD, num_layers, "backward")
+    found = work.enqueue()
+    work.wait(found)
+    assert work.passes == num_layers and len(found) == num_layers
+    for (query, out, _), gradients in zip(own, found, strict=True):
+        attend = functools.partial(
+            jaxmagi.attention, mask=SMALL_WORKLOAD.pattern.mask(), implementation="ffi"
+        )
+        expected_out, pullback = jax.vjp(attend, query, key, value)
+        np.testing.assert_array_equal(out, expected_out)
+        jax.tree.map(np.testing.assert_array_equal, gradients, pullback(cotangent))
+
+
+def test_benchmark_of_what_runs_anywhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The backward pass of small workloads from the command line to JSON, checks and plot."""
+    small = {"full 8k D128": _workloads.Full(64), "causal 8k D128": _workloads.Causal(64)}
+    rows = [_workloads.Workload(name, pattern, 16, 16) for name, pattern in small.items()]
+    monkeypatch.setattr(attention, "workloads", lambda _: rows)
+    monkeypatch.setattr(attention, "BATCH_SECONDS", {"backward": 1e-9})
+    monkeypatch.setattr(attention, "MEASURED_SECONDS_SHORT", 1e-9)
+    monkeypatch.setattr(attention, "REPEATED_SECONDS", {"backward": 1e-9})
+    monkeypatch.setitem(sys.modules, "torch", None)
+    options = ["--pass", "backward", "--rows", "causal", "--peers", "^cuDNN$", "--repeats", "2"]
+    monkeypatch.setattr(sys, "argv", ["attention.py", *options, "--out", str(tmp_path)])
+    attention.main()
+    saved = json.loads((tmp_path / "attention_backward_h200.json").read_text())
+    ours, own_plans, deterministic, cudnn, *checks = saved["rows"]
+    assert ours["implementation"] == "ours" and own_plans["implementation"] == "ours, own plans"
+    assert ours["direction"] == "backward" and ours["workload"] == "causal 8k D128"
+    assert deterministic["speedup"] == pytest.approx(deterministic["median_ms"] / ours["median_ms"])
+    assert cudnn["error"] == "not installed: torch"
+    assert {check["workload"] for check in checks} == {"causal 8k D128"}
+    kinds = {(check["kind"], check["implementation"]): check["measured"] for check in checks}
+    assert kinds == {
+        ("required", "cuDNN"): None,
+        ("goal", "FlashAttention-4"): None,
+        ("required", "ours, deterministic"): deterministic["speedup"],
+    }
+    assert "not measured" in capsys.readouterr().out
+    assert (tmp_path / "attention_backward_h200.png").stat().st_size > 5_000

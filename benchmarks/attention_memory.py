@@ -1,0 +1,149 @@
+"""Peak memory of the forward and backward pass on a GPU at 131072 tokens.
+
+    python -m benchmarks.attention_memory [--out FOLDER]
+
+Packed causal documents, bfloat16, batch 1, 64 query heads, 8 key heads, head dimension 128. Needed are the
+operands, the cotangent, the output, the gradients, and the query's gradient once in float32, for it is summed
+there; required is a peak of at most 1.05 times that. With --out, writes attention_memory_h200.json there.
+"""
+
+import argparse
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks._measure import gpu_environment, save
+from benchmarks._workloads import HEADS, KV_HEADS, Documents, Workload
+from benchmarks.attention_cpu import forward_and_backward, ours
+from tests.cases import document_lengths
+
+NAME = "attention_memory_h200"
+LENGTH = 131_072
+REPEATED = 64
+AT_MOST = 1.05
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes of one workload.
+
+    peak: the most that JAX held on the device at one time, operands included.
+    compiled: what the compiler set aside for operands, results and temporary arrays.
+    """
+
+    workload: str
+    direction: str
+    operands: int
+    outputs: int
+    gradients: int
+    float32_dq: int
+    needed: int
+    compiled: int
+    peak: int
+    ratio: float
+    at_most: float
+    met: bool
+
+
+@functools.partial(jax.jit, static_argnames=("length", "heads", "dim"))
+def _normal(key: jax.Array, length: int, heads: int, dim: int) -> jax.Array:
+    """Unit-normal, but repeated: to draw all numbers would take more memory than what is measured."""
+    part = jax.random.normal(key, (1, length // REPEATED, heads, dim), jnp.bfloat16)
+    return jnp.tile(part, (1, REPEATED, 1, 1))
+
+
+def operands(workload: Workload) -> list[jax.Array]:
+    """Query, key, value and cotangent of the output, [1, length, heads, dim]; of a multiple of 64 tokens."""
+    dim, v_dim = workload.dim, workload.v_dim
+    shapes = ((HEADS, dim), (KV_HEADS, dim), (KV_HEADS, v_dim), (HEADS, v_dim))
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    length = workload.pattern.length
+    return [_normal(key, length, heads, dim) for key, (heads, dim) in zip(keys, shapes, strict=True)]
+
+
+def compile_step(workload: Workload, operands: Sequence[jax.Array]) -> Any:
+    """Both passes as one program of the operands: the output, and the gradients."""
+    step = forward_and_backward(ours(workload.pattern.mask(), "ffi"))
+    return jax.jit(step).lower(*operands).compile()
+
+
+def compiled_bytes(step: Any) -> int:
+    sizes = step.memory_analysis()
+    parts = (sizes.argument_size_in_bytes, sizes.output_size_in_bytes, sizes.temp_size_in_bytes)
+    return sum(parts) - sizes.alias_size_in_bytes
+
+
+def peak_bytes() -> int:
+    """The most that JAX has held on the device in this process; RuntimeError where it does not count."""
+    statistics = jax.devices()[0].memory_stats()
+    if statistics is None:
+        raise RuntimeError(f"{jax.devices()[0].device_kind} does not count its memory")
+    return statistics["peak_bytes_in_use"]
+
+
+def to_row(workload: Workload, operands: Sequence[jax.Array], compiled: int, peak: int) -> Row:
+    query, *_, cotangent = operands
+    given, outputs = _bytes(operands), _bytes([cotangent])
+    gradients = given - outputs
+    float32_dq = math.prod(query.shape) * jnp.dtype(jnp.float32).itemsize
+    needed = given + outputs + gradients + float32_dq
+    return Row(
+        workload=workload.name,
+        direction="forward + backward",
+        operands=given,
+        outputs=outputs,
+        gradients=gradients,
+        float32_dq=float32_dq,
+        needed=needed,
+        compiled=compiled,
+        peak=peak,
+        ratio=peak / needed,
+        at_most=AT_MOST,
+        met=peak <= AT_MOST * needed,
+    )
+
+
+def _bytes(arrays: Sequence[jax.Array]) -> int:
+    return sum(array.nbytes for array in arrays)
+
+
+def measure(workload: Workload) -> Row:
+    """Runs both passes once; RuntimeError if making the operands took more memory than that."""
+    arrays = jax.block_until_ready(operands(workload))
+    before = peak_bytes()
+    step = compile_step(workload, arrays)
+    jax.block_until_ready(step(*arrays))
+    peak = peak_bytes()
+    if peak <= before:
+        raise RuntimeError(f"the peak of {peak} bytes is that of making the operands")
+    return to_row(workload, arrays, compiled_bytes(step), peak)
+
+
+def show(row: Row) -> None:
+    for name in ("operands", "outputs", "gradients", "float32_dq", "needed", "compiled", "peak"):
+        print(f"{name:11s} {getattr(row, name) / 1e9:8.3f} GB")
+    verdict = "met" if row.met else "missed"
+    print(f"peak over needed {row.ratio:.4f}, required at most {row.at_most}: {verdict}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write JSON there")
+    arguments = parser.parse_args()
+    documents = Documents(tuple(document_lengths(LENGTH)), causal=True)
+    row = measure(Workload(f"documents causal, {LENGTH} tokens", documents))
+    show(row)
+    if arguments.out:
+        print("saved", save(NAME, [row], arguments.out, **gpu_environment()))
+
+
+if __name__ == "__main__":
+    main()
