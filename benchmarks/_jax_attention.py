@@ -19,12 +19,19 @@ from benchmarks._workloads import (
     Direction,
     Full,
     Workload,
+    held_against,
     shuffled_documents,
 )
 from jaxmagi import AttnMask, _native, attention
 from jaxmagi.attention import Partial, _cuda, attention_backward, row_delta
 
 DETERMINISTIC = "ours, deterministic"
+
+
+def ours_on(name: str) -> str:
+    """Ours on another workload, in turns with one that is held against it, for a card's clock wanders."""
+    return f"ours, {name}"
+
 
 type Arrays = tuple[jax.Array, ...]
 type Layer = Callable[[AttnMask, Arrays, Arrays], Any]
@@ -36,7 +43,7 @@ def _normal(key: jax.Array, length: int, heads: int, dim: int) -> jax.Array:
     return jax.random.normal(key, (1, length, heads, dim), jnp.bfloat16)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)
 def inputs(workload: Workload, layers: int) -> tuple[list[jax.Array], jax.Array, jax.Array]:
     """Unit-normal queries, one for each layer, key and value, [1, length, heads, dim] in bfloat16."""
     keys = jax.random.split(jax.random.key(0), layers + 2)
@@ -54,7 +61,7 @@ def _in_stream_order(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(function, compiler_options={"xla_gpu_enable_command_buffer": ""})
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)
 def operands(workload: Workload, num_layers: int, direction: Direction) -> tuple[list[Arrays], Arrays]:
     """Those of each layer, then those that layers share.
 
@@ -138,9 +145,12 @@ def _tokamax(is_causal: bool, mask: AttnMask, own: Arrays, shared: Arrays) -> ja
 def candidates(workload: Workload, direction: Direction) -> dict[str, Callable[[Workload, int], DeviceWork]]:
     """Which of them can express the workload, by name. Of the backward pass, only ours are measured."""
     layer = _forward if direction == "forward" else _backward
+    found: dict[str, Callable[[Workload, int], DeviceWork]]
     found = {"ours": functools.partial(_by_layer, layer, direction)}
     if workload.is_short:
         found["ours, own plans"] = functools.partial(_planned_each_time, layer, direction)
+    if other := held_against(workload, direction):
+        found[ours_on(other.name)] = lambda _, num_layers: _by_layer(layer, direction, other, num_layers)
     if direction == "backward":
         in_fixed_order = functools.partial(_backward, deterministic=True)
         found[DETERMINISTIC] = functools.partial(_by_layer, in_fixed_order, direction)

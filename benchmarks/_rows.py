@@ -8,7 +8,7 @@ from dataclasses import dataclass
 class Row:
     """Milliseconds of one workload by one implementation.
 
-    speedup: how many times as fast ours is; of short workloads, ours with plans of its own for each layer,
+    speedup: how many times its rate ours has; of short workloads, ours with plans of its own for each layer,
         save beside ours in a fixed order.
     """
 

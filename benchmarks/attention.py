@@ -36,7 +36,7 @@ from benchmarks import _jax_attention, _torch_attention
 from benchmarks._measure import DeviceWork, Timing, gpu_environment, save, time_on_device
 from benchmarks._requirements import checks, show_checks
 from benchmarks._rows import Failure, Row, show
-from benchmarks._workloads import Direction, Workload, workloads
+from benchmarks._workloads import Direction, Workload, held_against, workloads
 
 NAMES: dict[Direction, str] = {"forward": "attention_h200", "backward": "attention_backward_h200"}
 PLAN = "plan of 4096 bands, 2048 tiles"
@@ -93,13 +93,18 @@ def measure(direction: Direction, workload: Workload, peers: str, repeats: int) 
 
 
 def to_rows(direction: Direction, workload: Workload, timings: dict[str, Timing]) -> list[Row]:
+    other = held_against(workload, direction)
+    elsewhere = {_jax_attention.ours_on(other.name): other.flops(direction)} if other else {}
     flops = workload.flops(direction)
     # Ours in a fixed order shares its plan, so it is held against what does too.
     shared, ours = timings.get("ours"), timings.get("ours, own plans" if workload.is_short else "ours")
 
-    def speedup(name: str, seconds: float) -> float | None:
+    def rate(name: str, timing: Timing) -> float:
+        return elsewhere.get(name, flops) / timing.median
+
+    def speedup(name: str, timing: Timing) -> float | None:
         against = shared if name == _jax_attention.DETERMINISTIC else ours
-        return seconds / against.median if against else None
+        return flops / against.median / rate(name, timing) if against else None
 
     return [
         Row(
@@ -109,8 +114,8 @@ def to_rows(direction: Direction, workload: Workload, timings: dict[str, Timing]
             median_ms=1e3 * timing.median,
             fastest_ms=1e3 * timing.fastest,
             slowest_ms=1e3 * timing.slowest,
-            tflops=flops / timing.median / 1e12,
-            speedup=speedup(name, timing.median),
+            tflops=rate(name, timing) / 1e12,
+            speedup=speedup(name, timing),
         )
         for name, timing in timings.items()
     ]
