@@ -89,6 +89,17 @@ def test_peers_of_short_rows_are_held_against_own_plans() -> None:
     assert attention.to_rows("forward", long, timings)[2].speedup == pytest.approx(3)
 
 
+def test_rates_on_another_workload_are_compared_by_its_own_operations() -> None:
+    prefix = next(w for w in _workloads.workloads("forward") if w.name == "shared prefix 4k+14x2k")
+    other = _workloads.held_against(prefix, "forward")
+    assert other is not None and _workloads.held_against(prefix, "backward") is None
+    seconds = {"ours": 4e-3, _jax_attention.ours_on(other.name): 8e-3}
+    timings = {name: _measure.Timing(value, value, value) for name, value in seconds.items()}
+    ours, elsewhere = attention.to_rows("forward", prefix, timings)
+    assert elsewhere.tflops == pytest.approx(other.flops("forward") / 8e-3 / 1e12)
+    assert elsewhere.speedup == pytest.approx(ours.tflops / elsewhere.tflops)
+
+
 def test_deterministic_is_held_against_what_shares_its_plan_too() -> None:
     timings = {
         name: _measure.Timing(seconds, seconds, seconds)
