@@ -2,7 +2,7 @@
 
 #include "csrc/attention/sm90/backward_arguments.cuh"
 #include "csrc/attention/sm90/backward_config.cuh"
-#include "csrc/attention/sm90/forward_softmax.cuh"
+#include "csrc/common/sm90/bits.cuh"
 
 // The scheduler warp: takes tiles of keys and finds the blocks of queries that see them, a run for each band, for the
 // producer. It works ahead, so that neither the counter of items nor the bands are waited for between two tiles.

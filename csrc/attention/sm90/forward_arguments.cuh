@@ -9,7 +9,7 @@ namespace jaxmagi::sm90 {
 struct ForwardTensorMaps {
     CUtensorMap q, k, v;
     CUtensorMap k_part, v_part;  // kPartKeys at a time
-    CUtensorMap out;             // of a warpgroup; only where the output is of 16 bits
+    CUtensorMap out;             // of a warpgroup; only where outputs go through shared memory
 };
 
 // What a forward kernel gets beside its tensor maps.

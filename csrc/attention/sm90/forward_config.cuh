@@ -10,7 +10,7 @@
 namespace jaxmagi::sm90 {
 
 // What a CTA has of shared memory, and how much of it operands may fill: messages and barriers take the rest.
-inline constexpr int kSharedBytes = 227 * 1024, kOperandBytes = 225 * 1024;
+inline constexpr int kSharedBytes = 227 * 1024, kOperandBytes = 224 * 1024;
 
 // Keys that are loaded at once where a block holds those of two runs.
 inline constexpr int kPartKeys = 16;
@@ -40,8 +40,9 @@ template <typename Element_, int kDim_, int kVDim_, int kConsumers_, int kKeys_,
     // place of a block.
     static constexpr int kStages = (kOperandBytes - kQBytes) / (kKBytes + kVBytes) >= 4 ? 4 : 2;
 
-    // The output of a warpgroup goes through shared memory where there is room for it, and registers to handle it: a
-    // warpgroup is done with it sooner, and nobody multiplies meanwhile, since the others are at their ends too.
+    // The output of a warpgroup, if of 16 bits, goes through shared memory where there is room for it: the warpgroup is
+    // done with it sooner, which counts, since the others are at their ends too, and nobody multiplies. It takes
+    // registers: with D 96 and two stages they spill.
     static constexpr int kOutBytes = 64 * kPanelRowBytes * panels(kVDim);
     static constexpr bool kStagesOut =
         kStages == 4 and kQBytes + kStages * (kKBytes + kVBytes) + kOutBytes <= kOperandBytes;
@@ -50,8 +51,8 @@ template <typename Element_, int kDim_, int kVDim_, int kConsumers_, int kKeys_,
 template <typename Config> struct ForwardMemory {
     // Every tile has a run. When the scheduler writes the message of tile t, the run kRuns before is given back, and
     // with it tile t - kRuns or a later one. The consumers may still read the message of the tile before that one, for
-    // its stores, and who sends outputs that of one more: hence at least kRuns + 3 messages of tiles. A block's message
-    // is read when its keys may already be replaced, hence the longer ring.
+    // its stores, and the sender that of one more: hence at least kRuns + 3 messages of tiles. A block's messages are
+    // read when its keys may already be replaced, hence the longer rings.
     static constexpr int kRuns = 4, kTileMessages = kRuns + 4, kBlockMessages = 2 * Config::kStages;
     static constexpr int kSingleBarriers = 4, kOutBarriers = kSingleBarriers + 2 * kRuns + 4 * Config::kStages;
     static constexpr int kQ = 0, kK = kQ + Config::kQBytes, kV = kK + Config::kStages * Config::kKBytes,
@@ -77,7 +78,7 @@ template <typename Config> struct ForwardMemory {
     __device__ __forceinline__ SharedAddress v(unsigned block) const {
         return shared_address(base) + kV + block % Config::kStages * Config::kVBytes;
     }
-    // Blocks whose values the producer cleaned, for which it has no register.
+    // Of blocks whose values the producer cleaned, which has no register left to count them in.
     __device__ __forceinline__ unsigned& num_cleaned() const { return *reinterpret_cast<unsigned*>(base + kCleaned); }
     // Of one warpgroup, in panels.
     __device__ __forceinline__ SharedAddress out() const { return shared_address(base) + kOut; }

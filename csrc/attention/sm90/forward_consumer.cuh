@@ -8,7 +8,8 @@
 // Step j issues S = Q · K_j and O += P · V_(j-1) together, and works on the softmax of S while the second product
 // still runs (FlashAttention-3, section 3.2). Where Config::kTurns says so, warpgroups take turns at issuing, so that
 // the softmax of one runs beside the products of the others. The output stays in registers over all bands of the
-// tile. A warpgroup begins with the first block that its own rows see, or with the last one of the tile.
+// tile. A warpgroup begins with the first block that its own rows see or that holds keys of two runs, or with the last
+// one of the tile.
 
 namespace jaxmagi::sm90 {
 

@@ -16,8 +16,9 @@
 //   consumers   S0 = Q·K0, softmax;  step j: S(j) = Q·K(j) and O += P(j-1)·V(j-1), softmax of S(j) beside the second
 //               product, O rescaled if a reference moved;  O += P(n-1)·V(n-1), sums and log-sum-exp beside it;
 //               outputs stored, or left to the sender where it has a place for them.
-//               Block 0 is the first that the rows of the warpgroup see, or the last of all: it gives back the
-//               ones before untouched, but takes its turn for each, so that all warpgroups take n - 1 turns.
+//               Block 0 is the first that the rows of the warpgroup see or that holds keys of two runs, or the
+//               last of all: it gives back the ones before untouched, but takes its turn for each, so that all
+//               warpgroups take n - 1 turns.
 // Tiles follow each other without a pause: the producer is at the next tile while the consumers finish this one.
 //
 // Barriers (arrivals a phase), what completes them, and what they protect:
@@ -27,9 +28,9 @@
 //   q_full (1)    producer and TMA     the queries, and so the tile's message; without blocks, the producer alone
 //   q_empty (all consumer warps)       after the last product with the queries. Every warp has then finished the tile
 //                                      before
-//   k_full (1)    producer and TMA     keys of a block, and its message
-//   k_empty (consumer warpgroups)      after the product with the keys, if any. The message is read later, in the
-//                                      softmax, but before the next product: hence twice as many messages as stages
+//   k_full (1)    producer and TMA     keys of a block, and its messages
+//   k_empty (consumer warpgroups)      after the product with the keys, if any. Messages are read later, in the
+//                                      softmax, but before the next product: hence twice as many of them as stages
 //   v_full (1)    producer and TMA     values of a block; of a short run, the producer alone, after cleaning
 //   v_empty (consumer warpgroups)      after the product with the values, if any
 //   v_loaded (1)  producer and TMA     values to be cleaned, for the producer itself

@@ -44,23 +44,26 @@ cudaError_t encode_maps(const ForwardParams& params, int pack, ForwardTensorMaps
     const HeadsTensor k{params.k, type, params.batch, params.kv_len, params.kv_heads, params.dim};
     const HeadsTensor v{params.v, type, params.batch, params.kv_len, params.kv_heads, params.v_dim};
     const HeadsTensor out{params.out, type, params.batch, params.q_len, params.heads, params.v_dim};
-    cudaError_t error = encode_panel_map(q, pack, Config::kRows / pack, &maps->q);
-    if (error == cudaSuccess)
-        error = encode_panel_map(k, 1, Config::kKeys, &maps->k);
-    if (error == cudaSuccess)
-        error = encode_panel_map(v, 1, Config::kKeys, &maps->v);
-    if (error == cudaSuccess)
-        error = encode_panel_map(k, 1, kPartKeys, &maps->k_part);
-    if (error == cudaSuccess)
-        error = encode_panel_map(v, 1, kPartKeys, &maps->v_part);
-    if (error == cudaSuccess and not params.out_f32)
-        error = encode_panel_map(out, pack, 64 / pack, &maps->out);
-    return error;
+    const struct {
+        const HeadsTensor& tensor;
+        int heads, positions;
+        CUtensorMap* map;
+    } boxes[] = {{q, pack, Config::kRows / pack, &maps->q},
+                 {k, 1, Config::kKeys, &maps->k},
+                 {v, 1, Config::kKeys, &maps->v},
+                 {k, 1, kPartKeys, &maps->k_part},
+                 {v, 1, kPartKeys, &maps->v_part}};
+    for (const auto& [tensor, heads, positions, map] : boxes)
+        if (const cudaError_t error = encode_panel_map(tensor, heads, positions, map); error != cudaSuccess)
+            return error;
+    if (Config::kStagesOut and not params.out_f32)
+        return encode_panel_map(out, pack, 64 / pack, &maps->out);
+    return cudaSuccess;
 }
 
 template <typename Config> cudaError_t launch_forward(const ForwardParams& params, cudaStream_t stream) {
     const ForwardArguments args = make_arguments(params, Config::kRows);
-    ForwardTensorMaps maps;
+    ForwardTensorMaps maps{};
     cudaError_t error = encode_maps<Config>(params, args.schedule.pack, &maps);
     const int grid = std::min(params.num_sms, args.schedule.num_items);
     if (error == cudaSuccess and grid < args.schedule.num_items)

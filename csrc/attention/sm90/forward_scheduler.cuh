@@ -2,8 +2,8 @@
 
 #include "csrc/attention/sm90/forward_arguments.cuh"
 #include "csrc/attention/sm90/forward_config.cuh"
-#include "csrc/attention/sm90/forward_softmax.cuh"
 #include "csrc/common/math.h"
+#include "csrc/common/sm90/bits.cuh"
 
 // The scheduler warp: takes tiles and finds the runs of keys that their rows see, one of every band, for the producer.
 // It works ahead, so that neither the counter of tiles nor the bands are waited for between two tiles.
@@ -129,8 +129,9 @@ private:
         return run;
     }
 
-    // Whether one block can hold what is left over of two runs: that of the second in whole parts, then that of the
-    // first. Parts begin with keys that do not count there, but must be seen by the tile too: hence the shortest sizes.
+    // Whether one block can hold what is left over of two runs, each in whole parts: first that of the second, then
+    // that of the first. Parts may begin with keys that do not count there, but have to be keys that the tile sees too:
+    // hence the least sizes.
     __device__ __forceinline__ static bool fit_together(int size, int next_size) {
         const int over = size % Config::kKeys, next_over = next_size % Config::kKeys;
         return size >= Config::kKeys and next_size >= Config::kKeys and over != 0 and next_over != 0 and

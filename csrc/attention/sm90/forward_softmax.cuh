@@ -3,6 +3,7 @@
 #include <cfloat>
 
 #include "csrc/attention/sm90/forward_config.cuh"
+#include "csrc/common/sm90/bits.cuh"
 
 // Online softmax of one block of logits (FlashAttention-2, algorithm 1), each thread on its two rows.
 
@@ -48,13 +49,6 @@ template <int kCount> struct VisibleBits {
                 words[r][w] |= others.words[r][w];
     }
 };
-
-// The lowest `count` bits; none for a negative count, all from 32 on.
-__device__ __forceinline__ uint32_t low_bits(int count) {
-    uint32_t bit;
-    asm("shl.b32 %0, 1, %1;" : "=r"(bit) : "r"(max(count, 0)));  // 0 from 32 on
-    return bit - 1;
-}
 
 // How many of a thread's columns (0, 1, 8, 9, 16, 17, ...) are smaller.
 __device__ __forceinline__ int columns_below(int column) {
