@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmagi import masks
+from jaxmagi.masks import UNBOUNDED
 from tests.cases import tile_edge_bands
 
 from .device_reference import Logits
@@ -182,6 +183,18 @@ def test_nan_that_nobody_sees(rng: np.random.Generator, dim: int) -> None:
         operands = random_operands(rng, shape, count=count)
         for poison in (jnp.nan, jnp.inf):
             run_and_check(poison_unseen(operands, poison)[0])
+
+
+@pytest.mark.parametrize("soft_cap", [0.0, 2.0])
+@pytest.mark.parametrize(("dim", "v_dim"), KERNEL_DIMS)
+def test_left_overs_in_one_block(dim: int, v_dim: int, soft_cap: float) -> None:
+    """Two ranges of keys, of which few are left over, whatever a block holds; beside them there is NaN."""
+    for block_keys in (64, 80, 96, 112, 128):
+        ranges = (7, 7 + block_keys + 5), (160, 160 + block_keys + 20)
+        rows = (0, 300), (50, Q_LEN)
+        bands = [(*q, *k, -UNBOUNDED, UNBOUNDED) for q, k in zip(rows, ranges, strict=True)]
+        operands = make_operands(Shape(Q_LEN, KV_LEN, dim=dim, v_dim=v_dim), np.array(bands, np.int32))
+        run_and_check(poison_unseen(operands, jnp.nan)[0], Logits(0.1, soft_cap))
 
 
 def test_nan_that_is_seen_is_not_lost() -> None:
