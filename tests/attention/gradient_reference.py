@@ -25,6 +25,7 @@ from .device_reference import (
 from .helpers import Operands
 
 _FLOOR = 2.0**-6
+_SCALES = 2.0 ** (np.arange(4) / 4)
 
 
 class Gradients[Leaf](NamedTuple):
@@ -43,8 +44,9 @@ class Cotangents(NamedTuple):
 class Deviation(NamedTuple):
     """Differences of a gradient from fp64, and of one that only rounds as it has to.
 
-    That one rounds the output, the probabilities, the gradients of the logits and the result to the operands'
-    dtype, and does the rest in fp64.
+    That one rounds the probabilities, the output, the gradients of the logits and the result to the operands'
+    dtype, and does the rest in fp64. What probabilities are relative to when they are rounded is up to a
+    kernel, and what becomes of large ones is luck then: what counts is the worst of `_SCALES`.
     """
 
     largest: float
@@ -66,7 +68,7 @@ class _Sums(NamedTuple):
 
 class _Result(NamedTuple):
     exact: _Sums
-    rounded: _Sums
+    rounded: _Sums  # [_SCALES, ...]
     blind: jax.Array  # [R]: rows that see nothing
     seen: jax.Array  # [S]: keys that a row of the block sees
     sinks: jax.Array  # [R]: what each row adds to the gradient of its sink
@@ -97,19 +99,21 @@ def _differentiate(
     slope = jnp.where(logits.soft_cap > 0, 1 - (s / cap) ** 2, 1)
     dp = dout @ value.T
 
-    def gradients(delta: jax.Array, rounding: bool) -> _Sums:
-        def maybe_round(x: jax.Array) -> jax.Array:
-            return _round(x, is_half) if rounding else x
+    def sums(p: jax.Array, ds: jax.Array) -> _Sums:
+        return _Sums(logits.scale * (ds @ key), logits.scale * (ds.T @ query), p.T @ dout)
 
-        ds = maybe_round(p * slope * (dp - delta[:, None]))
-        return _Sums(logits.scale * (ds @ key), logits.scale * (ds.T @ query), maybe_round(p).T @ dout)
+    def gradients_of_logits(delta: jax.Array) -> jax.Array:
+        return p * slope * (dp - delta[:, None])
 
-    out = p @ value
-    delta = jnp.sum(out * dout, axis=1) - dlse
-    rounded_delta = jnp.sum(_round(out, is_half) * dout, axis=1) - dlse
+    def rounded(scale: jax.Array) -> _Sums:
+        near = _round(p * scale, is_half) / scale
+        delta = jnp.sum(_round(near @ value, is_half) * dout, axis=1) - dlse
+        return sums(near, _round(gradients_of_logits(delta), is_half))
+
+    delta = jnp.sum((p @ value) * dout, axis=1) - dlse
     return _Result(
-        exact=gradients(delta, False),
-        rounded=gradients(rounded_delta, True),
+        exact=sums(p, gradients_of_logits(delta)),
+        rounded=jax.vmap(rounded)(jnp.asarray(_SCALES)),
         blind=blind,
         seen=seen,
         sinks=jnp.where(blind, 0, -sink / total * delta),
@@ -138,13 +142,14 @@ class _Tally:
     def add(
         self, got: jax.Array, exact: jax.Array, rounded: jax.Array, is_zero: jax.Array, dtype: object
     ) -> None:
-        """A part [rows, dim]; rows that must be 0 by ``is_zero``."""
+        """A part [rows, dim], rounded [_SCALES, rows, dim]; rows that must be 0 by ``is_zero``."""
         got = got.astype(jnp.float64)
         kept = jnp.where(is_zero[:, None], 0, exact)
         result = rounded.astype(dtype).astype(jnp.float64)  # pyright: ignore[reportArgumentType]
-        parts = [got - kept, jnp.where(is_zero[:, None], 0, result - exact), kept]
+        errors = jnp.where(is_zero[None, :, None], 0, result - exact[None])
+        parts = [got - kept, errors, kept]
         self.largest = np.maximum(self.largest, [float(jnp.abs(x).max()) for x in parts])
-        self.squares += [float(jnp.sum(x**2)) for x in parts]
+        self.squares += [float(jnp.sum(x**2)) / (x.size / got.size) for x in parts]
         self.numbers += got.size
         self.wrong_zeros += int(jnp.sum(jnp.where(is_zero[:, None], got != 0, False)))
 
@@ -185,7 +190,7 @@ def judge_gradients(
                 flat = number * size.rows + np.arange(size.rows)
                 flat = flat[flat < q_len * group]
                 index, taken = head * group + flat % group, slice(0, len(flat))
-                exact, rounded = (x.query[taken, :dim] for x in (result.exact, result.rounded))
+                exact, rounded = (x.query[..., taken, :dim] for x in (result.exact, result.rounded))
                 mine = got.query[example, flat // group, index]
                 tallies.query.add(mine, exact, rounded, result.blind[taken], dtype)
                 np.add.at(dsinks, index, np.asarray(result.sinks[taken]))
@@ -196,7 +201,7 @@ def judge_gradients(
                     functools.reduce(jnp.add, (getattr(getattr(x, kind), name) for x in keys))
                     for kind in ("exact", "rounded")
                 )
-                exact, rounded = exact[:kv_len, :width], rounded[:kv_len, :width]
+                exact, rounded = (x[..., :kv_len, :width] for x in (exact, rounded))
                 tally.add(getattr(got, name)[example, :, head], exact, rounded, unseen, dtype)
     return Gradients(*(tally.deviation() for tally in tallies)), dsinks
 
