@@ -209,7 +209,7 @@ private:
         if constexpr (Config::kSoftCap) {
             SeenBits seen{~0u, ~0u};
             if (masked)
-                seen = seen_bits<Config::kRows / 2>(message, rows(), first_key());
+                seen = seen_bits<Config::kRows / 2>(message, rows(), first_key(), has_blind_rows);
             wgmma_wait<kPending + 1>();
             pin(p);
             saturate(p, args.logit_scale);
@@ -221,7 +221,7 @@ private:
             pin(p);
             exponentiate(p, rows(), args.logit_scale);
             if (masked)
-                hide(p, seen_bits<Config::kRows / 2>(message, rows(), first_key()));
+                hide(p, seen_bits<Config::kRows / 2>(message, rows(), first_key(), has_blind_rows));
             wgmma_wait<kPending>();
             pin(ds);
             differentiate(ds, p, rows());

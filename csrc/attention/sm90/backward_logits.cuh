@@ -36,18 +36,26 @@ struct SeenBits {
     }
 };
 
-// key: the thread's first one in the tile. Queries without logits see nothing, whatever their numbers are.
-template <int kCount>
-__device__ __forceinline__ SeenBits seen_bits(const StepMessage& message, const ThreadRows& rows, int key) {
-    static_assert(kCount <= 64);
-    const int4 keys = reinterpret_cast<const int4*>(&message)[0];     // key_begin, key_end, lower, upper
-    const int2 columns = reinterpret_cast<const int2*>(&message)[2];  // first_column, end_column
+// A bit for each pair of a thread's columns: whether the query has logits.
+template <int kCount> __device__ __forceinline__ uint32_t sighted_bits(const ThreadRows& rows) {
     uint32_t sighted = ~0u;
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) {
         const float2 lse = rows.lse_log2(i);
         sighted &= ~((lse.x == INFINITY ? 1u : 0u) << 2 * i | (lse.y == INFINITY ? 2u : 0u) << 2 * i);
     }
+    return sighted;
+}
+
+// key: the thread's first one in the tile. Queries without logits, if there are any that exist, see nothing, whatever
+// their numbers are.
+template <int kCount>
+__device__ __forceinline__ SeenBits seen_bits(const StepMessage& message, const ThreadRows& rows, int key,
+                                              bool has_blind_rows) {
+    static_assert(kCount <= 64);
+    const int4 keys = reinterpret_cast<const int4*>(&message)[0];     // key_begin, key_end, lower, upper
+    const int2 columns = reinterpret_cast<const int2*>(&message)[2];  // first_column, end_column
+    const uint32_t sighted = has_blind_rows ? sighted_bits<kCount>(rows) : ~0u;
     SeenBits bits;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
