@@ -80,7 +80,8 @@ private:
         full.arrive_and_expect(Config::kQBytes + Config::kRowsBytes);
         load<Config::kDim>(memory.q(step), maps.q, Config::kRows,
                            {0, head, block * Config::kRows, run.example}, full);
-        bulk_load(shared_address(memory.rows(step)), args.workspace.rows + row_block, Config::kRowsBytes, full);
+        const auto* rows = static_cast<const typename Config::Rows*>(args.workspace.rows) + row_block;
+        bulk_load(shared_address(memory.rows(step)), rows, Config::kRowsBytes, full);
     }
 
     __device__ __forceinline__ void describe(const QueryRun& run, int block, int row_block) const {
