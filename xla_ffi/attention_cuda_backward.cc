@@ -62,7 +62,7 @@ sm90::BackwardParams to_backward_params(const BackwardOperands& operands, const 
     check_gradients(operands, results);
     check_logits(numbers.scale, numbers.soft_cap);
     check_number_of_tiles("k", value, tile.keys);
-    check_number_of_tiles("q", query, 64);  // row blocks
+    check_number_of_tiles("q", query, 64);  // row blocks, none of which is shorter
     const sm90::BackwardShape shape = to_backward_shape(query, value);
     const Shape bands = shape_of(operands.bands);
     const int plans = static_cast<int>(bands[0]);

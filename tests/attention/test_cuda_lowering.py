@@ -383,7 +383,7 @@ def test_the_extension_knows_its_tiles() -> None:
         keys_and_tiles = 4 * 1000 + (4 + 16) * -(-5000 // rows)  # bytes of a plan
         assert 8 * compiled.plan_workspace_words(3, 1000, 5000, rows) >= 3 * keys_and_tiles
         rows, keys = compiled.backward_tile(*dims)
-        assert rows % 64 == 0 and keys % 32 == 0
+        assert rows % 16 == 0 and keys % 32 == 0
         sums = 3 * 8 * 5000 * dims[0] * 4
         for deterministic in (False, True):
             size = compiled.backward_workspace_bytes(3, 5000, 7000, 8, *dims, 1, deterministic)

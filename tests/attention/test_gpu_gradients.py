@@ -67,6 +67,14 @@ def test_groups(rng: np.random.Generator, heads: int, kv_heads: int, dim: int) -
     run_and_check_gradients(random_operands(rng, shape, with_sinks=True), shape)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_heads_in_turn_at_long_sequences(rng: np.random.Generator, dim: int, deterministic: bool) -> None:
+    """Queries of several chunks, at each of which the heads of a group take turns."""
+    shape = Shape(9000, 300, 8, 2, dim, dim)
+    run_and_check_gradients(random_operands(rng, shape, count=8), shape, deterministic=deterministic)
+
+
 @pytest.mark.parametrize("per_example", [False, True])
 def test_batch(rng: np.random.Generator, per_example: bool) -> None:
     shape = Shape(Q_LEN, KV_LEN, batch=3)

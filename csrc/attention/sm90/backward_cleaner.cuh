@@ -7,7 +7,7 @@
 
 namespace jaxmagi::sm90 {
 
-template <typename Config> __device__ __forceinline__ bool any_blind_rows(const RowBlock* rows) {
+template <typename Config> __device__ __forceinline__ bool any_blind_rows(const typename Config::Rows* rows) {
     bool any = false;
 #pragma unroll
     for (int block = 0; block < Config::kRowBlocks; ++block)
@@ -39,7 +39,7 @@ template <typename Config> struct BackwardCleaner {
 #pragma unroll 1
         for (int i = thread; i < Config::kRows * kVectors; i += Config::kConsumerThreads) {
             const int row = i / kVectors;
-            if (memory.rows(step)[row / kRowBlock].lse_log2[row % kRowBlock] != INFINITY)
+            if (memory.rows(step)[row / Config::kRowBlock].lse_log2[row % Config::kRowBlock] != INFINITY)
                 continue;
             clean<Config::kDim>(memory.q(step) + i * 16, Config::kRows);
             clean<Config::kVDim>(memory.dout(step) + i * 16, Config::kRows);

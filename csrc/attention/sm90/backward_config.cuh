@@ -23,6 +23,11 @@ struct BackwardConfig {
     static constexpr bool kSoftCap = kSoftCap_;
     // Above 128, warpgroups share the keys of a tile and divide the head dimension.
     static constexpr bool kWide = kDim > 128;
+    static constexpr int kRowBlock = row_block_of(kRows);
+    static_assert(kRows % kRowBlock == 0);
+    using Rows = RowBlock<kRowBlock>;
+    static constexpr bool kTransposedDq = has_transposed_sums(kRowBlock);
+    static_assert(not kTransposedDq or kDim == 128);
     // Whether dK of a step is summed up beside the softmax of the next, for which queries and their operand stay
     // longer.
     static constexpr bool kLateDk = not kWide and kRows == 64 and not kSoftCap;
@@ -39,12 +44,12 @@ struct BackwardConfig {
     static constexpr int kDoutBytes = kRows * kPanelRowBytes * panels(kVDim);
     static constexpr int kKBytes = kKeys * kPanelRowBytes * panels(kDim);
     static constexpr int kVBytes = kKeys * kPanelRowBytes * panels(kVDim);
-    static constexpr int kRowBlocks = kRows / kRowBlock, kRowsBytes = kRowBlocks * static_cast<int>(sizeof(RowBlock));
+    static constexpr int kRowBlocks = kRows / kRowBlock, kRowsBytes = kRowBlocks * static_cast<int>(sizeof(Rows));
     // Of 16-bit numbers for each query and key of a step. Two of them.
     static constexpr int kLogitsBytes = kRows * kPanelRowBytes * panels(kKeys);
-    // The gradient of a block of queries in shared memory: of each warpgroup a part, 64 by 64 numbers, which in global
-    // memory lie one after the other. Wide kernels do it in several passes.
-    static constexpr int kDqPartBytes = 64 * 64 * 4, kDqPasses = kWide ? panels(kDim) / kConsumers : 1;
+    // The gradient of a block of queries in shared memory: of each warpgroup a part, 64 columns of a row block, which
+    // lie one after the other in global memory. Wide kernels do it in several passes.
+    static constexpr int kDqPartBytes = kRowBlock * 64 * 4, kDqPasses = kWide ? panels(kDim) / kConsumers : 1;
     static constexpr int kDqBytes = kConsumers * kDqPartBytes, kSumBytes = kRows * kDim * 4;
 };
 
@@ -105,8 +110,10 @@ template <typename Config> struct BackwardMemory {
                          kBarriers = kTileInWork + static_cast<int>(sizeof(KeyTile)),
                          kStageBarriers = kSingleBarriers + 2 * kRuns,
                          kDone = kBarriers + 8 * (kStageBarriers + 2 * Config::kQStages + 2 * Config::kDoutStages),
-                         kEnd = kDone + 8, kAlignment = 1024, kBytes = kEnd + kAlignment;
-    static_assert(kBytes <= 227 * 1024);
+                         kEnd = kDone + 8, kMostBytes = 227 * 1024, kAlignment = 1024;
+    // Where there is no room to align it, dynamic shared memory itself begins at a multiple: there is no other.
+    static constexpr int kBytes = kEnd + kAlignment <= kMostBytes ? kEnd + kAlignment : kEnd;
+    static_assert(kBytes <= kMostBytes);
 
     char* base;  // aligned
 
@@ -125,8 +132,9 @@ template <typename Config> struct BackwardMemory {
     }
     __device__ __forceinline__ SharedAddress dq() const { return anew(shared_address(base) + kDq); }
     // With the queries.
-    __device__ __forceinline__ const RowBlock* rows(unsigned step) const {
-        return reinterpret_cast<const RowBlock*>(base + kRows + step % Config::kQStages * Config::kRowsBytes);
+    __device__ __forceinline__ const typename Config::Rows* rows(unsigned step) const {
+        const char* const rows = base + kRows + step % Config::kQStages * Config::kRowsBytes;
+        return reinterpret_cast<const typename Config::Rows*>(rows);
     }
     __device__ __forceinline__ StepMessage& step_message(unsigned step) const {
         return reinterpret_cast<StepMessage*>(base + kStepMessages)[step % kSteps];

@@ -7,21 +7,23 @@
 #include "csrc/common/sm90/stmatrix.cuh"
 #include "csrc/common/sm90/wgmma.cuh"
 
-// A consumer warpgroup for head dimensions of at most 128: 64 keys of every tile. Logits are transposed, keys by
-// queries, so that probabilities and gradients of logits are operands from registers for the products that keys and
-// values need (FlashAttention-3). Only dQ sums over all keys of the tile: for it gradients of logits go through
-// shared memory.
+// What consumer warpgroups for head dimensions of at most 128 have in common. Each has 64 keys of every tile. Logits
+// are transposed, keys by queries, so that probabilities are operands from registers for the product that values need
+// (FlashAttention-3). dQ sums over all keys of the tile: for it gradients of logits go through shared memory.
 
 namespace jaxmagi::sm90 {
 
-template <typename Config> struct BackwardConsumer {
+// Order has the order of a step's products, and makes those for dK and dQ:
+//   advance(dk, dv, p, ds)   from the probabilities of a step and the gradients of its logits, with no product in
+//                            flight, to those of the next step
+//   finish(dk, dv, p, ds)    the last step
+template <typename Config, typename Order> struct BackwardConsumer {
     using Element = typename Config::Element;
     using Logits = float[Config::kRows / 2];
     using Operand = uint32_t[Config::kRows / 16][4];
     using KeyGradient = float[Config::kDim / 2];
     using ValueGradient = float[Config::kVDim / 2];
-    static constexpr int kDqColumns = 64;  // of the warpgroup's part of dQ, 64 rows
-    using QueryGradient = float[kDqColumns / 2];
+    using QueryGradient = float[Config::kRowBlock / 2];  // the warpgroup's part of dQ: 64 columns of a row block
     static constexpr int kUnused = 16;  // panel strides
 
     BackwardMemory<Config> memory;
@@ -49,7 +51,7 @@ template <typename Config> struct BackwardConsumer {
         sender().finish();
     }
 
-private:
+protected:
     // So that what follows from it is found anew in each step: ptxas would keep it in registers, and spill others.
     __device__ __forceinline__ unsigned thread_anew() const {
         unsigned found = thread;
@@ -66,7 +68,7 @@ private:
     __device__ __forceinline__ DqSender<Config> sender() const {
         return {memory, warpgroup, static_cast<int>(thread_anew())};
     }
-    __device__ __forceinline__ ThreadRows rows() const {
+    __device__ __forceinline__ ThreadRows<Config::kRowBlock> rows() const {
         return {memory.rows(step), static_cast<int>(thread_anew() % 4 * 2)};
     }
 
@@ -83,8 +85,6 @@ private:
             memory.kv_empty().arrive();
     }
 
-    // A turn of the loop begins with the probabilities of a step and the gradients of its logits, and no product in
-    // flight, and ends with those of the next step. dQ is stored beside the product for the next logits.
     __device__ __forceinline__ void attend(KeyGradient& dk, ValueGradient& dv, int num_steps, int turn) {
         if (not memory.tile_message(turn).all_seen)
             cleaner().clean_keys(memory.tile_message(turn));
@@ -97,69 +97,8 @@ private:
         to_gradients<0>(p, ds, has_blind_rows);
 #pragma unroll 1
         for (int left = num_steps - 1; left > 0; --left)
-            advance(dk, dv, p, ds);
-        finish(dk, dv, p, ds);
-    }
-
-    __device__ __forceinline__ void advance(KeyGradient& dk, ValueGradient& dv, Logits& p, Logits& ds) {
-        Operand ds_operand;
-        QueryGradient dq;
-        begin_dv_and_dq(dq, dv, ds_operand, p, ds);
-        if constexpr (not Config::kLateDk) {
-            begin_dk(dk, ds_operand, step);
-            wgmma_wait<1>();
-            pin(dq);
-        }
-        ++step;
-        begin_logits(p);
-        wgmma_commit();
-        if constexpr (Config::kLateDk) {
-            wgmma_wait<1>();
-            pin(dq);
-        }
-        sender().send(dq);
-        if constexpr (not Config::kLateDk)
-            finish_dk<1>(dk, step - 1);
-        const bool has_blind_rows = await_dout();
-        begin_dp(ds);
-        wgmma_commit();
-        if constexpr (Config::kLateDk)
-            begin_dk(dk, ds_operand, step - 1);
-        to_gradients<Config::kLateDk>(p, ds, has_blind_rows);
-        if constexpr (Config::kLateDk) {
-            finish_before_wait(ds);
-            finish_dk<0>(dk, step - 1);
-        }
-    }
-
-    // The gradients have to be found beside the product that is waited for next. ptxas would move them behind the
-    // wait; it does not move a store whose condition (all but never true, and then it does no harm) depends on them.
-    __device__ __forceinline__ void finish_before_wait(const Logits& ds) const {
-        uint32_t bits = 0;
-#pragma unroll
-        for (int i = 0; i < Config::kRows / 2; ++i)
-            bits |= __float_as_uint(ds[i]);
-        if (bits == 1u)
-            memory.done() = 0;
-    }
-
-    __device__ __forceinline__ void finish(KeyGradient& dk, ValueGradient& dv, Logits& p, Logits& ds) {
-        Operand ds_operand;
-        QueryGradient dq;
-        begin_dv_and_dq(dq, dv, ds_operand, p, ds);
-        begin_dk(dk, ds_operand, step);
-        wgmma_wait<1>();
-        pin(dq);
-        sender().send(dq);
-        finish_dk<0>(dk, step);
-        ++step;
-    }
-
-    __device__ __forceinline__ void begin_dk(KeyGradient& dk, const Operand& ds_operand, unsigned of) const {
-        pin(dk);
-        wgmma_fence();
-        add_to_dk(dk, ds_operand, of);
-        wgmma_commit();
+            static_cast<Order&>(*this).advance(dk, dv, p, ds);
+        static_cast<Order&>(*this).finish(dk, dv, p, ds);
     }
 
     // With so many products begun after it.
@@ -169,9 +108,9 @@ private:
         release(memory.q_empty(of));
     }
 
-    // dV is finished, dQ left running.
-    __device__ __forceinline__ void begin_dv_and_dq(QueryGradient& dq, ValueGradient& dv, Operand& ds_operand,
-                                                    const Logits& p, const Logits& ds) const {
+    // The product for dV is begun, and the gradients of the logits of all warpgroups are there for dQ.
+    __device__ __forceinline__ void begin_dv_and_share(ValueGradient& dv, Operand& ds_operand, const Logits& p,
+                                                       const Logits& ds) const {
         Operand p_operand;
         round_to_operand<Element>(p, p_operand);
         round_to_operand<Element>(ds, ds_operand);
@@ -182,10 +121,10 @@ private:
         wgmma_commit();
         fence_shared_for_async();
         named_barrier_sync(kLogitsWritten, Config::kConsumerThreads);
-        pin(dq);
-        wgmma_fence();
-        begin_dq(dq);
-        wgmma_commit();
+    }
+
+    // With one product begun after it.
+    __device__ __forceinline__ void finish_dv(ValueGradient& dv) const {
         wgmma_wait<1>();
         pin(dv);
         release(memory.dout_empty(step));
@@ -209,7 +148,7 @@ private:
         if constexpr (Config::kSoftCap) {
             SeenBits seen{~0u, ~0u};
             if (masked)
-                seen = seen_bits<Config::kRows / 2>(message, rows(), first_key());
+                seen = seen_bits<Config::kRows / 2>(message, rows(), first_key(), has_blind_rows);
             wgmma_wait<kPending + 1>();
             pin(p);
             saturate(p, args.logit_scale);
@@ -221,7 +160,7 @@ private:
             pin(p);
             exponentiate(p, rows(), args.logit_scale);
             if (masked)
-                hide(p, seen_bits<Config::kRows / 2>(message, rows(), first_key()));
+                hide(p, seen_bits<Config::kRows / 2>(message, rows(), first_key(), has_blind_rows));
             wgmma_wait<kPending>();
             pin(ds);
             differentiate(ds, p, rows());
@@ -262,24 +201,6 @@ private:
 #pragma unroll
         for (int i = 0; i < Config::kRows / 16; ++i)
             Wgmma<Element, Config::kVDim>::template mma<1>(dv, p[i], dout.at(i * 16 * kPanelRowBytes), true);
-    }
-
-    __device__ __forceinline__ void add_to_dk(KeyGradient& dk, const Operand& ds, unsigned of) const {
-        const SwizzledOperand q(memory.q(of), Config::kRows * kPanelRowBytes);
-#pragma unroll
-        for (int i = 0; i < Config::kRows / 16; ++i)
-            Wgmma<Element, Config::kDim>::template mma<1>(dk, ds[i], q.at(i * 16 * kPanelRowBytes), true);
-    }
-
-    // 64 queries by 64 columns: with 128 queries those of the warpgroup, otherwise a panel of the columns.
-    __device__ __forceinline__ void begin_dq(QueryGradient& dq) const {
-        constexpr bool kByRows = Config::kRows == 128;
-        const SwizzledOperand ds(memory.logits(step) + (kByRows ? warpgroup * 64 * kPanelRowBytes : 0), kUnused);
-        const SwizzledOperand k(memory.k() + (kByRows ? 0 : warpgroup * Config::kKeys * kPanelRowBytes), kUnused);
-#pragma unroll
-        for (int i = 0; i < Config::kKeys / 16; ++i)
-            Wgmma<Element, kDqColumns>::template mma<0, 1>(
-                dq, ds.at(i / 4 * Config::kRows * kPanelRowBytes + i % 4 * 32), k.at(i * 16 * kPanelRowBytes), i != 0);
     }
 
     // --- shared memory ---

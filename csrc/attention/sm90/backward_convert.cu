@@ -6,31 +6,47 @@ namespace jaxmagi::sm90 {
 namespace {
 
 struct ConvertArguments {
-    const float4* sums;
-    const RowBlock* rows;
+    const float* sums;
+    const void* rows;
     void* dq;
     bool f32;
     int q_len, heads, dim, kernel_dim, blocks_per_head;
     float scale;
 };
 
-// A CTA takes a row block. Rows without logits have no gradient, whatever their sums are: keys may be infinite.
+// What a CTA converts. Rows without logits have no gradient, whatever their sums are: keys may be infinite.
+template <int kRowBlock> struct ConvertedBlock {
+    const ConvertArguments& args;
+    int64_t row_block = blockIdx.x, all_heads = row_block / args.blocks_per_head;
+
+    __device__ __forceinline__ const float* sums() const {
+        return args.sums + row_block * (kRowBlock * args.kernel_dim);
+    }
+    __device__ __forceinline__ bool is_sighted(int row) const {
+        return static_cast<const RowBlock<kRowBlock>*>(args.rows)[row_block].lse_log2[row] != INFINITY;
+    }
+    __device__ __forceinline__ int position(int row) const {
+        return static_cast<int>(row_block % args.blocks_per_head) * kRowBlock + row;
+    }
+    // Its number in [batch, q_len, heads].
+    __device__ __forceinline__ int64_t number(int row) const {
+        return (all_heads / args.heads * args.q_len + position(row)) * args.heads + all_heads % args.heads;
+    }
+};
+
 template <typename Element>
 __global__ void __launch_bounds__(kWarpgroupThreads) convert(const __grid_constant__ ConvertArguments args) {
-    const int64_t row_block = blockIdx.x;
-    const int64_t all_heads = row_block / args.blocks_per_head, example = all_heads / args.heads;
-    const int head = all_heads % args.heads, block = row_block % args.blocks_per_head;
-    const unsigned thread = threadIdx.x, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
-    const float* lse_log2 = args.rows[row_block].lse_log2;
+    const ConvertedBlock<64> block{args};
+    const unsigned thread = threadIdx.x, lane = thread % 32, first = thread / 32 * 16 + lane / 4;
     GradientRows<Element> out{.to = args.dq, .f32 = args.f32, .dim = args.dim, .lane = lane};
     bool sighted[2];
     for (int r = 0; r < 2; ++r) {
-        const int position = block * kRowBlock + static_cast<int>(row) + 8 * r;
-        out.first[r] = (example * args.q_len + position) * args.heads + head;
-        out.wanted[r] = position < args.q_len;
-        sighted[r] = lse_log2[row + 8 * r] != INFINITY;
+        const int row = static_cast<int>(first) + 8 * r;
+        out.first[r] = block.number(row);
+        out.wanted[r] = block.position(row) < args.q_len;
+        sighted[r] = block.is_sighted(row);
     }
-    const float4* from = args.sums + row_block * (kRowBlock * args.kernel_dim / 4) + thread;
+    const float4* from = reinterpret_cast<const float4*>(block.sums()) + thread;
     for (int column = 0; column < args.dim; column += 32) {
         float part[16];
 #pragma unroll
@@ -45,12 +61,54 @@ __global__ void __launch_bounds__(kWarpgroupThreads) convert(const __grid_consta
     }
 }
 
+// Eight numbers of a row.
+template <typename Element>
+__device__ __forceinline__ void store(const ConvertArguments& args, int64_t at, const float (&x)[8]) {
+    if (args.f32) {
+        float4* const to = reinterpret_cast<float4*>(static_cast<float*>(args.dq) + at);
+        to[0] = {x[0], x[1], x[2], x[3]};
+        to[1] = {x[4], x[5], x[6], x[7]};
+    } else {
+        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args.dq) + at) = {
+            Element::pack(x[0], x[1]), Element::pack(x[2], x[3]), Element::pack(x[4], x[5]), Element::pack(x[6], x[7])};
+    }
+}
+
+// Of transposed sums, with at most 128 columns. A thread has 8 columns, which are 8 rows of an accumulator, of every
+// eighth query.
+template <typename Element>
+__global__ void __launch_bounds__(kWarpgroupThreads) convert_transposed(const __grid_constant__ ConvertArguments args) {
+    constexpr int kRowBlock = 80;
+    const ConvertedBlock<kRowBlock> block{args};
+    const int thread = threadIdx.x, first = thread % 32 / 4, eight = thread / 32 * 4 + thread % 4;
+    // Where the first column lies: panel, warp and half of the accumulator, and the pair and place of the query.
+    const float* const from = block.sums() + eight / 8 * (kRowBlock * 64) + eight % 8 / 2 * 128 + eight % 2 * 2 +
+                              first / 2 * 4 + first % 2;
+    if (eight * 8 >= args.dim)
+        return;
+#pragma unroll 2
+    for (int i = 0; i < kRowBlock / 8; ++i) {
+        const int row = 8 * i + first;
+        const bool sighted = block.is_sighted(row);
+        float x[8];
+#pragma unroll
+        for (int column = 0; column < 8; ++column)
+            x[column] = sighted ? from[i * 4 * kWarpgroupThreads + column * 16] * args.scale : 0.f;
+        if (block.position(row) < args.q_len)
+            store<Element>(args, block.number(row) * args.dim + eight * 8, x);
+    }
+}
+
+template <typename Element> auto kernel_for(bool transposed) {
+    return transposed ? convert_transposed<Element> : convert<Element>;
+}
+
 }  // namespace
 
 cudaError_t convert_dq(const BackwardParams& params, const BackwardWorkspace& workspace, int kernel_dim,
                        cudaStream_t stream) {
     const BackwardShape& shape = params.shape;
-    const ConvertArguments args{.sums = reinterpret_cast<const float4*>(workspace.dq),
+    const ConvertArguments args{.sums = workspace.dq,
                                 .rows = workspace.rows,
                                 .dq = params.dq,
                                 .f32 = params.gradients_f32,
@@ -60,15 +118,20 @@ cudaError_t convert_dq(const BackwardParams& params, const BackwardWorkspace& wo
                                 .kernel_dim = kernel_dim,
                                 .blocks_per_head = workspace.blocks_per_head,
                                 .scale = params.scale};
-    const auto kernel = params.dtype == DType::kBF16 ? convert<BFloat16> : convert<Float16>;
+    const bool transposed = has_transposed_sums(workspace.row_block);
+    const auto kernel =
+        params.dtype == DType::kBF16 ? kernel_for<BFloat16>(transposed) : kernel_for<Float16>(transposed);
     kernel<<<shape.batch * shape.heads * workspace.blocks_per_head, kWarpgroupThreads, 0, stream>>>(args);
     return cudaGetLastError();
 }
 
 cudaError_t preload_convert() {
     cudaFuncAttributes attributes;
-    const cudaError_t error = cudaFuncGetAttributes(&attributes, convert<BFloat16>);
-    return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, convert<Float16>) : error;
+    for (const bool transposed : {false, true})
+        for (const auto kernel : {kernel_for<BFloat16>(transposed), kernel_for<Float16>(transposed)})
+            if (const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel); error != cudaSuccess)
+                return error;
+    return cudaSuccess;
 }
 
 }  // namespace jaxmagi::sm90

@@ -2,6 +2,6 @@
 
 namespace jaxmagi::sm90 {
 
-const BackwardKernel kBackwardD128 = BackwardInstance<128, 128, 64, 128, 2, 3, 2>::kKernel;
+const BackwardKernel kBackwardD128 = BackwardInstance<128, 128, 80, 128, 2, 2, 2>::kKernel;
 
 }  // namespace jaxmagi::sm90

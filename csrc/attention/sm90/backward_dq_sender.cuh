@@ -12,12 +12,13 @@ template <typename Config> struct DqSender {
     BackwardMemory<Config> memory;
     int warpgroup, thread;
 
-    // 64 queries by 64 columns. With a head dimension of 96, the second warpgroup has 32 columns.
-    __device__ __forceinline__ void send(const float (&dq)[32]) const {
+    // 64 columns of a row block. With a head dimension of 96, the second warpgroup has 32 columns.
+    template <int kCount> __device__ __forceinline__ void send(const float (&dq)[kCount]) const {
+        static_assert(kCount * kWarpgroupThreads * 4 == Config::kDqPartBytes);
         named_barrier_sync(kDqEmpty + warpgroup, kDqThreads);
         const SharedAddress to = memory.dq() + warpgroup * Config::kDqPartBytes + thread * 16;
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
+        for (int i = 0; i < kCount / 4; ++i)
             if (Config::kDim % kPanelColumns == 0 or i < 4 or warpgroup == 0)
                 store(to + i * kFragmentBytes, dq, 4 * i);
         fence_shared_for_async();
@@ -34,7 +35,8 @@ template <typename Config> struct DqSender {
     }
 
 private:
-    __device__ __forceinline__ static void store(SharedAddress to, const float (&x)[32], int i) {
+    template <int kCount>
+    __device__ __forceinline__ static void store(SharedAddress to, const float (&x)[kCount], int i) {
         asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x[i]), "f"(x[i + 1]), "f"(x[i + 2]),
                      "f"(x[i + 3])
                      : "memory");

@@ -1,9 +1,10 @@
 #pragma once
 
-#include "csrc/attention/sm90/backward_consumer.cuh"
 #include "csrc/attention/sm90/backward_producer.cuh"
 #include "csrc/attention/sm90/backward_reducer.cuh"
+#include "csrc/attention/sm90/backward_rs_consumer.cuh"
 #include "csrc/attention/sm90/backward_scheduler.cuh"
+#include "csrc/attention/sm90/backward_ss_consumer.cuh"
 #include "csrc/attention/sm90/backward_wide_consumer.cuh"
 
 #include <type_traits>
@@ -16,10 +17,14 @@
 //   scheduler   a run of blocks for each band; one tile ahead of the producer
 //   producer    K V | Q0 dO0 | Q1 dO1 | ...   each when its place is free
 //   consumers   S(0) = K·Q0, dP(0) = V·dO0, P(0), dS(0)
-//               step j:  dV += P(j)·dO(j);  dQ = dS(j)·K;  S(j+1) = K·Q(j+1), dQ handed over beside it;
+//               step j, 80 queries (BackwardSsConsumer):
+//                        dV += P(j)·dO(j);  dQ = dS(j)·K;  dK += dS(j)·Q(j), dQ handed over beside it;
+//                        S(j+1) = K·Q(j+1);  dP(j+1) = V·dO(j+1), P(j+1) beside it;  dS(j+1)
+//               step j with kLateDk (BackwardRsConsumer):
+//                        dV += P(j)·dO(j);  dQ = dS(j)·K;  S(j+1) = K·Q(j+1), dQ handed over beside it;
 //                        dP(j+1) = V·dO(j+1), P(j+1) beside it;  dK += dS(j)·Q(j), dS(j+1) beside it
 //               the last step without S and dP;  stores
-//               Where registers are scarce (wide kernels, kLateDk is false), dK comes before S(j+1).
+//               The others have dK before S(j+1), beside which (with three warpgroups, before which) dQ is handed over.
 //   reducer     adds dQ(j) to the sums, while the consumers are at step j + 1
 //
 // Mbarriers (arrivals a phase), what completes them, and what they protect:
@@ -29,13 +34,13 @@
 //   kv_full (1)    producer and TMA   keys and values of a tile; of one that nobody sees, and at the end, the producer
 //   kv_empty (all consumer warps)     after the last product of the tile, and so after the stores of the tile before
 //   q_full (1)     producer and TMA   queries of a step, their row blocks, and the step's message
-//   q_empty (consumer warpgroups)     after the product for dK, in the next step
+//   q_empty (consumer warpgroups)     after the product for dK, which may end in the next step
 //   dout_full (1)  producer and TMA   cotangents of a step
 //   dout_empty (consumer warpgroups)  after the product for dV
 // Named barriers:
 //   kLogitsWritten (consumers)  dS of all keys of the tile is there for dQ; in wide kernels P too, for dV. There are 2
 //                               places for dS: that of step j is written again in step j + 2, when all have waited for
-//                               dQ(j) before they came to the barrier of step j + 1
+//                               dQ(j) before they came to the barrier of step j + 1, and each for its own dK(j)
 //   kLogitsRead (consumers)     wide kernels, which have one place: the products of the step before are done
 //   kRowsCleaned (consumers)    what nobody may see was overwritten with zeros
 //   kDqEmpty, kDqFull (a warpgroup and the reducer)  the warpgroup's part of dQ was read; is there. The reducer is the
@@ -72,8 +77,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         take_registers<Config::kConsumerRegisters>();
         // Found again, or ptxas would keep it in local memory in between.
         const int consumer = uniform(threadIdx.x / kWarpgroupThreads) - 1;
-        using Consumer =
-            std::conditional_t<Config::kWide, BackwardWideConsumer<Config>, BackwardConsumer<Config>>;
+        using NarrowConsumer =
+            std::conditional_t<Config::kTransposedDq, BackwardSsConsumer<Config>, BackwardRsConsumer<Config>>;
+        using Consumer = std::conditional_t<Config::kWide, BackwardWideConsumer<Config>, NarrowConsumer>;
         Consumer{memory, args, consumer, thread}.run();
     }
 }

@@ -8,20 +8,23 @@
 
 namespace jaxmagi::sm90 {
 
-__device__ __forceinline__ float2 pair_of(const float (&numbers)[kRowBlock], int index) {
-    return *reinterpret_cast<const float2*>(numbers + index);
-}
-
 // What a thread needs of the rows, by fragments of 8 columns.
-struct ThreadRows {
-    const RowBlock* blocks;
+template <int kRowBlock> struct ThreadRows {
+    static constexpr int kFragments = kRowBlock / 8;
+
+    const RowBlock<kRowBlock>* blocks;
     int first_column;  // of the thread
 
     __device__ __forceinline__ float2 lse_log2(int fragment) const {
-        return pair_of(blocks[fragment / 8].lse_log2, fragment % 8 * 8 + first_column);
+        return pair(blocks[fragment / kFragments].lse_log2, fragment);
     }
     __device__ __forceinline__ float2 delta(int fragment) const {
-        return pair_of(blocks[fragment / 8].delta, fragment % 8 * 8 + first_column);
+        return pair(blocks[fragment / kFragments].delta, fragment);
+    }
+
+private:
+    __device__ __forceinline__ float2 pair(const float (&numbers)[kRowBlock], int fragment) const {
+        return *reinterpret_cast<const float2*>(numbers + fragment % kFragments * 8 + first_column);
     }
 };
 
@@ -36,18 +39,27 @@ struct SeenBits {
     }
 };
 
-// key: the thread's first one in the tile. Queries without logits see nothing, whatever their numbers are.
-template <int kCount>
-__device__ __forceinline__ SeenBits seen_bits(const StepMessage& message, const ThreadRows& rows, int key) {
-    static_assert(kCount <= 64);
-    const int4 keys = reinterpret_cast<const int4*>(&message)[0];     // key_begin, key_end, lower, upper
-    const int2 columns = reinterpret_cast<const int2*>(&message)[2];  // first_column, end_column
+// A bit for each pair of a thread's columns: whether the query has logits.
+template <int kCount, int kRowBlock>
+__device__ __forceinline__ uint32_t sighted_bits(const ThreadRows<kRowBlock>& rows) {
     uint32_t sighted = ~0u;
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) {
         const float2 lse = rows.lse_log2(i);
         sighted &= ~((lse.x == INFINITY ? 1u : 0u) << 2 * i | (lse.y == INFINITY ? 2u : 0u) << 2 * i);
     }
+    return sighted;
+}
+
+// key: the thread's first one in the tile. Queries without logits, if there are any that exist, see nothing, whatever
+// their numbers are.
+template <int kCount, int kRowBlock>
+__device__ __forceinline__ SeenBits seen_bits(const StepMessage& message, const ThreadRows<kRowBlock>& rows, int key,
+                                              bool has_blind_rows) {
+    static_assert(kCount <= 64);
+    const int4 keys = reinterpret_cast<const int4*>(&message)[0];     // key_begin, key_end, lower, upper
+    const int2 columns = reinterpret_cast<const int2*>(&message)[2];  // first_column, end_column
+    const uint32_t sighted = has_blind_rows ? sighted_bits<kCount>(rows) : ~0u;
     SeenBits bits;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -61,8 +73,9 @@ __device__ __forceinline__ SeenBits seen_bits(const StepMessage& message, const 
 }
 
 // Logits become probabilities.
-template <int kCount>
-__device__ __forceinline__ void exponentiate(float (&logits)[kCount], const ThreadRows& rows, float to_log2) {
+template <int kCount, int kRowBlock>
+__device__ __forceinline__ void exponentiate(float (&logits)[kCount], const ThreadRows<kRowBlock>& rows,
+                                             float to_log2) {
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) {
         const float2 lse = rows.lse_log2(i);
@@ -81,8 +94,9 @@ template <int kCount> __device__ __forceinline__ void hide(float (&p)[kCount], c
 }
 
 // Gradients of the probabilities become those of the logits.
-template <int kCount>
-__device__ __forceinline__ void differentiate(float (&dp)[kCount], const float (&p)[kCount], const ThreadRows& rows) {
+template <int kCount, int kRowBlock>
+__device__ __forceinline__ void differentiate(float (&dp)[kCount], const float (&p)[kCount],
+                                              const ThreadRows<kRowBlock>& rows) {
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) {
         const float2 delta = rows.delta(i);
@@ -102,9 +116,10 @@ template <int kCount> __device__ __forceinline__ void saturate(float (&logits)[k
 }
 
 // With a soft cap: saturated logits become probabilities, and gradients of the probabilities those of the logits.
-template <int kCount>
+template <int kCount, int kRowBlock>
 __device__ __forceinline__ void differentiate_capped(float (&dp)[kCount], float (&saturated)[kCount],
-                                                     const ThreadRows& rows, const SeenBits& seen, float cap_log2) {
+                                                     const ThreadRows<kRowBlock>& rows, const SeenBits& seen,
+                                                     float cap_log2) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
         const float2 lse = rows.lse_log2(i / 4), delta = rows.delta(i / 4);

@@ -11,13 +11,15 @@ constexpr float kLog2E = 1.4426950408889634f;
 
 struct RowsArguments {
     const float *lse, *delta;
-    RowBlock* rows;
+    void* rows;
     int q_len, heads, blocks_per_head;
 };
 
-// A CTA takes 64 positions of some heads of an example: heads lie side by side in what it reads, positions in what it
+// A CTA takes a row block of some heads of an example: heads lie side by side in what it reads, positions in what it
 // writes.
+template <typename Rows>
 __global__ void __launch_bounds__(kThreads) transpose_rows(const __grid_constant__ RowsArguments args) {
+    constexpr int kRowBlock = Rows::kRows;
     __shared__ float lse_log2[kRowBlock][kHeads + 1], delta[kRowBlock][kHeads + 1];
     const int first_head = blockIdx.y * kHeads, block = blockIdx.x % args.blocks_per_head;
     const int64_t example = blockIdx.x / args.blocks_per_head;
@@ -34,7 +36,8 @@ __global__ void __launch_bounds__(kThreads) transpose_rows(const __grid_constant
     __syncthreads();
     const int num_rows = min(kRowBlock, args.q_len - block * kRowBlock);  // may be negative
     for (int head = warp; head < min(kHeads, args.heads - first_head); head += kThreads / kWarpSize) {
-        RowBlock& to = args.rows[(example * args.heads + first_head + head) * args.blocks_per_head + block];
+        const int64_t row_block = (example * args.heads + first_head + head) * args.blocks_per_head + block;
+        Rows& to = static_cast<Rows*>(args.rows)[row_block];
         bool is_blind = false;
         for (int i = lane; i < kRowBlock; i += kWarpSize) {
             to.lse_log2[i] = lse_log2[i][head];
@@ -52,7 +55,8 @@ struct OrderArguments {
     const PlannedTile* tiles;
     Range* windows;
     int* places;
-    int capacity, key_tiles, blocks_per_head, block_rows;
+    int capacity, key_tiles, blocks_per_head;
+    int row_block, block_rows;  // rows of a row block, and of a block of queries
 };
 
 __global__ void __launch_bounds__(kThreads) find_places(const __grid_constant__ OrderArguments args) {
@@ -67,7 +71,7 @@ __global__ void __launch_bounds__(kThreads) find_windows(const __grid_constant__
     Range* windows = args.windows + int64_t{blockIdx.y} * args.blocks_per_head;
     const int lane = threadIdx.x % kWarpSize, stride = gridDim.x * kThreads / kWarpSize;
     for (int block = (blockIdx.x * kThreads + threadIdx.x) / kWarpSize; block < args.blocks_per_head; block += stride) {
-        const int row = block * kRowBlock;
+        const int row = block * args.row_block;
         int begin = args.capacity, end = 0;
         for (int i = lane; i < args.capacity; i += kWarpSize) {
             if (bands[i].k0 >= row + args.block_rows or bands[i].k1 <= row)
@@ -85,12 +89,14 @@ __global__ void __launch_bounds__(kThreads) find_windows(const __grid_constant__
 void launch_transpose(const BackwardParams& params, const BackwardWorkspace& workspace, cudaStream_t stream) {
     const BackwardShape& shape = params.shape;
     const dim3 grid(shape.batch * workspace.blocks_per_head, ceil_div(shape.heads, kHeads));
-    transpose_rows<<<grid, kThreads, 0, stream>>>({.lse = params.lse,
-                                                   .delta = params.delta,
-                                                   .rows = workspace.rows,
-                                                   .q_len = shape.q_len,
-                                                   .heads = shape.heads,
-                                                   .blocks_per_head = workspace.blocks_per_head});
+    const RowsArguments args{.lse = params.lse,
+                             .delta = params.delta,
+                             .rows = workspace.rows,
+                             .q_len = shape.q_len,
+                             .heads = shape.heads,
+                             .blocks_per_head = workspace.blocks_per_head};
+    with_row_block(workspace.row_block,
+                   [&](auto rows) { transpose_rows<decltype(rows)><<<grid, kThreads, 0, stream>>>(args); });
 }
 
 void launch_order(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile,
@@ -102,6 +108,7 @@ void launch_order(const BackwardParams& params, const BackwardWorkspace& workspa
                               .capacity = params.capacity,
                               .key_tiles = workspace.key_tiles,
                               .blocks_per_head = workspace.blocks_per_head,
+                              .row_block = workspace.row_block,
                               .block_rows = tile.rows};
     constexpr int kMaxCtas = 1024, kWarps = kThreads / kWarpSize;
     const dim3 places_grid(std::min(kMaxCtas, ceil_div(workspace.key_tiles, kThreads)), params.plans);
@@ -125,7 +132,9 @@ cudaError_t prepare_backward(const BackwardParams& params, const BackwardWorkspa
 
 cudaError_t preload_prepare() {
     cudaFuncAttributes attributes;
-    cudaError_t error = cudaFuncGetAttributes(&attributes, transpose_rows);
+    cudaError_t error = cudaFuncGetAttributes(&attributes, transpose_rows<RowBlock<64>>);
+    if (error == cudaSuccess)
+        error = cudaFuncGetAttributes(&attributes, transpose_rows<RowBlock<80>>);
     if (error == cudaSuccess)
         error = cudaFuncGetAttributes(&attributes, find_places);
     return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, find_windows) : error;

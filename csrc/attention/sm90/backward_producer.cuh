@@ -11,6 +11,8 @@
 namespace jaxmagi::sm90 {
 
 template <typename Config> struct BackwardProducer {
+    static constexpr int kChunkBlocks = 4096 / Config::kRows;
+
     BackwardMemory<Config> memory;
     const BackwardTensorMaps& maps;
     const BackwardArguments& args;
@@ -46,17 +48,26 @@ private:
         load<Config::kVDim>(memory.v(), maps.v, Config::kKeys, at, memory.kv_full());
     }
 
-    // One query head after the other, so that CTAs which began together with keys of different tiles are at the same
-    // queries as long as possible, and find them in the L2 cache. Hence also from the last block to the first: under a
-    // causal mask all tiles have the last one.
+    // From the last block to the first, since under a causal mask all tiles have the last one: CTAs that began together
+    // with keys of different tiles are at the same queries, and find them in the L2 cache. Query heads take turns at
+    // chunks of blocks. At every block, a group of 8 heads would go through more than the cache holds before the tile
+    // next to this one comes to the same queries; over a whole sequence, tiles of different lengths would drift apart.
     __device__ __forceinline__ void load_blocks(const QueryRun& run) {
 #pragma unroll 1
-        for (int block = run.blocks.end - 1; block >= run.blocks.begin; --block) {
+        for (int end = run.blocks.end; end > run.blocks.begin;) {
+            const int begin = max((end - 1) / kChunkBlocks * kChunkBlocks, run.blocks.begin);
 #pragma unroll 1
-            for (int head = 0; head < args.schedule.group; ++head, ++step) {
-                load_queries(run, block, run.first_head + head);
-                load_dout(run, block, run.first_head + head);
-            }
+            for (int head = 0; head < args.schedule.group; ++head)
+                load_chunk(run, {begin, end}, run.first_head + head);
+            end = begin;
+        }
+    }
+
+    __device__ __forceinline__ void load_chunk(const QueryRun& run, Range blocks, int head) {
+#pragma unroll 1
+        for (int block = blocks.end - 1; block >= blocks.begin; --block, ++step) {
+            load_queries(run, block, head);
+            load_dout(run, block, head);
         }
     }
 
@@ -69,7 +80,8 @@ private:
         full.arrive_and_expect(Config::kQBytes + Config::kRowsBytes);
         load<Config::kDim>(memory.q(step), maps.q, Config::kRows,
                            {0, head, block * Config::kRows, run.example}, full);
-        bulk_load(shared_address(memory.rows(step)), args.workspace.rows + row_block, Config::kRowsBytes, full);
+        const auto* rows = static_cast<const typename Config::Rows*>(args.workspace.rows) + row_block;
+        bulk_load(shared_address(memory.rows(step)), rows, Config::kRowsBytes, full);
     }
 
     __device__ __forceinline__ void describe(const QueryRun& run, int block, int row_block) const {

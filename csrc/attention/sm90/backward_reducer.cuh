@@ -43,7 +43,7 @@ private:
     }
 
     __device__ __forceinline__ float* target(const StepMessage& message) const {
-        return args.workspace.dq + int64_t{message.row_block} * (kRowBlock * Config::kDim);
+        return args.workspace.dq + int64_t{message.row_block} * (Config::kRowBlock * Config::kDim);
     }
 
     __device__ __forceinline__ static void await_part(int part) {
@@ -129,7 +129,8 @@ private:
         const int64_t first_window = int64_t{message.plan} * args.workspace.blocks_per_head;
         const Range window = args.workspace.windows[first_window + message.block];
         const PlannedBand* bands = args.bands + int64_t{message.plan} * args.capacity;
-        const Range queries{message.block * kRowBlock, message.block * kRowBlock + Config::kRows};
+        const int first = message.block * Config::kRowBlock;
+        const Range queries{first, first + Config::kRows};
         int before = 0;
 #pragma unroll 1
         for (int i = window.begin + lane; i < window.end; i += 32) {

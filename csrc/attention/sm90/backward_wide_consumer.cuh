@@ -143,7 +143,7 @@ private:
         if (has_blind_rows)
             cleaner().clean_rows(step);
         multiply<Config::kVDim>(ds, memory.dout(step), memory.v());
-        const RowBlock& rows = *memory.rows(step);
+        const typename Config::Rows& rows = *memory.rows(step);
         const float lse[2] = {rows.lse_log2[row()], rows.lse_log2[row() + 8]};
         const float delta[2] = {rows.delta[row()], rows.delta[row() + 8]};
         const StepMessage& message = memory.step_message(step);
