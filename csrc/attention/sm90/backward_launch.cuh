@@ -13,7 +13,7 @@ inline BackwardArguments make_arguments(const BackwardParams& params, const Back
                                         int tile_keys) {
     const BackwardShape& shape = params.shape;
     const bool capped = params.soft_cap > 0;
-    return {.schedule = make_schedule(shape, params.plans, tile_keys, params.num_sms),
+    return {.schedule = make_schedule(shape, params.plans, tile_keys, params.num_sms, params.deterministic),
             .workspace = workspace,
             .bands = params.bands,
             .tiles = params.tiles,

@@ -27,13 +27,20 @@ struct BackwardItem {
 // What queries, cotangents and the gradient of the queries may fill of the L2 cache.
 inline constexpr int64_t kBackwardSectionBytes = int64_t{32} << 20;
 
-inline BackwardSchedule make_schedule(const BackwardShape& shape, int plans, int tile_keys, int num_sms) {
+// How many CTAs work on one key head at a time, if there are heads enough, where the order of sums is fixed: few, so
+// that they seldom wait, but enough for the L2 cache to be of use.
+inline constexpr int kBackwardCtasInTurn = 16;
+
+inline BackwardSchedule make_schedule(const BackwardShape& shape, int plans, int tile_keys, int num_sms,
+                                      bool deterministic) {
     const int tiles = ceil_div(shape.kv_len, tile_keys), key_heads = shape.batch / plans * shape.kv_heads;
     const int group = shape.heads / shape.kv_heads;
     const int64_t head_bytes = int64_t{shape.q_len} * group * (6 * shape.dim + 2 * shape.v_dim);
     // With fewer tiles, the longest ones of the last section would end long after the others.
     const int64_t balanced = ceil_div(num_sms * 9 / 10, tiles);
-    const int64_t wanted = std::max({int64_t{1}, balanced, kBackwardSectionBytes / head_bytes});
+    // Tiles of one head wait for each other: those behind a shared prefix for tiles that are many times as long.
+    const int64_t apart = deterministic ? num_sms / kBackwardCtasInTurn : 1;
+    const int64_t wanted = std::max({int64_t{1}, apart, balanced, kBackwardSectionBytes / head_bytes});
     const int sections = std::max(1, key_heads / static_cast<int>(std::min<int64_t>(wanted, key_heads)));
     const int section = ceil_div(key_heads, sections);
     return {.num_items = plans * key_heads * tiles,

@@ -91,7 +91,7 @@ private:
 
     __device__ __forceinline__ Found find(int index) const {
         const KeyTile& tile = memory.tile_in_work();
-        if (index >= tile.end_band)
+        if (index < tile.first_band or index >= tile.end_band)
             return {};
         const int4* words = reinterpret_cast<const int4*>(tile.bands + index);
         const int4 ranges = __ldg(words);
@@ -146,10 +146,12 @@ private:
         message.all_seen = all_seen;
     }
 
+    // Where sums have an order, from the last band to the first: see BackwardReducer.
     __device__ __forceinline__ void send_runs() {
+        const KeyTile& tile = memory.tile_in_work();
 #pragma unroll 1
-        for (int i = memory.tile_in_work().first_band; i < memory.tile_in_work().end_band; i += 32)
-            send_runs_of_bands(i + lane);
+        for (int i = lane; i - lane < tile.end_band - tile.first_band; i += 32)
+            send_runs_of_bands(args.deterministic ? tile.end_band - 1 - i : tile.first_band + i);
     }
 
     // Of the bands of all lanes.
