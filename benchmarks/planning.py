@@ -25,6 +25,7 @@ from jaxmagi import AttnMask, masks, plan_context
 from jaxmagi.masks import geometry
 from jaxmagi.planning import ContextPlan
 from jaxmagi.planning._compiled import planner
+from jaxmagi.planning._overlap import Choice
 from tests.cases import document_lengths
 from tests.planning.lpt import largest_first_owners
 
@@ -102,7 +103,8 @@ def largest_first(setting: Setting) -> tuple[float, float]:
     owners = largest_first_owners(areas, setting.cp_size)
     loads = np.bincount(owners, weights=areas)
     tokens = planner().token_order(owners.astype(np.int32), setting.length, setting.cp_size, CHUNK)
-    received = planner().Routing(bands, tokens, setting.cp_size).stage(1).received()
+    staging = planner().Routing(bands, tokens, setting.cp_size).stage(*Choice(1, (1,)))
+    received = staging.traffic(setting.cp_size)[:, 0, 1]
     return float(loads.max() / loads.mean()), float(received.sum() / setting.length)
 
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 #include <ranges>
 #include <utility>
 
@@ -85,7 +86,8 @@ std::vector<Shard> make_shards(const std::vector<Band>& bands, std::vector<Runs>
     return shards;
 }
 
-std::vector<Runs> split_remote(const Shard& shard, int num_parts) {
+std::vector<Runs> split_remote(const Shard& shard, std::span<const int32_t> shares) {
+    const int num_parts = static_cast<int>(shares.size());
     if (num_parts == 1)
         return {shard.remote};
     check_meetings(shard.pieces | std::views::transform(keys_of), shard.remote);
@@ -93,10 +95,14 @@ std::vector<Runs> split_remote(const Shard& shard, int num_parts) {
     for (const Piece& piece : shard.pieces)
         for (const Run& run : meeting(shard.remote, keys_of(piece)))
             area_below.add(crop_keys(piece.band, run));
+    const int64_t all = std::accumulate(shares.begin(), shares.end(), int64_t{0});
     std::vector<Runs> parts;
     int begin = 0;
+    int64_t share = 0;
     for (int part = 1; part <= num_parts; ++part) {
-        const int64_t target = area_below.total() * part / num_parts;
+        share += shares[part - 1];
+        // The product would leave 64 bits.
+        const int64_t target = area_below.total() / all * share + area_below.total() % all * share / all;
         int cut = 0, upper = part < num_parts and not shard.remote.empty() ? shard.remote.back().end : 0;
         while (cut < upper) {
             const int middle = cut + (upper - cut) / 2;

@@ -6,7 +6,7 @@ integers; floating point appears only in predicted times, elementwise, so that e
 
 from ._capacity import PlanCapacity as PlanCapacity
 from ._cost import CostModel as CostModel
-from ._plan import ContextPlan as ContextPlan
+from ._plan import ContextPlan as ContextPlan, PlanStages as PlanStages
 from ._plan_context import plan_context as plan_context
 from ._prefetch import PlanPrefetcher as PlanPrefetcher, prefetch_plans as prefetch_plans
 from ._report import PlanReport as PlanReport
