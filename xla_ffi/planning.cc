@@ -71,8 +71,9 @@ Array<int32_t> merge_bands(Table<6> bands) {
     return to_table(released([&] { return planning::merge(to_bands(bands)); }));
 }
 
-Array<int32_t> balanced_owners(Table<6> bands, int length, int cp_size, int chunk_size) {
-    auto owners = released([&] { return planning::balanced_owners(to_bands(bands), length, cp_size, chunk_size); });
+Array<int32_t> balanced_owners(Table<6> bands, int length, int cp_size, int chunk_size, int64_t cells_per_row) {
+    auto owners = released(
+        [&] { return planning::balanced_owners(to_bands(bands), length, cp_size, chunk_size, cells_per_row); });
     const size_t count = owners.size();
     return to_numpy<int32_t>(std::move(owners), {count});
 }
@@ -146,10 +147,10 @@ void bind_routing(nb::module_& m) {
             nb::arg("bands"), nb::arg("token_order"), nb::arg("cp_size"))
         .def(
             "stage",
-            [](const Routing& self, int num_stages, const std::vector<int32_t>& shares) {
-                return released([&] { return Staging(self, num_stages, shares); });
+            [](const Routing& self, int num_stages, const std::vector<int32_t>& shares, bool is_by_owner) {
+                return released([&] { return Staging(self, num_stages, shares, is_by_owner); });
             },
-            nb::arg("num_stages"), nb::arg("shares"), nb::keep_alive<0, 1>());
+            nb::arg("num_stages"), nb::arg("shares"), nb::arg("is_by_owner"), nb::keep_alive<0, 1>());
     nb::class_<Staging>(m, "Staging", "The keys of each rank and stage.")
         .def("areas",
              [](const Staging& self) {
@@ -176,7 +177,7 @@ void bind_planning(nb::module_& m) {
     m.def("tile_counts", tile_counts, nb::arg("bands"), nb::arg("rows"), nb::arg("keys"));
     m.def("merge_bands", merge_bands, nb::arg("bands"));
     m.def("balanced_owners", balanced_owners, nb::arg("bands"), nb::arg("length"), nb::arg("cp_size"),
-          nb::arg("chunk_size"), "The rank of each chunk: int32 [n].");
+          nb::arg("chunk_size"), nb::arg("cells_per_row"), "The rank of each chunk: int32 [n].");
     m.def("token_order", token_order, nb::arg("owners"), nb::arg("length"), nb::arg("cp_size"), nb::arg("chunk_size"));
     m.def("place_copies", place_copies, nb::arg("copies"), nb::arg("by_row"));
     bind_routing(m);

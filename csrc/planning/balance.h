@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <span>
 #include <vector>
 
@@ -13,7 +14,11 @@ namespace jaxmagi::planning {
 // Many small chunks give a search too many ways to scatter what belongs together, and cost time. So groups of adjacent
 // chunks are dealt first, 8 to 16 per rank if a rank's number of chunks has such a divisor. Smaller groups follow only
 // while the largest area of a rank is too large, or once if neighbours nearly balance and moving little would do.
-std::vector<int> balanced_owners(std::span<const Band> bands, int length, int num_ranks, int chunk);
+//
+// Of several deals, chunks dealt largest first among them, it takes the one with the shortest time of the slowest rank,
+// if a row that travels takes as long as `cells_per_row` cells; with 0 the one with the fewest rows.
+std::vector<int> balanced_owners(std::span<const Band> bands, int length, int num_ranks, int chunk,
+                                 int64_t cells_per_row);
 
 // The token at each position when ranks, one after the other, take their chunks in ascending order; -1 for padding.
 std::vector<int> token_order(std::span<const int> owners, int length, int num_ranks, int chunk);

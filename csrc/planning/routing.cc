@@ -14,10 +14,14 @@ Routing::Routing(const std::vector<Band>& bands, std::span<const int32_t> token_
     shards_ = make_shards(bands, std::move(rows), owners_);
 }
 
-Staging::Staging(const Routing& routing, int num_stages, std::span<const int32_t> shares)
+Staging::Staging(const Routing& routing, int num_stages, std::span<const int32_t> shares, bool is_by_owner)
     : routing_(routing), num_stages_(num_stages) {
-    for (const Shard& shard : routing.shards_)
-        received_.push_back(split_remote(shard, shares));
+    for (int rank = 0; rank < routing.num_ranks(); ++rank) {
+        const Shard& shard = routing.shards_[rank];
+        received_.push_back(is_by_owner
+                                ? split_remote_by_owner(shard, rank, routing.num_ranks(), routing.owners_, shares)
+                                : split_remote(shard, shares));
+    }
 }
 
 // In one call the received keys lie behind the own ones.

@@ -67,6 +67,40 @@ private:
     int64_t total_ = 0;
 };
 
+// Remote keys of one run of an owner, and how many cells with them are visible.
+struct OwnedRun {
+    int distance;  // of the owner behind the rank, in a ring
+    Range keys;
+    int64_t area;
+};
+
+// length * part / whole, for part < whole.
+int share_of(int length, int64_t part, int64_t whole) {
+    int shift = 0;
+    while (whole >> shift >= int64_t{1} << 32)
+        ++shift;
+    return static_cast<int>(length * (part >> shift) / (whole >> shift));
+}
+
+// By distance, then by key. All keys of a run are taken to see equally many cells.
+std::vector<OwnedRun> owned_runs(const Shard& shard, int rank, int num_ranks, const Owners& owners) {
+    std::vector<OwnedRun> runs;
+    Runs keys;
+    for (const Run& remote : shard.remote)
+        for (const Run& run : meeting(owners.runs, {remote.begin, remote.end})) {
+            const Range both = intersect({remote.begin, remote.end}, {run.begin, run.end});
+            const int owner = owners.ranks[owners.index_of(run)];
+            runs.push_back({.distance = (owner - rank + num_ranks) % num_ranks, .keys = both, .area = 0});
+            keys.push_back({both.begin, both.end, static_cast<int>(keys.size())});
+        }
+    check_meetings(shard.pieces | std::views::transform(keys_of), keys);
+    for (const Piece& piece : shard.pieces)
+        for (const Run& run : meeting(keys, keys_of(piece)))
+            runs[run.place].area += area(crop_keys(piece.band, run));
+    std::ranges::stable_sort(runs, {}, &OwnedRun::distance);
+    return runs;
+}
+
 }  // namespace
 
 std::vector<Shard> make_shards(const std::vector<Band>& bands, std::vector<Runs> rows_of_ranks, const Owners& owners) {
@@ -116,6 +150,37 @@ std::vector<Runs> split_remote(const Shard& shard, std::span<const int32_t> shar
         begin = end;
     }
     return parts;
+}
+
+std::vector<Runs> split_remote_by_owner(const Shard& shard, int rank, int num_ranks, const Owners& owners,
+                                        std::span<const int32_t> shares) {
+    std::vector<OwnedRun> runs = owned_runs(shard, rank, num_ranks, owners);
+    int64_t total = 0;
+    for (const OwnedRun& run : runs)
+        total += run.area;
+    const int64_t all = std::accumulate(shares.begin(), shares.end(), int64_t{0});
+    std::vector<std::vector<Range>> parts(shares.size());
+    size_t part = 0;
+    int64_t share = shares[0], before = 0;
+    for (OwnedRun& run : runs)
+        for (;;) {
+            const int64_t target = total / all * share + total % all * share / all;
+            if (part + 1 == parts.size() or before + run.area <= target) {
+                parts[part].push_back(run.keys);
+                before += run.area;
+                break;
+            }
+            const int cut = run.keys.begin + share_of(run.keys.end - run.keys.begin, target - before, run.area);
+            parts[part].push_back({run.keys.begin, cut});
+            run.keys.begin = cut;
+            run.area -= target - before;
+            before = target;
+            share += shares[++part];
+        }
+    std::vector<Runs> split;
+    for (auto& ranges : parts)
+        split.push_back(without(union_of(std::move(ranges)), {}));
+    return split;
 }
 
 int64_t visible_area(const Shard& shard, const Runs& keys) {

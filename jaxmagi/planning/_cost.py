@@ -125,6 +125,12 @@ class CostModel:
         seconds = 10.0 * self.num_heads * dim / (self.backward_tflops * 1e12)
         return Pass(Tile(rows, keys), True, seconds, True)
 
+    def cells_per_row(self, cp_size: int) -> int:
+        """How many cells of the forward pass take as long as a row over the slowest link of so many ranks."""
+        far = cp_size > self.ranks_per_host
+        speed = self.network_gb_per_second if far else self.link_gb_per_second
+        return max(1, round(min(self.row_bytes / (speed * 1e9) / self.forward.cell_seconds, 2.0**30)))
+
     def compute_seconds(self, tiles: np.ndarray, direction: Pass) -> np.ndarray:
         """Attention calls over full and partial tiles ``[..., 2]``, of one direction: ``[...]``."""
         full, partial = tiles[..., 0], tiles[..., 1]
@@ -132,14 +138,13 @@ class CostModel:
         return cells * direction.cell_seconds + (full + partial > 0) * self.latency_us * 1e-6
 
     def transfer_seconds(self, rows: np.ndarray, row_bytes: int) -> np.ndarray:
-        """Transfers of rows ``[..., cp, 2, 2]`` (sent, received; within a host, between hosts): ``[...]``.
+        """Transfers with rows ``[..., 2]`` on the busiest links within a host and between hosts: ``[...]``.
 
-        Links of both kinds and directions work at the same time; a transfer is as long as its busiest link.
+        Links of both kinds work at the same time.
         """
         speeds = np.array([self.link_gb_per_second, self.network_gb_per_second]) * 1e9
         latencies = np.array([self.latency_us, self.network_latency_us]) * 1e-6
-        busiest = rows.max(axis=(-3, -2))
-        return (busiest * (row_bytes / speeds) + (busiest > 0) * latencies).max(axis=-1)
+        return (rows * (row_bytes / speeds) + (rows > 0) * latencies).max(axis=-1)
 
     def merge_seconds(self, rows: int) -> float:
         """Merging a partial result into another: two are read and one is written, in fp32."""

@@ -76,7 +76,7 @@ def plan_context(
     cp_size = integer(cp_size, "cp_size", minimum=1)
     passes = _stage_counts(num_stages, capacity)
     _require_type(cost, CostModel, "cost")
-    token_order = make_layout(bands, mask.q_len, cp_size, layout, chunk_size)
+    token_order = make_layout(bands, mask.q_len, cp_size, layout, chunk_size, cost)
     shard_length = token_order.size // cp_size
     solver = OverlapSolver(planner().Routing(bands, token_order, cp_size), shard_length, cost)
     drafts = _choose_drafts(solver, passes, cost)

@@ -9,7 +9,7 @@ from ..masks.geometry import area, tighten
 from ._cost import CostModel, Pass
 from ._ranges import meet, union
 from ._received import TokenRuns, own_runs, received_runs
-from ._schedule import Schedule, count_tiles, schedule, work_of
+from ._schedule import Schedule, busiest_links, count_tiles, schedule, work_of
 
 if TYPE_CHECKING:
     from ._plan import ContextPlan, PlanStages
@@ -79,8 +79,8 @@ def schedule_stages(stages: "PlanStages", cost: CostModel, direction: Pass) -> S
     """When each rank does what in a pass with host arrays, under a model of the machine."""
     bands = np.asarray(stages.bands)
     tiles = count_tiles(bands.reshape(-1, 6), direction).reshape(*bands.shape[:3], 2).sum(axis=2)
-    traffic = _traffic(stages, cost.ranks_per_host)
-    return schedule(work_of(tiles, traffic, stages.transfers[0].input_rows, cost, direction))
+    rows = busiest_links(_traffic(stages, cost.ranks_per_host))
+    return schedule(work_of(tiles, rows, stages.transfers[0].input_rows, cost, direction))
 
 
 def _traffic(stages: "PlanStages", ranks_per_host: int) -> np.ndarray:

@@ -55,27 +55,37 @@ def count_tiles(bands: np.ndarray, direction: Pass) -> np.ndarray:
     return planner().tile_counts(np.ascontiguousarray(bands), rows, keys)
 
 
-def work_of(
-    tiles: np.ndarray, traffic: np.ndarray, shard_length: int, cost: CostModel, direction: Pass
-) -> Work:
+def work_of(tiles: np.ndarray, rows: np.ndarray, shard_length: int, cost: CostModel, direction: Pass) -> Work:
     """The times of what a staging does.
 
     Args:
-        tiles: full and partial, ``[..., cp, num_stages, 2]``.
-        traffic: rows ``[..., cp, num_transfers, 2, 2]``: sent and received, within a host and between hosts.
+        tiles: full and partial, ``[cp, num_stages, 2]``.
+        rows: of the busiest links, ``[num_transfers, 2]``: see `busiest_links`.
         shard_length: rows of each rank's partial results.
         cost: the machine.
         direction: of the pass.
     """
     compute = cost.compute_seconds(tiles, direction)
     compute[..., 1:] += cost.merge_seconds(shard_length)
-    return Work(compute, *transfer_times(np.moveaxis(traffic, -3, -4), cost, direction))
+    return Work(compute, *transfer_times(rows, cost, direction))
+
+
+def busiest_links(traffic: np.ndarray) -> np.ndarray:
+    """Rows of each transfer on the busiest link within a host, and on that between hosts.
+
+    Args:
+        traffic: rows ``[cp, ..., 2, 2]``: sent and received, within a host and between hosts.
+
+    Returns:
+        ``[..., 2]``.
+    """
+    return traffic.max(axis=(0, -2))
 
 
 def transfer_times(
     rows: np.ndarray, cost: CostModel, direction: Pass
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Seconds of transfers of rows ``[..., cp, 2, 2]``, and of the gradients that return: each ``[...]``."""
+    """Seconds of transfers with rows ``[..., 2]`` on the busiest links, and of the gradients that return."""
     fetches = cost.transfer_seconds(rows, cost.row_bytes)
     # The ranks that received now send, over links that are as fast in both directions.
     returns = cost.transfer_seconds(rows, cost.gradient_row_bytes) if direction.returns_gradients else None
@@ -91,8 +101,9 @@ def schedule(work: Work) -> Schedule:
     """
     num_stages = work.compute.shape[-1]
     ends = np.cumsum(work.fetches, axis=-1)
-    transfers = np.stack([ends - work.fetches, ends], axis=-1)
-    arrival = np.concatenate([np.zeros_like(ends[..., :1]), ends], axis=-1) if num_stages > 1 else ends
+    edges = np.concatenate([np.zeros_like(ends[..., :1]), ends], axis=-1)
+    transfers = np.stack([edges[..., :-1], ends], axis=-1)
+    arrival = edges if num_stages > 1 else ends
     stages = np.empty((*work.compute.shape, 2))
     done = np.zeros(work.compute.shape[:-1])
     for stage in range(num_stages):

@@ -14,14 +14,8 @@ from jaxmagi.planning import plan_context
 from jaxmagi.planning._balance import balanced_owners
 
 from ..cases import document_lengths, random_bands
-from .lpt import largest_first_owners
+from .lpt import chunk_areas, largest_first_owners
 from .oracle import builder_masks
-
-
-def chunk_areas(bands: np.ndarray, chunk: int, count: int) -> np.ndarray:
-    """Visible cells of each chunk, int64 ``[count]``."""
-    begin = np.arange(count)[:, None] * chunk
-    return geometry.area(geometry.crop(bands, begin, begin + chunk, 0, geometry.UNBOUNDED)).sum(axis=1)
 
 
 def load(owner: np.ndarray, areas: np.ndarray, cp_size: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from jaxmagi.masks import geometry
 from jaxmagi.planning import CostModel, plan_context
 from jaxmagi.planning._compiled import planner
 from jaxmagi.planning._cost import Tile
-from jaxmagi.planning._schedule import Work, count_tiles, schedule
+from jaxmagi.planning._schedule import Work, busiest_links, count_tiles, schedule
 
 from ..cases import random_bands
 
@@ -71,10 +71,15 @@ def test_busiest_link_decides() -> None:
     """Rows [rank, sent or received, within a host or between hosts]."""
     rows = np.zeros((3, 2, 2), np.int64)
     rows[1, 0, 0], rows[2, 1, 0] = 40, 70
-    assert SLOW.transfer_seconds(rows, 10) == pytest.approx(700 / 1e6)
+    assert SLOW.transfer_seconds(busiest_links(rows), 10) == pytest.approx(700 / 1e6)
     rows[0, 1, 1] = 8
-    assert SLOW.transfer_seconds(rows, 10) == pytest.approx(80 / 1e5)
-    assert SLOW.transfer_seconds(0 * rows, 10) == 0
+    assert SLOW.transfer_seconds(busiest_links(rows), 10) == pytest.approx(80 / 1e5)
+    assert SLOW.transfer_seconds(busiest_links(0 * rows), 10) == 0
+
+
+def test_cells_that_take_as_long_as_a_row() -> None:
+    """Over the slowest link between so many ranks: 256 bytes, and 256 operations a cell at 1e9 a second."""
+    assert (SLOW.cells_per_row(2), SLOW.cells_per_row(3)) == (1000, 10_000)
 
 
 def test_predicted_seconds_of_a_known_plan() -> None:
