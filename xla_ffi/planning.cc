@@ -19,6 +19,7 @@
 #include "csrc/planning/pieces.h"
 #include "csrc/planning/routing.h"
 #include "csrc/planning/transfers.h"
+#include "csrc/planning/units.h"
 
 namespace jaxmagi {
 namespace {
@@ -71,9 +72,14 @@ Array<int32_t> merge_bands(Table<6> bands) {
     return to_table(released([&] { return planning::merge(to_bands(bands)); }));
 }
 
-Array<int32_t> balanced_owners(Table<6> bands, int length, int cp_size, int chunk_size, int64_t cells_per_row) {
-    auto owners = released(
-        [&] { return planning::balanced_owners(to_bands(bands), length, cp_size, chunk_size, cells_per_row); });
+Array<int32_t> balanced_owners(const std::vector<Table<6>>& tables, const std::vector<int64_t>& weights, int length,
+                               int cp_size, int chunk_size, int64_t cells_per_row) {
+    auto owners = released([&] {
+        std::vector<planning::WeightedMask> masks;
+        for (size_t i = 0; i < tables.size(); ++i)
+            masks.push_back({to_bands(tables[i]), weights.at(i)});
+        return planning::balanced_owners(masks, length, cp_size, chunk_size, cells_per_row);
+    });
     const size_t count = owners.size();
     return to_numpy<int32_t>(std::move(owners), {count});
 }
@@ -176,7 +182,7 @@ void bind_planning(nb::module_& m) {
     });
     m.def("tile_counts", tile_counts, nb::arg("bands"), nb::arg("rows"), nb::arg("keys"));
     m.def("merge_bands", merge_bands, nb::arg("bands"));
-    m.def("balanced_owners", balanced_owners, nb::arg("bands"), nb::arg("length"), nb::arg("cp_size"),
+    m.def("balanced_owners", balanced_owners, nb::arg("masks"), nb::arg("weights"), nb::arg("length"), nb::arg("cp_size"),
           nb::arg("chunk_size"), nb::arg("cells_per_row"), "The rank of each chunk: int32 [n].");
     m.def("token_order", token_order, nb::arg("owners"), nb::arg("length"), nb::arg("cp_size"), nb::arg("chunk_size"));
     m.def("place_copies", place_copies, nb::arg("copies"), nb::arg("by_row"));

@@ -199,13 +199,13 @@ struct GroupedDeal {
     int group;
 };
 
-GroupedDeal deal_groups(std::span<const Band> bands, int length, int num_ranks, int chunk, int per_rank,
+GroupedDeal deal_groups(std::span<const WeightedMask> masks, int length, int num_ranks, int chunk, int per_rank,
                         int64_t cells_per_row) {
     GroupedDeal best;
     int64_t received = INT64_MAX;  // of the best, if it is balanced
     int group = group_size(per_rank);
     for (bool is_first = true;; is_first = false) {
-        const Units units(bands, length, chunk * group, per_rank / group * num_ranks);
+        const Units units(masks, length, chunk * group, per_rank / group * num_ranks);
         Balancer balancer(units, num_ranks, cells_per_row);
         Deal deal = balancer.solve();
         const bool is_balanced = balancer.is_balanced();
@@ -221,10 +221,10 @@ GroupedDeal deal_groups(std::span<const Band> bands, int length, int num_ranks, 
 
 }  // namespace
 
-std::vector<int> balanced_owners(std::span<const Band> bands, int length, int num_ranks, int chunk,
+std::vector<int> balanced_owners(std::span<const WeightedMask> masks, int length, int num_ranks, int chunk,
                                  int64_t cells_per_row) {
     const int per_rank = std::max(1, ceil_div(ceil_div(length, chunk), num_ranks));
-    const auto [deal, group] = deal_groups(bands, length, num_ranks, chunk, per_rank, cells_per_row);
+    const auto [deal, group] = deal_groups(masks, length, num_ranks, chunk, per_rank, cells_per_row);
     std::vector<int> owners(static_cast<size_t>(per_rank) * num_ranks);
     for (int rank = 0; rank < num_ranks; ++rank)
         for (const int unit : deal[rank])

@@ -8,6 +8,7 @@ import numpy as np
 
 from ..masks import AttnMask
 from ..masks._validation import integer, is_traced
+from ._balance import WeightedBands
 from ._capacity import PlanCapacity, frozen
 from ._compiled import planner
 from ._cost import CostModel
@@ -72,11 +73,11 @@ def plan_context(
             not a permutation of the tokens and padding, or ``capacity`` is too small.
         NotImplementedError: the layout cuts a rank's mask into more than 2**22 pieces.
     """
-    bands = merge(_mask_bands(mask))
+    bands = merge(mask_bands(mask))
     cp_size = integer(cp_size, "cp_size", minimum=1)
     passes = _stage_counts(num_stages, capacity)
-    _require_type(cost, CostModel, "cost")
-    token_order = make_layout(bands, mask.q_len, cp_size, layout, chunk_size, cost)
+    require_type(cost, CostModel, "cost")
+    token_order = make_layout([WeightedBands(bands, 1)], mask.q_len, cp_size, layout, chunk_size, cost)
     shard_length = token_order.size // cp_size
     solver = OverlapSolver(planner().Routing(bands, token_order, cp_size), shard_length, cost)
     drafts = _choose_drafts(solver, passes, cost)
@@ -150,7 +151,7 @@ class _Draft(NamedTuple):
         return PlanStages(bands, transfers)
 
 
-def _mask_bands(mask: AttnMask) -> np.ndarray:
+def mask_bands(mask: AttnMask) -> np.ndarray:
     """The bands of a mask that can be planned."""
     if not isinstance(mask, AttnMask):
         raise ValueError(f"plan_context takes an AttnMask, but got {type(mask).__name__}.")
@@ -170,7 +171,7 @@ def _mask_bands(mask: AttnMask) -> np.ndarray:
     return np.asarray(mask.bands)
 
 
-def _require_type(value: Any, kind: type, name: str) -> None:
+def require_type(value: Any, kind: type, name: str) -> None:
     if not isinstance(value, kind):
         raise ValueError(f"{name} must be a {kind.__name__}, but it is {value!r}.")
 
@@ -178,7 +179,7 @@ def _require_type(value: Any, kind: type, name: str) -> None:
 def _stage_counts(num_stages: Any, capacity: PlanCapacity | None) -> list[list[int]]:
     """The numbers of stages to choose from, for both passes together or for each of them."""
     if capacity is not None:
-        _require_type(capacity, PlanCapacity, "capacity")
+        require_type(capacity, PlanCapacity, "capacity")
     if num_stages == "auto" and isinstance(num_stages, str):
         if capacity is not None:
             raise ValueError(
