@@ -58,6 +58,11 @@ struct Quality {
     auto operator<=>(const Quality&) const = default;
 };
 
+// Whether a deal is worth a search of its own: for less than a percent of the time it is not.
+bool is_better(Quality a, Quality b) {
+    return a.excess < b.excess or (a.excess == b.excess and a.time <= b.time - b.time / 100 and a < b);
+}
+
 class Balancer {
 public:
     Balancer(const Units& units, int num_ranks, int64_t cells_per_row)
@@ -188,7 +193,7 @@ Deal Balancer::solve() {
     };
     for (const Deal& first : first_deals())
         consider(first);
-    if (found_.excess > 0 or quality_of(hands_of(lpt_)) < found_)
+    if (found_.excess > 0 or is_better(quality_of(hands_of(lpt_)), found_))
         consider(lpt_);
     return best;
 }

@@ -1,7 +1,8 @@
 """Context plans: chunks to ranks, bands to stages, transfer tables and reports.
 
 Host only: pure functions of masks and options. ``csrc/planning`` deals chunks and makes the tables, in
-integers; floating point appears only in predicted times, elementwise, so that every host makes the same plan.
+integers; floating point appears only in predicted times, in operations that are elementwise or have a fixed
+order, so that every host makes the same plan.
 """
 
 from ._capacity import PlanCapacity as PlanCapacity
