@@ -4,7 +4,7 @@
 
 A plan is all that `plan_context` does, with ``num_stages="auto"``, on one thread. Received rows are given as
 multiples of a rank's own; "LPT" deals the same chunks largest first. The bound holds for plans with the same
-number of tokens per rank and the same largest area.
+number of tokens per rank and the same largest area. Predicted are the forward and the backward pass together.
 """
 
 import argparse
@@ -61,6 +61,8 @@ class Row:
     lpt_imbalance: float
     lpt_mean_rows: float
     share_of_lpt: float
+    predicted_ms: float
+    lpt_predicted_ms: float
 
 
 @functools.cache
@@ -88,8 +90,14 @@ def areas_and_rows(plan: ContextPlan) -> tuple[np.ndarray, np.ndarray]:
     return geometry.area(np.asarray(plan.bands)).sum(axis=(1, 2)), np.asarray(rows)
 
 
-def largest_first(setting: Setting) -> tuple[float, float]:
-    """Imbalance and mean received rows over own rows of chunks dealt largest first."""
+def predicted_ms(plan: ContextPlan) -> float:
+    """Both passes of the slowest rank, with hosts of eight ranks."""
+    report = plan.report()
+    return 1e3 * (report.predicted_seconds + report.predicted_backward_seconds)
+
+
+def largest_first(setting: Setting) -> tuple[float, float, float]:
+    """Chunks dealt largest first: imbalance, mean received rows over own rows, predicted milliseconds."""
     bands = np.asarray(setting.mask(setting.length).bands)
     begin = np.arange(setting.length // CHUNK) * CHUNK
     order = np.argsort(bands[:, 0], kind="stable")
@@ -102,8 +110,9 @@ def largest_first(setting: Setting) -> tuple[float, float]:
     owners = largest_first_owners(areas, setting.cp_size)
     loads = np.bincount(owners, weights=areas)
     tokens = planner().token_order(owners.astype(np.int32), setting.length, setting.cp_size, CHUNK)
-    received = planner().Routing(bands, tokens, setting.cp_size).stage(1).received()
-    return float(loads.max() / loads.mean()), float(received.sum() / setting.length)
+    plan = plan_context(setting.mask(setting.length), setting.cp_size, layout=tokens)
+    rows = areas_and_rows(plan)[1].sum() / setting.length
+    return float(loads.max() / loads.mean()), float(rows), predicted_ms(plan)
 
 
 def peak_gb(name: str) -> float:
@@ -128,7 +137,7 @@ def measure(name: str, setting: Setting, repeats: int) -> Row:
     timing = time_plans(setting, repeats)
     plan = setting.plan()
     areas, rows = areas_and_rows(plan)
-    lpt_imbalance, lpt_rows = largest_first(setting)
+    lpt_imbalance, lpt_rows, lpt_ms = largest_first(setting)
     bands = np.asarray(setting.mask(setting.length).bands)
     fewest = fewest_received_rows(bands, setting.length, plan.shard_length, int(areas.max()))
     mean_rows = float(rows.mean() / plan.shard_length)
@@ -148,6 +157,8 @@ def measure(name: str, setting: Setting, repeats: int) -> Row:
         lpt_imbalance=lpt_imbalance,
         lpt_mean_rows=lpt_rows,
         share_of_lpt=mean_rows / lpt_rows,
+        predicted_ms=predicted_ms(plan),
+        lpt_predicted_ms=lpt_ms,
     )
 
 
@@ -170,7 +181,8 @@ def main() -> None:
             f"{row.name:24s} {row.cp_size:4d} ranks {row.median_ms:8.2f} ms ({row.fastest_ms:.2f} to "
             f"{row.slowest_ms:.2f}) {row.peak_gb:.2f} GB  imbalance {row.imbalance:.3f} (LPT "
             f"{row.lpt_imbalance:.3f})  rows {row.mean_rows:.3f} (at least {row.fewest_rows:.3f}, LPT "
-            f"{row.lpt_mean_rows:.3f}, {row.share_of_lpt:.3f} of it), largest {row.largest_rows:.2f}",
+            f"{row.lpt_mean_rows:.3f}, {row.share_of_lpt:.3f} of it), largest {row.largest_rows:.2f}  "
+            f"predicted {row.predicted_ms:.2f} ms (LPT {row.lpt_predicted_ms:.2f})",
             flush=True,
         )
     if arguments.save:

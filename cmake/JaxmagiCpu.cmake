@@ -21,6 +21,7 @@ jaxmagi_add_module(
   csrc/attention/cpu/dispatch.cc
   csrc/attention/cpu/forward.cc
   csrc/common/parallel.cc
+  csrc/mask/tile_count.cc
   csrc/mask/tile_index.cc
   csrc/planning/balance.cc
   csrc/planning/first_deal.cc

@@ -122,12 +122,12 @@ class ContextBatches:
         return jax.device_put(np.stack(rows), self.sharding)
 
     def plan(self, sequence: Packed) -> Plans:
-        """The plans of the even and of the odd layers; both keep the layout that balances the odd ones."""
-        even, odd = document_masks(sequence, self.window)
+        """The plans of the even and of the odd layers, on one layout that balances them together."""
         # One number of stages for all, since it is part of what a compilation depends on.
-        plan_context = functools.partial(jaxmagi.plan_context, cp_size=self.cp_size, num_stages=1)
-        full = plan_context(odd)
-        return plan_context(even, layout=full.token_order), full
+        window, full = jaxmagi.plan_contexts(
+            document_masks(sequence, self.window), self.cp_size, num_stages=1
+        )
+        return window, full
 
     def stack(self, kind: int, plans: Sequence[jaxmagi.ContextPlan]) -> jaxmagi.ContextPlan:
         """One plan for each sequence, at the largest capacity seen so far."""

@@ -17,6 +17,7 @@ from .planning import (
     GroupCastSpec as GroupCastSpec,
     PlanCapacity as PlanCapacity,
     plan_context as plan_context,
+    plan_contexts as plan_contexts,
     prefetch_plans as prefetch_plans,
 )
 

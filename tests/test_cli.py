@@ -13,7 +13,7 @@ from jaxmagi import ContextPlan, CostModel, _native, masks, plan_context
 from jaxmagi._cli import _doctor, main
 from jaxmagi._cli._table import format_bytes
 from jaxmagi.attention import _lowering
-from jaxmagi.planning._report import schedule_plan
+from jaxmagi.planning._report import schedule_stages
 
 from .cases import DATA, document_lengths
 
@@ -70,7 +70,10 @@ def check_printed(printed: str, plan: ContextPlan, cost: CostModel = CostModel()
     assert f"{report.imbalance:.4f} (largest / mean area)" in printed
     assert f"{share:.4f} of a rank's own rows" in printed
     assert re.search(rf"^stages +{report.num_stages} *$", printed, flags=re.MULTILINE)
-    assert f"{report.predicted_seconds * 1e3:.3f} ms predicted" in printed
+    assert f"{report.network_rows_received.mean() / plan.shard_length:.4f} from other hosts" in printed
+    assert f"backward stages  {report.num_backward_stages}" in printed
+    assert f"forward pass     {report.predicted_seconds * 1e3:.3f} ms predicted" in printed
+    assert f"backward pass    {report.predicted_backward_seconds * 1e3:.3f} ms predicted" in printed
 
 
 MASKS = {
@@ -110,8 +113,9 @@ def test_plan_prints_the_report(case: str, lengths: str, capsys: pytest.CaptureF
 
 def test_options_of_the_plan_and_of_the_attention(capsys: pytest.CaptureFixture[str]) -> None:
     attention = ["--heads", "6", "--kv-heads", "2", "--head-dim", "48", "--bytes-per-element", "4"]
+    attention += ["--ranks-per-host", "3"]
     printed = run(capsys, *CAUSAL, "--chunk-size", "16", "--num-stages", "3", *attention)
-    cost = CostModel(num_heads=6, num_kv_heads=2, head_dim=48, bytes_per_element=4)
+    cost = CostModel(num_heads=6, num_kv_heads=2, head_dim=48, bytes_per_element=4, ranks_per_host=3)
     assert cost.row_bytes == 2 * 2 * 48 * 4
     check_printed(printed, plan_context(masks.causal(512), 4, chunk_size=16, num_stages=3, cost=cost), cost)
 
@@ -168,7 +172,8 @@ def test_pictures_are_written(
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_schedule_waits_for_keys_and_ends_with_the_prediction(stages: int) -> None:
     plan, cost = plan_context(masks.causal(4096), 4, num_stages=stages), CostModel()
-    transfers, calls = schedule = schedule_plan(plan, cost)
+    schedule = schedule_stages(plan.forward_stages, cost, cost.forward)
+    transfers, calls = schedule.transfers, schedule.stages
     assert schedule.seconds == plan.report(cost).predicted_seconds == calls[..., 1].max()
     assert (transfers[0, 0], transfers.shape) == (0, (max(1, stages - 1), 2))
     np.testing.assert_array_equal(transfers[1:, 0], transfers[:-1, 1])

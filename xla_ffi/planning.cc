@@ -2,6 +2,7 @@
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <exception>
@@ -11,12 +12,14 @@
 #include <vector>
 
 #include "csrc/mask/band.h"
+#include "csrc/mask/tile_count.h"
 #include "csrc/mask/tile_index.h"
 #include "csrc/planning/balance.h"
 #include "csrc/planning/merge.h"
 #include "csrc/planning/pieces.h"
 #include "csrc/planning/routing.h"
 #include "csrc/planning/transfers.h"
+#include "csrc/planning/units.h"
 
 namespace jaxmagi {
 namespace {
@@ -69,8 +72,14 @@ Array<int32_t> merge_bands(Table<6> bands) {
     return to_table(released([&] { return planning::merge(to_bands(bands)); }));
 }
 
-Array<int32_t> balanced_owners(Table<6> bands, int length, int cp_size, int chunk_size) {
-    auto owners = released([&] { return planning::balanced_owners(to_bands(bands), length, cp_size, chunk_size); });
+Array<int32_t> balanced_owners(const std::vector<Table<6>>& tables, const std::vector<int64_t>& weights, int length,
+                               int cp_size, int chunk_size, int64_t cells_per_row) {
+    auto owners = released([&] {
+        std::vector<planning::WeightedMask> masks;
+        for (size_t i = 0; i < tables.size(); ++i)
+            masks.push_back({to_bands(tables[i]), weights.at(i)});
+        return planning::balanced_owners(masks, length, cp_size, chunk_size, cells_per_row);
+    });
     const size_t count = owners.size();
     return to_numpy<int32_t>(std::move(owners), {count});
 }
@@ -87,12 +96,28 @@ Array<int32_t> place_copies(Table<4> copies, bool by_row) {
     return to_table(released([&] { return planning::place_copies({first, first + copies.shape(0)}, order); }));
 }
 
+// [n, 2]: the full and the partial tiles of each band.
+Array<int64_t> tile_counts(Table<6> bands, int rows, int keys) {
+    std::vector<TileCount> counts;
+    released([&] {
+        const auto* first = reinterpret_cast<const Band*>(bands.data());
+        for (const Band& band : std::span(first, bands.shape(0)))
+            counts.push_back(count_tiles(tighten(band, kUnbounded, kUnbounded), rows, keys));
+        return true;
+    });
+    const size_t count = counts.size();
+    return to_numpy<int64_t>(std::move(counts), {count, 2});
+}
+
 size_t num_ranks(const Staging& staging) {
     return static_cast<size_t>(staging.num_ranks());
 }
 
-Array<int64_t> per_transfer(const Staging& staging, std::vector<int64_t> rows) {
-    return to_numpy<int64_t>(std::move(rows), {num_ranks(staging), static_cast<size_t>(staging.num_transfers())});
+// [cp, num_transfers, 2, 2]: sent and received, within a host and between hosts.
+Array<int64_t> traffic(const Staging& staging, int ranks_per_host) {
+    auto rows = released([&] { return staging.traffic(ranks_per_host); });
+    const auto transfers = static_cast<size_t>(staging.num_transfers());
+    return to_numpy<int64_t>(std::move(rows), {num_ranks(staging), transfers, 2, 2});
 }
 
 // The bands of all ranks and stages, and how many each has.
@@ -127,8 +152,11 @@ void bind_routing(nb::module_& m) {
             },
             nb::arg("bands"), nb::arg("token_order"), nb::arg("cp_size"))
         .def(
-            "stage", [](const Routing& self, int num_stages) { return Staging(self, num_stages); },
-            nb::arg("num_stages"), nb::keep_alive<0, 1>(), nb::call_guard<nb::gil_scoped_release>());
+            "stage",
+            [](const Routing& self, int num_stages, const std::vector<int32_t>& shares, bool is_by_owner) {
+                return released([&] { return Staging(self, num_stages, shares, is_by_owner); });
+            },
+            nb::arg("num_stages"), nb::arg("shares"), nb::arg("is_by_owner"), nb::keep_alive<0, 1>());
     nb::class_<Staging>(m, "Staging", "The keys of each rank and stage.")
         .def("areas",
              [](const Staging& self) {
@@ -136,10 +164,8 @@ void bind_routing(nb::module_& m) {
                  return to_numpy<int64_t>(std::move(areas),
                                           {num_ranks(self), static_cast<size_t>(self.num_stages())});
              })
-        .def("sent",
-             [](const Staging& self) { return per_transfer(self, released([&] { return self.sent(); })); })
-        .def("received",
-             [](const Staging& self) { return per_transfer(self, released([&] { return self.received(); })); })
+        .def("traffic", traffic, nb::arg("ranks_per_host"))
+        .def("most_received", &Staging::most_received)
         .def("bands", staged_bands)
         .def("transfer", staged_transfer, nb::arg("index"));
 }
@@ -154,9 +180,10 @@ void bind_planning(nb::module_& m) {
             PyErr_SetString(PyExc_NotImplementedError, error.what());
         }
     });
+    m.def("tile_counts", tile_counts, nb::arg("bands"), nb::arg("rows"), nb::arg("keys"));
     m.def("merge_bands", merge_bands, nb::arg("bands"));
-    m.def("balanced_owners", balanced_owners, nb::arg("bands"), nb::arg("length"), nb::arg("cp_size"),
-          nb::arg("chunk_size"), "The rank of each chunk: int32 [n].");
+    m.def("balanced_owners", balanced_owners, nb::arg("masks"), nb::arg("weights"), nb::arg("length"), nb::arg("cp_size"),
+          nb::arg("chunk_size"), nb::arg("cells_per_row"), "The rank of each chunk: int32 [n].");
     m.def("token_order", token_order, nb::arg("owners"), nb::arg("length"), nb::arg("cp_size"), nb::arg("chunk_size"));
     m.def("place_copies", place_copies, nb::arg("copies"), nb::arg("by_row"));
     bind_routing(m);

@@ -51,11 +51,24 @@ int loose_limit(int num_ranks) {
     return kTight + (kLoose - kTight) * octaves(std::clamp(num_ranks, kFewRanks, kManyRanks)) / octaves(kManyRanks);
 }
 
+// What makes a deal better than another: less area above the limit, then a shorter time of the slowest rank, then fewer
+// rows.
+struct Quality {
+    int64_t excess, time, received;
+    auto operator<=>(const Quality&) const = default;
+};
+
+// Whether a deal is worth a search of its own: for less than a percent of the time it is not.
+bool is_better(Quality a, Quality b) {
+    return a.excess < b.excess or (a.excess == b.excess and a.time <= b.time - b.time / 100 and a < b);
+}
+
 class Balancer {
 public:
-    Balancer(const Units& units, int num_ranks)
+    Balancer(const Units& units, int num_ranks, int64_t cells_per_row)
         : units_(units),
           num_ranks_(num_ranks),
+          cells_per_row_(cells_per_row),
           mean_(units.total_area() / num_ranks),
           lpt_(largest_first_deal(units, num_ranks)),
           most_even_(largest_area(lpt_)) {}
@@ -72,17 +85,20 @@ private:
     int64_t limit() const { return std::max(most_even_, thousandths(mean_, allowed_)); }
     std::vector<Deal> first_deals();
     bool can_search() const;
+    int64_t sent_limit(const std::vector<Hand>& hands) const;
+    Quality quality_of(const std::vector<Hand>& hands) const;
     Deal search(const Deal& deal, Quality& quality) const;
     std::vector<Hand> hands_of(const Deal& deal) const;
 
     const Units& units_;
     const int num_ranks_;
+    const int64_t cells_per_row_;
     const int64_t mean_;
     const Deal lpt_;
     const int64_t most_even_;  // the largest area of a rank in it
     int allowed_ = kTight;
     bool is_nearly_balanced_ = false;
-    Quality found_{.excess = INT64_MAX, .received = INT64_MAX};
+    Quality found_{.excess = INT64_MAX, .time = INT64_MAX, .received = INT64_MAX};
 };
 
 int64_t Balancer::largest_area(const Deal& deal) const {
@@ -131,11 +147,34 @@ bool Balancer::can_search() const {
     return per_rank <= kMostSwaps / pairs / per_rank;
 }
 
+// In cells. Transfers run beside the compute, but not all of them: a quarter is taken to be waited for.
+Quality Balancer::quality_of(const std::vector<Hand>& hands) const {
+    int64_t area = 0, rows = 0;
+    for (const Hand& hand : hands) {
+        area = std::max(area, hand.area());
+        rows = std::max(rows, hand.received());
+    }
+    if (cells_per_row_ > 0)
+        rows = std::max(rows, std::ranges::max(sent_rows(hands, demand_of(hands, units_))));
+    const int64_t transfers = rows * cells_per_row_;
+    return {.excess = area_above(hands, accepted()),
+            .time = cells_per_row_ > 0 ? std::max(area, transfers) + transfers / 4 : 0,
+            .received = received_rows(hands)};
+}
+
+// So many that sending takes no longer than half of the compute, if ranks can share the rows so.
+int64_t Balancer::sent_limit(const std::vector<Hand>& hands) const {
+    if (cells_per_row_ == 0)
+        return INT64_MAX;
+    const int64_t equal = received_rows(hands) / num_ranks_;
+    return std::max(mean_ / cells_per_row_ / 2, equal + equal / 4);
+}
+
 Deal Balancer::search(const Deal& deal, Quality& quality) const {
     std::vector<Hand> hands = hands_of(deal);
     if (can_search())
-        reduce_rows(hands, units_, limit());
-    quality = quality_of(hands, accepted());
+        reduce_rows(hands, units_, {.area = limit(), .sent = sent_limit(hands)});
+    quality = quality_of(hands);
     Deal found;
     for (const Hand& hand : hands)
         found.emplace_back(hand.members().begin(), hand.members().end());
@@ -154,7 +193,7 @@ Deal Balancer::solve() {
     };
     for (const Deal& first : first_deals())
         consider(first);
-    if (found_.excess > 0 or quality_of(hands_of(lpt_), accepted()) < found_)
+    if (found_.excess > 0 or is_better(quality_of(hands_of(lpt_)), found_))
         consider(lpt_);
     return best;
 }
@@ -165,13 +204,14 @@ struct GroupedDeal {
     int group;
 };
 
-GroupedDeal deal_groups(std::span<const Band> bands, int length, int num_ranks, int chunk, int per_rank) {
+GroupedDeal deal_groups(std::span<const WeightedMask> masks, int length, int num_ranks, int chunk, int per_rank,
+                        int64_t cells_per_row) {
     GroupedDeal best;
     int64_t received = INT64_MAX;  // of the best, if it is balanced
     int group = group_size(per_rank);
     for (bool is_first = true;; is_first = false) {
-        const Units units(bands, length, chunk * group, per_rank / group * num_ranks);
-        Balancer balancer(units, num_ranks);
+        const Units units(masks, length, chunk * group, per_rank / group * num_ranks);
+        Balancer balancer(units, num_ranks, cells_per_row);
         Deal deal = balancer.solve();
         const bool is_balanced = balancer.is_balanced();
         if (received == INT64_MAX or (is_balanced and balancer.received() < received)) {
@@ -186,9 +226,10 @@ GroupedDeal deal_groups(std::span<const Band> bands, int length, int num_ranks, 
 
 }  // namespace
 
-std::vector<int> balanced_owners(std::span<const Band> bands, int length, int num_ranks, int chunk) {
+std::vector<int> balanced_owners(std::span<const WeightedMask> masks, int length, int num_ranks, int chunk,
+                                 int64_t cells_per_row) {
     const int per_rank = std::max(1, ceil_div(ceil_div(length, chunk), num_ranks));
-    const auto [deal, group] = deal_groups(bands, length, num_ranks, chunk, per_rank);
+    const auto [deal, group] = deal_groups(masks, length, num_ranks, chunk, per_rank, cells_per_row);
     std::vector<int> owners(static_cast<size_t>(per_rank) * num_ranks);
     for (int rank = 0; rank < num_ranks; ++rank)
         for (const int unit : deal[rank])

@@ -1,19 +1,25 @@
 #pragma once
 
+#include <cstdint>
 #include <span>
 #include <vector>
 
-#include "csrc/mask/band.h"
+#include "csrc/planning/units.h"
 
 namespace jaxmagi::planning {
 
 // The rank of each chunk of `chunk` rows: equally many chunks for every rank (the last may be padding), nearly equal
-// areas, few keys to receive. `bands` are tight. The same on every host: integers decide, in a fixed order.
+// areas, few keys to receive. The same on every host: integers decide, in a fixed order. Several masks, of layers that
+// share the layout, count by their weights.
 //
 // Many small chunks give a search too many ways to scatter what belongs together, and cost time. So groups of adjacent
 // chunks are dealt first, 8 to 16 per rank if a rank's number of chunks has such a divisor. Smaller groups follow only
 // while the largest area of a rank is too large, or once if neighbours nearly balance and moving little would do.
-std::vector<int> balanced_owners(std::span<const Band> bands, int length, int num_ranks, int chunk);
+//
+// Of several deals, chunks dealt largest first among them, it takes the one with the shortest time of the slowest rank,
+// if a row that travels takes as long as `cells_per_row` cells; with 0 the one with the fewest rows.
+std::vector<int> balanced_owners(std::span<const WeightedMask> masks, int length, int num_ranks, int chunk,
+                                 int64_t cells_per_row);
 
 // The token at each position when ranks, one after the other, take their chunks in ascending order; -1 for padding.
 std::vector<int> token_order(std::span<const int> owners, int length, int num_ranks, int chunk);

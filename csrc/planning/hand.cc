@@ -43,6 +43,7 @@ void Hand::rebuild() {
 void Hand::count_rows(std::span<const Edge> edges) {
     steps_.assign(1, {.begin = -1, .rows_before = {}, .kind = kUnused});
     received_ = 0;
+    received_keys_.clear();
     int needed = 0, owned = 0;
     bool is_received = false;
     for (size_t i = 0; i < edges.size();) {
@@ -55,7 +56,10 @@ void Hand::count_rows(std::span<const Edge> edges) {
         const int length = key - step.begin;
         if (step.kind < kNumCounted)
             step.rows_before[step.kind] += length;
-        received_ += is_received ? length : 0;
+        if (is_received) {
+            received_ += length;
+            received_keys_.push_back({step.begin, key});
+        }
         is_received = needed > 0 and owned == 0;
         step.begin = key;
         step.kind = kind_of(needed, owned);

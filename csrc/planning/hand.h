@@ -20,6 +20,8 @@ public:
     std::span<const int> members() const { return members_; }
     int64_t area() const { return area_; }
     int64_t received() const { return received_; }
+    // The keys that it receives: sorted, disjoint.
+    std::span<const Range> received_keys() const { return received_keys_; }
 
     void exchange(int place, int unit);
 
@@ -55,6 +57,7 @@ private:
     std::vector<int> members_;
     int64_t area_ = 0, received_ = 0;
     std::vector<Step> steps_;
+    std::vector<Range> received_keys_;
     std::vector<int> without_;
 };
 

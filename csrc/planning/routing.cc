@@ -14,9 +14,14 @@ Routing::Routing(const std::vector<Band>& bands, std::span<const int32_t> token_
     shards_ = make_shards(bands, std::move(rows), owners_);
 }
 
-Staging::Staging(const Routing& routing, int num_stages) : routing_(routing), num_stages_(num_stages) {
-    for (const Shard& shard : routing.shards_)
-        received_.push_back(split_remote(shard, num_transfers()));
+Staging::Staging(const Routing& routing, int num_stages, std::span<const int32_t> shares, bool is_by_owner)
+    : routing_(routing), num_stages_(num_stages) {
+    for (int rank = 0; rank < routing.num_ranks(); ++rank) {
+        const Shard& shard = routing.shards_[rank];
+        received_.push_back(is_by_owner
+                                ? split_remote_by_owner(shard, rank, routing.num_ranks(), routing.owners_, shares)
+                                : split_remote(shard, shares));
+    }
 }
 
 // In one call the received keys lie behind the own ones.
@@ -46,22 +51,22 @@ std::vector<int64_t> Staging::areas() const {
     return areas;
 }
 
-std::vector<int64_t> Staging::sent() const {
-    std::vector<int64_t> sent(received_.size() * num_transfers());
+std::vector<Traffic> Staging::traffic(int ranks_per_host) const {
+    std::vector<Traffic> traffic(received_.size() * num_transfers());
     for (int transfer = 0; transfer < num_transfers(); ++transfer) {
-        const auto rows = sent_rows(routing_.owners_, parts(transfer));
+        const auto rows = count_traffic(routing_.owners_, parts(transfer), ranks_per_host);
         for (size_t rank = 0; rank < rows.size(); ++rank)
-            sent[rank * num_transfers() + transfer] = rows[rank];
+            traffic[rank * num_transfers() + transfer] = rows[rank];
     }
-    return sent;
+    return traffic;
 }
 
-std::vector<int64_t> Staging::received() const {
-    std::vector<int64_t> rows;
+int64_t Staging::most_received() const {
+    int64_t most = 0;
     for (const auto& parts : received_)
         for (const Runs& part : parts)
-            rows.push_back(num_rows(part));
-    return rows;
+            most = std::max(most, num_rows(part));
+    return most;
 }
 
 std::vector<Band> Staging::bands(int rank, int stage) const {

@@ -34,7 +34,9 @@ private:
 // several, the first sees the own ones, each other a part of the received ones. Refers to the routing.
 class Staging {
 public:
-    Staging(const Routing& routing, int num_stages);
+    // One share for each transfer: of a rank's cells with received keys. There is one transfer less than stages, but for
+    // one stage there is one. Received keys are cut in their order, or by owner.
+    Staging(const Routing& routing, int num_stages, std::span<const int32_t> shares, bool is_by_owner);
 
     int num_ranks() const { return routing_.num_ranks(); }
     int num_stages() const { return num_stages_; }
@@ -42,9 +44,10 @@ public:
 
     // By rank, then stage: visible cells.
     std::vector<int64_t> areas() const;
-    // By rank, then transfer.
-    std::vector<int64_t> sent() const;
-    std::vector<int64_t> received() const;
+    // By rank, then transfer; hosts have so many ranks with consecutive numbers.
+    std::vector<Traffic> traffic(int ranks_per_host) const;
+    // The most rows that a rank receives in one transfer.
+    int64_t most_received() const;
 
     // Of one rank and stage.
     std::vector<Band> bands(int rank, int stage) const;

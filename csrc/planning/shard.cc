@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 #include <ranges>
 #include <utility>
 
@@ -66,6 +67,40 @@ private:
     int64_t total_ = 0;
 };
 
+// Remote keys of one run of an owner, and how many cells with them are visible.
+struct OwnedRun {
+    int distance;  // of the owner behind the rank, in a ring
+    Range keys;
+    int64_t area;
+};
+
+// length * part / whole, for part < whole.
+int share_of(int length, int64_t part, int64_t whole) {
+    int shift = 0;
+    while (whole >> shift >= int64_t{1} << 32)
+        ++shift;
+    return static_cast<int>(length * (part >> shift) / (whole >> shift));
+}
+
+// By distance, then by key. All keys of a run are taken to see equally many cells.
+std::vector<OwnedRun> owned_runs(const Shard& shard, int rank, int num_ranks, const Owners& owners) {
+    std::vector<OwnedRun> runs;
+    Runs keys;
+    for (const Run& remote : shard.remote)
+        for (const Run& run : meeting(owners.runs, {remote.begin, remote.end})) {
+            const Range both = intersect({remote.begin, remote.end}, {run.begin, run.end});
+            const int owner = owners.ranks[owners.index_of(run)];
+            runs.push_back({.distance = (owner - rank + num_ranks) % num_ranks, .keys = both, .area = 0});
+            keys.push_back({both.begin, both.end, static_cast<int>(keys.size())});
+        }
+    check_meetings(shard.pieces | std::views::transform(keys_of), keys);
+    for (const Piece& piece : shard.pieces)
+        for (const Run& run : meeting(keys, keys_of(piece)))
+            runs[run.place].area += area(crop_keys(piece.band, run));
+    std::ranges::stable_sort(runs, {}, &OwnedRun::distance);
+    return runs;
+}
+
 }  // namespace
 
 std::vector<Shard> make_shards(const std::vector<Band>& bands, std::vector<Runs> rows_of_ranks, const Owners& owners) {
@@ -85,7 +120,8 @@ std::vector<Shard> make_shards(const std::vector<Band>& bands, std::vector<Runs>
     return shards;
 }
 
-std::vector<Runs> split_remote(const Shard& shard, int num_parts) {
+std::vector<Runs> split_remote(const Shard& shard, std::span<const int32_t> shares) {
+    const int num_parts = static_cast<int>(shares.size());
     if (num_parts == 1)
         return {shard.remote};
     check_meetings(shard.pieces | std::views::transform(keys_of), shard.remote);
@@ -93,10 +129,14 @@ std::vector<Runs> split_remote(const Shard& shard, int num_parts) {
     for (const Piece& piece : shard.pieces)
         for (const Run& run : meeting(shard.remote, keys_of(piece)))
             area_below.add(crop_keys(piece.band, run));
+    const int64_t all = std::accumulate(shares.begin(), shares.end(), int64_t{0});
     std::vector<Runs> parts;
     int begin = 0;
+    int64_t share = 0;
     for (int part = 1; part <= num_parts; ++part) {
-        const int64_t target = area_below.total() * part / num_parts;
+        share += shares[part - 1];
+        // The product would leave 64 bits.
+        const int64_t target = area_below.total() / all * share + area_below.total() % all * share / all;
         int cut = 0, upper = part < num_parts and not shard.remote.empty() ? shard.remote.back().end : 0;
         while (cut < upper) {
             const int middle = cut + (upper - cut) / 2;
@@ -110,6 +150,37 @@ std::vector<Runs> split_remote(const Shard& shard, int num_parts) {
         begin = end;
     }
     return parts;
+}
+
+std::vector<Runs> split_remote_by_owner(const Shard& shard, int rank, int num_ranks, const Owners& owners,
+                                        std::span<const int32_t> shares) {
+    std::vector<OwnedRun> runs = owned_runs(shard, rank, num_ranks, owners);
+    int64_t total = 0;
+    for (const OwnedRun& run : runs)
+        total += run.area;
+    const int64_t all = std::accumulate(shares.begin(), shares.end(), int64_t{0});
+    std::vector<std::vector<Range>> parts(shares.size());
+    size_t part = 0;
+    int64_t share = shares[0], before = 0;
+    for (OwnedRun& run : runs)
+        for (;;) {
+            const int64_t target = total / all * share + total % all * share / all;
+            if (part + 1 == parts.size() or before + run.area <= target) {
+                parts[part].push_back(run.keys);
+                before += run.area;
+                break;
+            }
+            const int cut = run.keys.begin + share_of(run.keys.end - run.keys.begin, target - before, run.area);
+            parts[part].push_back({run.keys.begin, cut});
+            run.keys.begin = cut;
+            run.area -= target - before;
+            before = target;
+            share += shares[++part];
+        }
+    std::vector<Runs> split;
+    for (auto& ranges : parts)
+        split.push_back(without(union_of(std::move(ranges)), {}));
+    return split;
 }
 
 int64_t visible_area(const Shard& shard, const Runs& keys) {

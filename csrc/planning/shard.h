@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "csrc/mask/band.h"
@@ -26,8 +27,13 @@ struct Shard {
 // The shards of ranks that own these rows (`owners` says the same the other way round). `bands` are tight.
 std::vector<Shard> make_shards(const std::vector<Band>& bands, std::vector<Runs> rows_of_ranks, const Owners& owners);
 
-// The remote keys in consecutive parts with nearly equal numbers of visible cells.
-std::vector<Runs> split_remote(const Shard& shard, int num_parts);
+// The remote keys in consecutive parts whose numbers of visible cells are nearly as the shares, which are positive.
+std::vector<Runs> split_remote(const Shard& shard, std::span<const int32_t> shares);
+
+// The same in parts of the keys of other ranks: first those of the ranks that follow this one, in a ring. All ranks then
+// send in every part, where consecutive keys would be those of few.
+std::vector<Runs> split_remote_by_owner(const Shard& shard, int rank, int num_ranks, const Owners& owners,
+                                        std::span<const int32_t> shares);
 
 // Visible cells of the shard's rows and these keys.
 int64_t visible_area(const Shard& shard, const Runs& keys);

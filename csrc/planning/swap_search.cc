@@ -9,12 +9,14 @@ namespace {
 constexpr int kSweeps = 14;
 constexpr int kFirstShift = 3;   // the price of area above the limit starts at an eighth of the average and doubles
 constexpr int kLeastShare = 16;  // of all rows: what is received at least for that average
+constexpr int64_t kSentPrice = 4;  // received rows that weigh as much as one sent row above the limit
+constexpr int kFewSweeps = 3;      // where sent rows are above the limit, which they seldom all leave
 constexpr int kFarthest = 64;  // pairs of ranks r, r + d with d up to this
 
 class Search {
 public:
-    Search(std::vector<Hand>& hands, const Units& units, int64_t limit)
-        : hands_(hands), units_(units), limit_(limit), changed_(hands.size(), 1) {
+    Search(std::vector<Hand>& hands, const Units& units, Limits limits)
+        : hands_(hands), units_(units), limits_(limits), changed_(hands.size(), 1) {
         const int num_ranks = static_cast<int>(hands.size());
         checked_.resize(static_cast<size_t>(num_ranks) * std::min(num_ranks, kFarthest));
     }
@@ -26,29 +28,40 @@ private:
         int place_a, place_b;
     };
 
+    // What two ranks have above the limits.
+    struct Excess {
+        int64_t area, sent;
+    };
+
     bool sweep();
-    bool improve(Hand& a, Hand& b);
-    std::optional<Swap> best_swap(const Hand& a, const Hand& b);
-    int64_t excess(int64_t area) const { return std::max<int64_t>(0, area - limit_); }
-    int64_t priced(int64_t area) const { return area >> shift_; }
+    bool improve(int rank, int other);
+    std::optional<Swap> best_swap(int rank, int other);
+    Excess excess_of(int rank, int other, int64_t moved_area, int64_t moved_demand) const;
+    int64_t saved(Excess before, Excess after) const {
+        return ((before.area - after.area) >> shift_) + (before.sent - after.sent) * kSentPrice;
+    }
 
     std::vector<Hand>& hands_;
     const Units& units_;
-    const int64_t limit_;
+    const Limits limits_;
     int shift_ = 0;  // cells above the limit that weigh as much as one received row, as a power of two
     int clock_ = 1;
     std::vector<int> changed_, checked_;
+    std::vector<int64_t> demand_, sent_;
     std::vector<int> cost_a_, cost_b_;
 };
 
 void Search::run() {
     const int64_t rows = units_.rows(units_.count() - 1).end;
-    const int64_t received = std::max({int64_t{1}, rows / kLeastShare, quality_of(hands_, limit_).received});
+    const int64_t received = std::max({int64_t{1}, rows / kLeastShare, received_rows(hands_)});
     int64_t cells_per_row = units_.total_area() / received;
     for (shift_ = kFirstShift; cells_per_row > 1; cells_per_row /= 2)
         ++shift_;
     for (int i = 0; i < kSweeps; ++i) {
-        if (not sweep() and quality_of(hands_, limit_).excess == 0)
+        demand_ = demand_of(hands_, units_);
+        sent_ = sent_rows(hands_, demand_);
+        const bool is_done = not sweep() or (i + 1 >= kFewSweeps and std::ranges::max(sent_) > limits_.sent);
+        if (is_done and area_above(hands_, limits_.area) == 0)
             return;
         shift_ = std::max(0, shift_ - 1);
     }
@@ -61,10 +74,9 @@ bool Search::sweep() {
         for (int rank = 0; rank + distance < num_ranks; ++rank) {
             const int other = rank + distance;
             int& checked = checked_[static_cast<size_t>(rank) * farthest + distance - 1];
-            const bool is_balanced = hands_[rank].area() <= limit_ and hands_[other].area() <= limit_;
-            if (is_balanced and checked >= std::max(changed_[rank], changed_[other]))
+            if (excess_of(rank, other, 0, 0).area == 0 and checked >= std::max(changed_[rank], changed_[other]))
                 continue;
-            if (improve(hands_[rank], hands_[other])) {
+            if (improve(rank, other)) {
                 changed_[rank] = changed_[other] = ++clock_;
                 changed = true;
             } else {
@@ -74,17 +86,29 @@ bool Search::sweep() {
     return changed;
 }
 
-bool Search::improve(Hand& a, Hand& b) {
-    const std::optional<Swap> swap = best_swap(a, b);
+Search::Excess Search::excess_of(int rank, int other, int64_t moved_area, int64_t moved_demand) const {
+    const auto above = [](int64_t value, int64_t limit) { return std::max<int64_t>(0, value - limit); };
+    const Hand &a = hands_[rank], &b = hands_[other];
+    return {.area = above(a.area() + moved_area, limits_.area) + above(b.area() - moved_area, limits_.area),
+            .sent = above(sent_[rank] + moved_demand, limits_.sent) + above(sent_[other] - moved_demand, limits_.sent)};
+}
+
+bool Search::improve(int rank, int other) {
+    const std::optional<Swap> swap = best_swap(rank, other);
     if (not swap)
         return false;
+    Hand &a = hands_[rank], &b = hands_[other];
     const int from_a = a.members()[swap->place_a], from_b = b.members()[swap->place_b];
     a.exchange(swap->place_a, from_b);
     b.exchange(swap->place_b, from_a);
+    const int64_t moved_demand = demand_[from_b] - demand_[from_a];
+    sent_[rank] += moved_demand;
+    sent_[other] -= moved_demand;
     return true;
 }
 
-std::optional<Search::Swap> Search::best_swap(const Hand& a, const Hand& b) {
+std::optional<Search::Swap> Search::best_swap(int rank, int other_rank) {
+    const Hand &a = hands_[rank], &b = hands_[other_rank];
     const int count = static_cast<int>(a.members().size());
     cost_a_.resize(count);
     cost_b_.resize(count);
@@ -92,8 +116,8 @@ std::optional<Search::Swap> Search::best_swap(const Hand& a, const Hand& b) {
         cost_a_[i] = a.without(i) + b.with(a.members()[i]);
         cost_b_[i] = b.without(i) + a.with(b.members()[i]);
     }
-    const int64_t excess_before = excess(a.area()) + excess(b.area());
-    const int64_t most_saved = priced(excess_before);
+    const Excess before = excess_of(rank, other_rank, 0, 0);
+    const int64_t most_saved = saved(before, {0, 0});
     const int lowest_b = *std::ranges::min_element(cost_b_);
     std::optional<Swap> best;
     int64_t best_cost = 0;
@@ -107,11 +131,11 @@ std::optional<Search::Swap> Search::best_swap(const Hand& a, const Hand& b) {
             if (rows - most_saved >= best_cost)
                 continue;
             const int other = b.members()[j];
-            const int64_t moved = units_.area(other) - units_.area(unit);
-            const int64_t excess_after = excess(a.area() + moved) + excess(b.area() - moved);
-            if (excess_after > excess_before)
+            const Excess after = excess_of(rank, other_rank, units_.area(other) - units_.area(unit),
+                                           demand_[other] - demand_[unit]);
+            if (after.area > before.area)
                 continue;
-            int64_t cost = rows - priced(excess_before - excess_after);
+            int64_t cost = rows - saved(before, after);
             if (cost >= best_cost)
                 continue;
             cost += a.exchange_surcharge(i, other) + b.exchange_surcharge(j, unit);
@@ -131,17 +155,51 @@ int64_t num_pairs(int num_ranks) {
     return farthest * num_ranks - farthest * (farthest + 1) / 2;
 }
 
-Quality quality_of(const std::vector<Hand>& hands, int64_t limit) {
-    Quality quality{};
-    for (const Hand& hand : hands) {
-        quality.excess += std::max<int64_t>(0, hand.area() - limit);
-        quality.received += hand.received();
-    }
-    return quality;
+int64_t area_above(const std::vector<Hand>& hands, int64_t limit) {
+    int64_t excess = 0;
+    for (const Hand& hand : hands)
+        excess += std::max<int64_t>(0, hand.area() - limit);
+    return excess;
 }
 
-void reduce_rows(std::vector<Hand>& hands, const Units& units, int64_t limit) {
-    Search(hands, units, limit).run();
+int64_t received_rows(const std::vector<Hand>& hands) {
+    int64_t rows = 0;
+    for (const Hand& hand : hands)
+        rows += hand.received();
+    return rows;
+}
+
+std::vector<int64_t> demand_of(const std::vector<Hand>& hands, const Units& units) {
+    const int size = std::max(1, length_of(units.rows(0)));
+    // Whole units by where their numbers change, parts of units one by one.
+    std::vector<int64_t> demand(units.count() + 1), steps(units.count() + 1);
+    for (const Hand& hand : hands)
+        for (const Range& keys : hand.received_keys()) {
+            const int first = keys.begin / size, last = (keys.end - 1) / size;
+            steps[first] += size;
+            steps[last + 1] -= size;
+            demand[first] -= keys.begin - first * size;
+            demand[last] -= (last + 1) * size - keys.end;
+        }
+    int64_t whole = 0;
+    for (int unit = 0; unit < units.count(); ++unit)
+        demand[unit] += whole += steps[unit];
+    demand.pop_back();
+    return demand;
+}
+
+std::vector<int64_t> sent_rows(const std::vector<Hand>& hands, std::span<const int64_t> demand) {
+    std::vector<int64_t> sent;
+    for (const Hand& hand : hands) {
+        sent.push_back(0);
+        for (const int unit : hand.members())
+            sent.back() += demand[unit];
+    }
+    return sent;
+}
+
+void reduce_rows(std::vector<Hand>& hands, const Units& units, Limits limits) {
+    Search(hands, units, limits).run();
 }
 
 }  // namespace jaxmagi::planning

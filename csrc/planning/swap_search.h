@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "csrc/planning/hand.h"
@@ -8,22 +9,29 @@
 
 namespace jaxmagi::planning {
 
-// What a search makes smaller: first the area of ranks above the limit, then the rows that ranks receive.
-struct Quality {
-    int64_t excess, received;
-    auto operator<=>(const Quality&) const = default;
+// What no rank should exceed: cells, and rows that it sends.
+struct Limits {
+    int64_t area, sent;
 };
 
-Quality quality_of(const std::vector<Hand>& hands, int64_t limit);
+// Rows of each unit that ranks receive, all ranks together.
+std::vector<int64_t> demand_of(const std::vector<Hand>& hands, const Units& units);
+
+// Rows that each rank sends.
+std::vector<int64_t> sent_rows(const std::vector<Hand>& hands, std::span<const int64_t> demand);
+
+int64_t area_above(const std::vector<Hand>& hands, int64_t limit);
+int64_t received_rows(const std::vector<Hand>& hands);
 
 // How many pairs of ranks a search looks at: beyond a number of ranks, only those with near numbers.
 int64_t num_pairs(int num_ranks);
 
-// Swaps units between ranks as long as that lowers the sum of received rows, without raising an area above `limit`;
-// while areas are above it, the excess has a price that rises, so that it goes where that costs few rows.
+// Swaps units between ranks as long as that lowers the sum of received rows, without raising an area above its limit;
+// while areas and sent rows are above theirs, the excess has a price that rises, so that it goes where that costs few
+// received rows.
 //
 // Ranks are looked at in pairs, each pair's best swap is made, and pairs whose ranks have not changed are left alone:
 // the number of steps is bounded, and nothing but the arguments decides.
-void reduce_rows(std::vector<Hand>& hands, const Units& units, int64_t limit);
+void reduce_rows(std::vector<Hand>& hands, const Units& units, Limits limits);
 
 }  // namespace jaxmagi::planning

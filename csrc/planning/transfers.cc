@@ -50,10 +50,14 @@ Transfer transfer_tables(const Owners& owners, const std::vector<const Runs*>& r
     return {place_copies(std::move(sends), CopyOrder::kBySlot), place_copies(std::move(receives), CopyOrder::kByRow)};
 }
 
-std::vector<int64_t> sent_rows(const Owners& owners, const std::vector<const Runs*>& received) {
-    std::vector<int64_t> rows(received.size());
-    for_each_copy(owners, received, [&](int source, int, int, int, int length) { rows[source] += length; });
-    return rows;
+std::vector<Traffic> count_traffic(const Owners& owners, const std::vector<const Runs*>& received, int ranks_per_host) {
+    std::vector<Traffic> traffic(received.size());
+    for_each_copy(owners, received, [&](int source, int, int destination, int, int length) {
+        const bool is_within = source / ranks_per_host == destination / ranks_per_host;
+        (is_within ? traffic[source].sent_within : traffic[source].sent_between) += length;
+        (is_within ? traffic[destination].received_within : traffic[destination].received_between) += length;
+    });
+    return traffic;
 }
 
 }  // namespace jaxmagi::planning

@@ -31,7 +31,12 @@ struct Transfer {
 // The tables of one transfer: for each rank the tokens that it receives, `place` the output row.
 Transfer transfer_tables(const Owners& owners, const std::vector<const Runs*>& received);
 
-// Rows that leave each rank in such a transfer.
-std::vector<int64_t> sent_rows(const Owners& owners, const std::vector<const Runs*>& received);
+// Rows that leave and reach a rank, within its host and between hosts.
+struct Traffic {
+    int64_t sent_within, sent_between, received_within, received_between;
+};
+
+// Each rank's in such a transfer; hosts have so many ranks with consecutive numbers.
+std::vector<Traffic> count_traffic(const Owners& owners, const std::vector<const Runs*>& received, int ranks_per_host);
 
 }  // namespace jaxmagi::planning

@@ -9,25 +9,36 @@
 
 namespace jaxmagi::planning {
 
-Units::Units(std::span<const Band> bands, int length, int size, int count)
-    : rows_(count), area_(count), before_(count), behind_(count) {
+namespace {
+
+void check_units(const std::vector<Band>& bands, int size, int count) {
     int64_t pieces = 0;
     for (const Band& band : bands)
         pieces += ceil_div(band.q1, size) - band.q0 / size;
     check_pieces(pieces, static_cast<int64_t>(bands.size()), count);
+}
 
-    const TileIndex index({bands.begin(), bands.end()}, Axis::kQuery, length, size);
+}  // namespace
+
+Units::Units(std::span<const WeightedMask> masks, int length, int size, int count)
+    : rows_(count), area_(count), before_(count), behind_(count) {
+    std::vector<TileIndex> indices;
+    for (const WeightedMask& mask : masks) {
+        check_units(mask.bands, size, count);
+        indices.emplace_back(mask.bands, Axis::kQuery, length, size);
+    }
     std::vector<Range> seen;
     offsets_.push_back(0);
     for (int unit = 0; unit < count; ++unit) {
-        rows_[unit] = unit < index.num_tiles() ? tile_range(unit, size, length) : Range{length, length};
+        rows_[unit] = int64_t{unit} * size < length ? tile_range(unit, size, length) : Range{length, length};
         seen.clear();
-        if (unit < index.num_tiles())
-            for (const int id : index.bands_of(unit)) {
-                const Band piece = tighten(crop(bands[id], rows_[unit], {0, length}), length, length);
-                area_[unit] += jaxmagi::area(piece);
-                seen.push_back({piece.k0, piece.k1});
-            }
+        for (size_t i = 0; i < masks.size(); ++i)
+            if (unit < indices[i].num_tiles())
+                for (const int id : indices[i].bands_of(unit)) {
+                    const Band piece = tighten(crop(masks[i].bands[id], rows_[unit], {0, length}), length, length);
+                    area_[unit] += masks[i].weight * jaxmagi::area(piece);
+                    seen.push_back({piece.k0, piece.k1});
+                }
         total_area_ += area_[unit];
         add_foreign(seen, rows_[unit]);
         for (const Range& keys : foreign(unit))

@@ -8,11 +8,18 @@
 
 namespace jaxmagi::planning {
 
-// What is dealt to ranks: consecutive rows of the sequence, all units of one size, with what they see of the mask.
+// A mask that so many layers have. Its bands are tight.
+struct WeightedMask {
+    std::vector<Band> bands;
+    int64_t weight;
+};
+
+// What is dealt to ranks: consecutive rows of the sequence, all units of one size, with what they see of the masks:
+// the weighted sum of their cells, and the keys that any of them shows.
 class Units {
 public:
-    // `count` units of `size` rows cover [0, length); the last ones may be shorter, or empty. `bands` are tight.
-    Units(std::span<const Band> bands, int length, int size, int count);
+    // `count` units of `size` rows cover [0, length); the last ones may be shorter, or empty.
+    Units(std::span<const WeightedMask> masks, int length, int size, int count);
 
     int count() const { return static_cast<int>(rows_.size()); }
     Range rows(int unit) const { return rows_[unit]; }

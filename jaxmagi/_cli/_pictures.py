@@ -10,7 +10,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from .._drawing import INK, MUTED, color
 from ..planning import ContextPlan, CostModel
-from ..planning._report import schedule_plan
+from ..planning._report import schedule_stages
 
 _TRANSFER = "#9ca3af"
 _DPI = 150
@@ -70,7 +70,8 @@ def _draw_ranks(plan: ContextPlan, cost: CostModel) -> Figure:
 
 def _draw_timeline(plan: ContextPlan, cost: CostModel) -> Figure:
     """Each rank's attention calls in the predicted forward pass, under the transfers that they wait for."""
-    transfers, stages = (1e3 * times for times in schedule_plan(plan, cost))
+    schedule = schedule_stages(plan.forward_stages, cost, cost.forward)
+    transfers, stages = 1e3 * schedule.transfers, 1e3 * schedule.stages
     figure = Figure(figsize=(9.6, 5.4), layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=(1, 9))
     names = [f"transfer {index + 1}" for index in range(len(transfers))]

@@ -26,12 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-stages", type=_stages, default="auto", metavar="N", help="attention calls (auto)"
     )
     group.add_argument("--out", metavar="FOLDER", help="where to write mask.png, ranks.png and timeline.png")
-    group = parser.add_argument_group("attention, for bytes and times")
+    group = parser.add_argument_group("attention and hosts, for bytes and times")
     for option, name, text in (
         ("--heads", "num_heads", "query heads"),
         ("--kv-heads", "num_kv_heads", "key heads"),
         ("--head-dim", "head_dim", "head dimension"),
         ("--bytes-per-element", "bytes_per_element", "of keys and values"),
+        ("--ranks-per-host", "ranks_per_host", "ranks whose links are those within a host"),
     ):
         default = getattr(_DEFAULTS, name)
         group.add_argument(
@@ -83,6 +84,7 @@ def _cost_of(options: argparse.Namespace) -> CostModel:
         num_kv_heads=options.num_kv_heads,
         head_dim=options.head_dim,
         bytes_per_element=options.bytes_per_element,
+        ranks_per_host=options.ranks_per_host,
     )
 
 

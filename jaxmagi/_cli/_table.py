@@ -76,16 +76,25 @@ def _totals(plan: ContextPlan, report: PlanReport, cost: CostModel) -> Table:
     received = report.rows_received.mean() / plan.shard_length
     padding = plan.shard_length * plan.cp_size - plan.length
     sizes = f"{cost.num_heads} heads, {cost.num_kv_heads} of keys, of dimension {cost.head_dim}"
-    speeds = f"{cost.tflops:g} TFLOP/s, {cost.link_gb_per_second:g} GB/s"
+    network = report.network_rows_received.mean() / plan.shard_length
+    links = f"{cost.link_gb_per_second:g} GB/s, between hosts {cost.network_gb_per_second:g} GB/s"
     for name, value in (
         (
             "tokens",
             f"{plan.length:,} on {plan.cp_size:,} ranks, {plan.shard_length:,} each ({padding:,} padding)",
         ),
         ("imbalance", f"{report.imbalance:.4f} (largest / mean area)"),
-        ("received rows", f"{received:.4f} of a rank's own rows (mean)"),
+        ("received rows", f"{received:.4f} of a rank's own rows (mean), {network:.4f} from other hosts"),
         ("stages", f"{report.num_stages}"),
-        ("forward pass", f"{report.predicted_seconds * 1e3:.3f} ms predicted ({speeds}; {sizes})"),
+        ("backward stages", f"{report.num_backward_stages}"),
+        (
+            "forward pass",
+            f"{report.predicted_seconds * 1e3:.3f} ms predicted ({cost.tflops:g} TFLOP/s, {links}; {sizes})",
+        ),
+        (
+            "backward pass",
+            f"{report.predicted_backward_seconds * 1e3:.3f} ms predicted ({cost.backward_tflops:g} TFLOP/s)",
+        ),
     ):
         table.add_row(name, value)
     return table

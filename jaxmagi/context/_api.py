@@ -130,7 +130,12 @@ def context_attention(
     )
     # Sinks are cast here, so that autodiff sums their gradient before it is rounded.
     sinks = None if sinks is None else sinks.astype(accumulator_dtype(query.dtype))
-    operands = place(Operands(query, key, value, Stages(plan.bands, plan.transfers), sinks), layout)
+    operands = place(Operands(query, key, value, _stages_of(plan), sinks), layout)
     # Outside of the custom derivative, so that autodiff sums the gradient of what ranks share, the sinks.
     out, lse = attend(vary_alike(operands), layout, options)
     return (out, lse) if return_residual else out
+
+
+def _stages_of(plan: ContextPlan) -> Stages:
+    backward = None if plan.backward is None else Stages(plan.backward.bands, plan.backward.transfers)
+    return Stages(plan.bands, plan.transfers, backward)

@@ -16,6 +16,7 @@ class Stages(NamedTuple):
 
     bands: Any  # int32 [cp, num_stages, C, 6]
     transfers: tuple[GroupCastSpec, ...]
+    backward: "Stages | None" = None  # the same for the backward pass, where that has its own
 
     @property
     def stacked(self) -> bool:

@@ -107,6 +107,7 @@ def backward(
 ) -> Operands:
     """The gradients of a rank's operands, for the results of `forward` and their cotangents."""
     query, key, value, stages, sinks = operands
+    stages = stages.backward or stages
     delta = row_delta(result, cotangents)
     buffers = _key_buffers(KeyValue(key, value), stages, options)
     rows = (query, cotangents.out, result.lse, delta)

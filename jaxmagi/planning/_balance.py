@@ -1,25 +1,55 @@
 """Chunks to ranks: equal counts, nearly equal areas, few rows to receive."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
+from ..masks.geometry import area
 from ._compiled import planner
 
 
-def balanced_owners(bands: np.ndarray, length: int, cp_size: int, chunk: int) -> np.ndarray:
+class WeightedBands(NamedTuple):
+    """The mask of ``weight`` layers, as bands int32 ``[S, 6]``."""
+
+    bands: np.ndarray
+    weight: int
+
+    @property
+    def area(self) -> int:
+        """Visible cells of one layer."""
+        return int(area(self.bands).sum())
+
+
+def balanced_owners(
+    masks: Sequence[WeightedBands], length: int, cp_size: int, chunk: int, cells_per_row: int = 0
+) -> np.ndarray:
     """The rank of each chunk: int32 ``[n]``, ``n`` a multiple of ``cp_size`` (the last may be padding).
 
     The largest area of a rank is at most 1 % above the mean (4.7 % where there are many ranks and areas
     differ much along the sequence), or that of chunks dealt largest first (LPT, Graham 1969) where that is
-    larger. At most as many rows are received as with LPT of the same groups of chunks.
-    ``csrc/planning/balance.h`` says how.
+    larger. Under a model in which rows take time, the slowest rank takes at most as long as with LPT of the
+    same groups of chunks; without, at most as many rows are received. ``csrc/planning/balance.h`` says how.
+
+    Several masks count by their weights. The rows that a rank receives are those that any of them asks for,
+    and take the time of those of the mask with the largest area.
 
     Args:
-        bands: int32 ``[S, 6]``.
+        masks: of layers that share the layout.
         length: of the sequence.
         cp_size: number of ranks.
         chunk: tokens of a chunk.
+        cells_per_row: how many visible cells take as long as a row that travels; 0 if that takes no time.
 
     Raises:
         NotImplementedError: the chunks cut the mask into more than 2**22 pieces.
     """
-    return planner().balanced_owners(np.ascontiguousarray(bands, np.int32), length, cp_size, chunk)
+    layers = max(masks, key=lambda mask: mask.area).weight
+    return planner().balanced_owners(
+        [np.ascontiguousarray(mask.bands, np.int32) for mask in masks],
+        [mask.weight for mask in masks],
+        length,
+        cp_size,
+        chunk,
+        cells_per_row * layers,
+    )

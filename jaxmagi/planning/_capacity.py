@@ -1,6 +1,6 @@
 """Static sizes of a plan, rounded up so that different masks share one compilation."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,39 +20,70 @@ class PlanCapacity:
         copies: row ranges per rank in the tables of a transfer.
         pair_rows: rows that one rank can send another in one transfer.
         output_rows: rows that one rank can receive in one transfer.
+        backward: the same of the backward pass, in plans that stage it on its own.
 
     Raises:
-        ValueError: a size is not an integer from 0 to 2**30.
+        ValueError: a size is not an integer from 0 to 2**30, or ``backward`` has a ``backward``.
     """
 
     bands: int
     copies: int
     pair_rows: int
     output_rows: int
+    backward: "PlanCapacity | None" = None
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        for name, value in self._sizes().items():
             integer(value, f"PlanCapacity.{name}")
+        backward = self.backward
+        if backward is not None and not (isinstance(backward, PlanCapacity) and backward.backward is None):
+            raise ValueError(
+                f"PlanCapacity.backward must be None or a PlanCapacity without one, but it is {backward!r}."
+            )
+
+    def _sizes(self) -> dict[str, int]:
+        return {name: value for name, value in vars(self).items() if name != "backward"}
 
     def bucketed(self) -> "PlanCapacity":
         """Each size rounded up to an eighth of an octave, and to 8 at least."""
-        return PlanCapacity(*(bucket(getattr(self, field.name)) for field in fields(self)))
+        backward = None if self.backward is None else self.backward.bucketed()
+        sizes = {name: bucket(size) for name, size in self._sizes().items()}
+        return PlanCapacity(**sizes, backward=backward)
 
     def union(self, other: "PlanCapacity") -> "PlanCapacity":
-        """The larger of each size."""
-        return PlanCapacity(
-            *(max(getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
-        )
+        """The larger of each size.
+
+        Raises:
+            ValueError: only one of the two has a ``backward``.
+        """
+        self._check_same_passes(other)
+        backward = self.backward and other.backward and self.backward.union(other.backward)
+        sizes = {name: max(size, getattr(other, name)) for name, size in self._sizes().items()}
+        return PlanCapacity(**sizes, backward=backward)
 
     def require(self, needed: "PlanCapacity") -> None:
         """ValueError naming each size that is smaller than needed."""
-        short = [
-            f"{field.name}={getattr(self, field.name)} (needs {getattr(needed, field.name)})"
-            for field in fields(self)
-            if getattr(self, field.name) < getattr(needed, field.name)
-        ]
+        self._check_same_passes(needed)
+        short = self._shortages(needed, "")
+        if self.backward is not None and needed.backward is not None:
+            short += self.backward._shortages(needed.backward, "backward.")
         if short:
             raise ValueError(f"capacity is too small: {', '.join(short)}.")
+
+    def _shortages(self, needed: "PlanCapacity", prefix: str) -> list[str]:
+        sizes, needed_sizes = self._sizes(), needed._sizes()
+        return [
+            f"{prefix}{name}={size} (needs {needed_sizes[name]})"
+            for name, size in sizes.items()
+            if size < needed_sizes[name]
+        ]
+
+    def _check_same_passes(self, other: "PlanCapacity") -> None:
+        if (self.backward is None) != (other.backward is None):
+            raise ValueError(
+                "capacities of plans that stage the backward pass on its own do not go with others: "
+                f"backward is {self.backward} and {other.backward}."
+            )
 
 
 def bucket(size: int) -> int:

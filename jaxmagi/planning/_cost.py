@@ -6,33 +6,80 @@ from typing import NamedTuple
 import numpy as np
 
 _ACCUMULATOR_BYTES = 4
+_MAY_BE_ZERO = ("latency_us", "network_latency_us")
+_MOST_PACKED_HEADS = 16
+
+
+class Tile(NamedTuple):
+    """Queries and keys of a tile of a kernel, for one head."""
+
+    rows: int
+    keys: int
+
+
+class Pass(NamedTuple):
+    """One direction of attention, forward or backward.
+
+    Attributes:
+        tile: what the kernel computes at a time.
+        by_keys: whether its tiles own keys and visit blocks of queries, instead of the other way round.
+        cell_seconds: time of a cell of a tile, of all heads.
+        returns_gradients: whether received keys send gradients back.
+    """
+
+    tile: Tile
+    by_keys: bool
+    cell_seconds: float
+    returns_gradients: bool
+
+
+# Tiles of the kernels in csrc/attention/sm90, by the largest head dimension that they are for.
+_FORWARD_TILES = {64: (192, 128), 96: (192, 112), 128: (192, 80), 192: (128, 112), 256: (128, 80)}
+_BACKWARD_TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128), 192: (64, 96), 256: (64, 64)}
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Speeds of a GPU and shapes of the attention, to predict the time of a plan's forward pass.
+    """Speeds of a machine and shapes of the attention, to predict the time of a plan.
 
-    The defaults are those of an H200 with NVLink and of a layer with 64 query heads, 8 key heads and head
-    dimension 128 in bfloat16. Only ratios matter to the planner.
+    The defaults are those of hosts with eight H100 or H200, NVLink and a 400 Gb/s network card for each GPU,
+    and of a layer with 64 query heads, 8 key heads and head dimension 128 in bfloat16. The speeds of
+    attention and of NVLink were measured on an H200 (docs/performance.md); those of the network were not.
+    Only ratios matter to the planner.
+
+    A kernel works in tiles, so work is counted in whole tiles of the kernels for compute capability 9.0.
+    Ranks with consecutive numbers share a host; their links work beside those between hosts.
 
     Attributes:
-        tflops: attention forward speed of one rank, in 1e12 FLOP/s.
-        link_gb_per_second: what a rank can receive (and at the same time send), in 1e9 bytes/s.
+        tflops: forward speed of one rank at tiles without invisible cells, in 1e12 FLOP/s.
+        backward_tflops: the same of the backward pass.
+        partial_tile_cost: time of a tile with invisible cells, in times of one without.
+        link_gb_per_second: what a rank can receive (and at the same time send) within its host, in
+            1e9 bytes/s.
+        network_gb_per_second: the same between hosts.
+        ranks_per_host: ranks ``0 .. n - 1`` share the first host, and so on.
         memory_gb_per_second: what a rank can read and write in its memory, in 1e9 bytes/s.
-        latency_us: fixed time of one transfer and of one attention call, in microseconds.
+        latency_us: fixed time of one transfer within a host and of one attention call, in microseconds.
+        network_latency_us: fixed time of one transfer between hosts.
         num_heads: query heads of a rank.
         num_kv_heads: key heads of a rank.
         head_dim: dimension of a query, key and value head.
         bytes_per_element: of keys and values.
 
     Raises:
-        ValueError: one of them is not a positive number (``latency_us`` may be 0).
+        ValueError: one of them is not a positive number (latencies may be 0), ``ranks_per_host``, a number of
+            heads or ``head_dim`` is no integer, or ``num_heads`` is no multiple of ``num_kv_heads``.
     """
 
-    tflops: float = 600.0
+    tflops: float = 680.0
+    backward_tflops: float = 530.0
+    partial_tile_cost: float = 1.1
     link_gb_per_second: float = 350.0
+    network_gb_per_second: float = 45.0
+    ranks_per_host: int = 8
     memory_gb_per_second: float = 4000.0
     latency_us: float = 15.0
+    network_latency_us: float = 30.0
     num_heads: int = 64
     num_kv_heads: int = 8
     head_dim: int = 128
@@ -41,74 +88,71 @@ class CostModel:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-            if not number or not (value > 0 or (value == 0 and name == "latency_us")):
+            if not number or not (0 < value < np.inf or (value == 0 and name in _MAY_BE_ZERO)):
                 raise ValueError(f"CostModel.{name} must be a positive number, but it is {value!r}.")
+        for name in ("ranks_per_host", "num_heads", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) or value > 2**30:
+                raise ValueError(f"CostModel.{name} must be an integer up to 2**30, but it is {value!r}.")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"CostModel.num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}."
+            )
 
     @property
     def row_bytes(self) -> int:
         """A row of keys and values."""
         return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_element
 
-    def compute_seconds(self, area: np.ndarray) -> np.ndarray:
-        """Attention calls over ``area`` cells."""
-        flops = 4.0 * area * self.num_heads * self.head_dim
-        return flops / (self.tflops * 1e12) + (area > 0) * self.latency_us * 1e-6
+    @property
+    def gradient_row_bytes(self) -> int:
+        """A row of gradients of keys and values, which travel in fp32."""
+        return 2 * self.num_kv_heads * self.head_dim * _ACCUMULATOR_BYTES
 
-    def transfer_seconds(self, rows: np.ndarray) -> np.ndarray:
-        """Transfers of ``rows`` rows of keys and values."""
-        return (
-            rows * float(self.row_bytes) / (self.link_gb_per_second * 1e9)
-            + (rows > 0) * self.latency_us * 1e-6
-        )
+    @property
+    def forward(self) -> Pass:
+        """The forward pass, whose tiles hold several heads of a group at fewer queries."""
+        group = self.num_heads // self.num_kv_heads
+        packed = min(group & -group, _MOST_PACKED_HEADS)
+        dim, (rows, keys) = _kernel(_FORWARD_TILES, self.head_dim)
+        seconds = 4.0 * self.num_heads * dim / (self.tflops * 1e12)
+        return Pass(Tile(rows // packed, keys), False, seconds, False)
+
+    @property
+    def backward(self) -> Pass:
+        """The backward pass, with 2.5 times the operations of the forward pass."""
+        dim, (rows, keys) = _kernel(_BACKWARD_TILES, self.head_dim)
+        seconds = 10.0 * self.num_heads * dim / (self.backward_tflops * 1e12)
+        return Pass(Tile(rows, keys), True, seconds, True)
+
+    def cells_per_row(self, cp_size: int) -> int:
+        """How many cells of the forward pass take as long as a row over the slowest link of so many ranks."""
+        far = cp_size > self.ranks_per_host
+        speed = self.network_gb_per_second if far else self.link_gb_per_second
+        return max(1, round(min(self.row_bytes / (speed * 1e9) / self.forward.cell_seconds, 2.0**30)))
+
+    def compute_seconds(self, tiles: np.ndarray, direction: Pass) -> np.ndarray:
+        """Attention calls over full and partial tiles ``[..., 2]``, of one direction: ``[...]``."""
+        full, partial = tiles[..., 0], tiles[..., 1]
+        cells = (full + self.partial_tile_cost * partial) * (direction.tile.rows * direction.tile.keys)
+        return cells * direction.cell_seconds + (full + partial > 0) * self.latency_us * 1e-6
+
+    def transfer_seconds(self, rows: np.ndarray, row_bytes: int) -> np.ndarray:
+        """Transfers with rows ``[..., 2]`` on the busiest links within a host and between hosts: ``[...]``.
+
+        Links of both kinds work at the same time.
+        """
+        speeds = np.array([self.link_gb_per_second, self.network_gb_per_second]) * 1e9
+        latencies = np.array([self.latency_us, self.network_latency_us]) * 1e-6
+        return (rows * (row_bytes / speeds) + (rows > 0) * latencies).max(axis=-1)
 
     def merge_seconds(self, rows: int) -> float:
-        """Merging a partial output into another: two are read and one is written, in fp32."""
+        """Merging a partial result into another: two are read and one is written, in fp32."""
         row_bytes = 3.0 * self.num_heads * self.head_dim * _ACCUMULATOR_BYTES
         return rows * row_bytes / (self.memory_gb_per_second * 1e9)
 
 
-class Schedule(NamedTuple):
-    """When a plan's forward pass does what, in seconds from its start.
-
-    Attributes:
-        transfers: float64 ``[num_transfers, 2]``, beginning and end of each transfer.
-        stages: float64 ``[cp, num_stages, 2]``, beginning and end of each rank's attention calls, the merges
-            of their outputs included.
-    """
-
-    transfers: np.ndarray
-    stages: np.ndarray
-
-    @property
-    def seconds(self) -> float:
-        """When the slowest rank is done."""
-        return float(self.stages[..., 1].max())
-
-
-def schedule(
-    area: np.ndarray, sent: np.ndarray, received: np.ndarray, shard_length: int, cost: CostModel
-) -> Schedule:
-    """The predicted forward pass, with transfers that run one after the other, behind the compute.
-
-    A transfer takes as long as its busiest rank. Each stage starts when its keys are there and the stage
-    before it is done; stage 0 of several needs no transfer. Every stage after the first merges its output.
-
-    Args:
-        area: cells ``[cp, num_stages]``.
-        sent: rows ``[cp, num_transfers]``.
-        received: rows ``[cp, num_transfers]``.
-        shard_length: rows of each rank's partial outputs.
-        cost: the machine.
-    """
-    ends = np.cumsum(cost.transfer_seconds(np.maximum(sent, received).max(axis=0)))
-    transfers = np.stack([np.concatenate([[0.0], ends[:-1]]), ends], axis=-1)
-    num_stages = area.shape[1]
-    arrival = np.concatenate([[0.0], ends]) if num_stages > 1 else ends
-    compute = cost.compute_seconds(area)
-    compute[:, 1:] += cost.merge_seconds(shard_length)
-    stages = np.empty((*area.shape, 2))
-    done = np.zeros(len(area))
-    for stage in range(num_stages):
-        stages[:, stage, 0] = np.maximum(done, arrival[stage])
-        stages[:, stage, 1] = done = stages[:, stage, 0] + compute[:, stage]
-    return Schedule(transfers, stages)
+def _kernel(tiles: dict[int, tuple[int, int]], head_dim: int) -> tuple[int, tuple[int, int]]:
+    """The dimension that a kernel computes with, and its tile; beyond the largest, that of the largest."""
+    dim = next((dim for dim in tiles if dim >= head_dim), max(tiles))
+    return max(dim, head_dim), tiles[dim]

@@ -6,7 +6,9 @@ import numpy as np
 
 from .._drawing import BACKGROUND, INK, MUTED, color, new_axes, style_token_axes
 from ..masks.geometry import columns
-from ._report import received_tokens
+from ._ranges import meet
+from ._received import TokenRuns, own_runs
+from ._report import key_runs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,29 +76,26 @@ def _rasterise(plan: "ContextPlan") -> tuple[np.ndarray, np.ndarray]:
     position = np.full(max(plan.length, 1), 0)
     position[plan.token_order[plan.token_order >= 0]] = np.flatnonzero(plan.token_order >= 0)
     owner, row = np.divmod(position[sampled], plan.shard_length)
-    rank_bands, buffers = np.asarray(plan.bands), _key_buffers(plan)
     edges = np.arange(size + 1) * plan.length // size
-    shade = np.zeros((size, size))
-    for pixel in range(size):
-        for bands, tokens in zip(rank_bands[owner[pixel]], buffers[owner[pixel]], strict=True):
-            seen = _visible_tokens(bands, int(row[pixel]), tokens)
-            shade[pixel] += np.histogram(seen, edges)[0]
-    return owner, np.minimum(shade / np.maximum(np.diff(edges), 1), 1)
+    covered = np.zeros((size, size + 1), np.int64)
+    own = own_runs(plan.token_order, plan.cp_size)
+    for stage, keys in enumerate(key_runs(plan.forward_stages, own)):
+        bands = np.asarray(plan.bands)[:, stage]
+        for rank in np.unique(owner):
+            runs = keys.of_rank(rank)
+            for pixel in np.flatnonzero(owner == rank):
+                covered[pixel] += _visible_before(edges, bands[rank], int(row[pixel]), runs)
+    shade = np.diff(covered, axis=1) / np.maximum(np.diff(edges), 1)
+    return owner, np.minimum(shade, 1)
 
 
-def _key_buffers(plan: "ContextPlan") -> list[list[np.ndarray]]:
-    """The tokens in each rank's and stage's key buffer."""
-    own = np.asarray(plan.token_order, np.int64).reshape(plan.cp_size, -1)
-    received = [received_tokens(plan, i) for i in range(len(plan.transfers))]
-    if plan.num_stages == 1:
-        return [[np.concatenate(both)] for both in zip(own, received[0], strict=True)]
-    return [[own[rank], *(tokens[rank] for tokens in received)] for rank in range(plan.cp_size)]
-
-
-def _visible_tokens(bands: np.ndarray, row: int, tokens: np.ndarray) -> np.ndarray:
-    """The tokens that a row of the shard sees in a key buffer."""
+def _visible_before(edges: np.ndarray, bands: np.ndarray, row: int, keys: TokenRuns) -> np.ndarray:
+    """How many tokens before each of the edges a row of the shard sees in a key buffer: int64 ``[E]``."""
     q0, q1, k0, k1, lo, hi = columns(bands)
     begin, end = np.maximum(k0, row + lo), np.minimum(k1, row + hi + 1)
     begin, end = (edge[(q0 <= row) & (row < q1)] for edge in (begin, end))
-    ranges = [tokens[b:e] for b, e in zip(begin, end, strict=True) if b < e]
-    return np.concatenate(ranges) if ranges else tokens[:0]
+    _, run, first, last = meet(begin, end, keys.row, keys.row + keys.length)
+    tokens = keys.token[run] + first - keys.row[run]
+    # A token before an edge is there, one at it is not.
+    before = np.clip(edges[:, None] - tokens, 0, last - first)
+    return before.sum(axis=1)

@@ -1,13 +1,15 @@
 """Tokens to ranks: named layouts, and orders that the user brings."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..masks._validation import integer, is_traced
 from ..masks.geometry import UNBOUNDED
-from ._balance import balanced_owners
+from ._balance import WeightedBands, balanced_owners
 from ._compiled import planner
+from ._cost import CostModel
 
 _TILE = 128
 _FEWEST_CHUNKS_PER_RANK, _MOST_CHUNKS_PER_RANK = 10, 16
@@ -15,7 +17,12 @@ _MOST_CHUNKS = 2**15
 
 
 def make_layout(
-    bands: np.ndarray, length: int, cp_size: int, layout: Any, chunk_size: int | None
+    masks: Sequence[WeightedBands],
+    length: int,
+    cp_size: int,
+    layout: Any,
+    chunk_size: int | None,
+    cost: CostModel,
 ) -> np.ndarray:
     """The token at each dispatched position, -1 for padding: int32 ``[T_padded]``; see `plan_context`."""
     if chunk_size is not None and (not isinstance(layout, str) or layout != "balanced"):
@@ -31,7 +38,8 @@ def make_layout(
     if layout == "balanced":
         chunk = default_chunk_size(length, cp_size) if chunk_size is None else chunk_size
         chunk = _checked_chunk_size(chunk, length, cp_size)
-        return _deal_chunks(balanced_owners(bands, length, cp_size, chunk), length, cp_size, chunk)
+        owner = balanced_owners(masks, length, cp_size, chunk, cost.cells_per_row(cp_size))
+        return _deal_chunks(owner, length, cp_size, chunk)
     raise ValueError(f'layout must be "balanced", "zigzag", "contiguous" or an array, but it is {layout!r}.')
 
 

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -17,6 +17,51 @@ from ._spec import GroupCastSpec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class PlanStages:
+    """The attention calls of each rank in one pass, and the transfers that they wait for.
+
+    Attributes:
+        bands: see `jaxmagi.ContextPlan`.
+        transfers: see `jaxmagi.ContextPlan`.
+    """
+
+    bands: jax.Array | np.ndarray
+    transfers: tuple[GroupCastSpec, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Attention calls of a rank."""
+        return self.bands.shape[-3]
+
+    @property
+    def capacity(self) -> PlanCapacity:
+        """The static sizes of the arrays."""
+        transfer = self.transfers[0]
+        return PlanCapacity(
+            bands=self.bands.shape[-2],
+            copies=transfer.sends.shape[-2],
+            pair_rows=transfer.pair_rows,
+            output_rows=transfer.output_rows,
+        )
+
+    def pad_to(self, capacity: PlanCapacity) -> "PlanStages":
+        """The same with other static sizes. Raises ValueError if one is smaller than what is used."""
+        bands = np.asarray(self.bands)
+        used = PlanCapacity(used_length(bands.any(axis=-1)), copies=0, pair_rows=0, output_rows=0)
+        replace(capacity, backward=None).require(
+            functools.reduce(PlanCapacity.union, [spec.used for spec in self.transfers], used)
+        )
+        transfers = tuple(
+            spec.padded(
+                copies=capacity.copies, output_rows=capacity.output_rows, pair_rows=capacity.pair_rows
+            )
+            for spec in self.transfers
+        )
+        return PlanStages(resize_axis(bands, capacity.bands, -2), transfers)
 
 
 @jax.tree_util.register_dataclass
@@ -43,6 +88,8 @@ class ContextPlan:
         length: tokens of the sequence, without padding. Static.
         cp_size: number of ranks. Static.
         num_stages: attention calls of a rank. Static.
+        backward: bands and transfers of the backward pass, where that is staged in its own way; None where it
+            takes those of the forward pass.
     """
 
     token_order: jax.Array | np.ndarray
@@ -52,6 +99,17 @@ class ContextPlan:
     length: int = field(metadata={"static": True})
     cp_size: int = field(metadata={"static": True})
     num_stages: int = field(metadata={"static": True})
+    backward: PlanStages | None = None
+
+    @property
+    def forward_stages(self) -> PlanStages:
+        """The bands and transfers of the forward pass."""
+        return PlanStages(self.bands, self.transfers)
+
+    @property
+    def backward_stages(self) -> PlanStages:
+        """The bands and transfers of the backward pass."""
+        return self.forward_stages if self.backward is None else self.backward
 
     @property
     def shard_length(self) -> int:
@@ -61,13 +119,8 @@ class ContextPlan:
     @property
     def capacity(self) -> PlanCapacity:
         """The static sizes of the arrays, to build other plans with (``plan_context(capacity=...)``)."""
-        transfer = self.transfers[0]
-        return PlanCapacity(
-            bands=self.bands.shape[-2],
-            copies=transfer.sends.shape[-2],
-            pair_rows=transfer.pair_rows,
-            output_rows=transfer.output_rows,
-        )
+        backward = None if self.backward is None else self.backward.capacity
+        return replace(self.forward_stages.capacity, backward=backward)
 
     @staticmethod
     def stack(plans: Sequence["ContextPlan"]) -> "ContextPlan":
@@ -81,8 +134,7 @@ class ContextPlan:
         if not plans:
             raise ValueError("ContextPlan.stack needs at least one plan.")
         hosts = [_on_host(plan, "ContextPlan.stack") for plan in plans]
-        for name in ("length", "cp_size", "shard_length", "num_stages"):
-            values = [getattr(plan, name) for plan in hosts]
+        for name, values in _static_sizes(hosts).items():
             if len(set(values)) > 1:
                 raise ValueError(f"the plans to stack differ in {name}: {values}.")
         capacity = functools.reduce(PlanCapacity.union, [plan.capacity for plan in hosts])
@@ -98,22 +150,18 @@ class ContextPlan:
             ValueError: a size is smaller than what the plan uses, or the plan is traced.
         """
         _reject_traced(self, "pad_to")
-        bands = np.asarray(self.bands)
-        capacity.require(_used(bands, self.transfers))
-        transfers = tuple(
-            spec.padded(
-                copies=capacity.copies, output_rows=capacity.output_rows, pair_rows=capacity.pair_rows
-            )
-            for spec in self.transfers
-        )
-        return replace(self, bands=resize_axis(bands, capacity.bands, -2), transfers=transfers)
+        self.capacity.union(capacity)  # raises where only one is for a backward pass of its own
+        forward = self.forward_stages.pad_to(capacity)
+        backward = self.backward and capacity.backward and self.backward.pad_to(capacity.backward)
+        return replace(self, bands=forward.bands, transfers=forward.transfers, backward=backward)
 
     def report(self, cost: CostModel = CostModel()) -> PlanReport:  # noqa: B008 (frozen, so safe to share)
         """What each rank computes, sends and receives, and the time that a model of the machine predicts.
 
         Args:
-            cost: the model for ``predicted_seconds``. A plan does not keep the one that it was planned with:
-                pass that again to see the prediction that ``num_stages="auto"`` went by.
+            cost: the model for predicted times, and which ranks share a host. A plan does not keep the one
+                that it was planned with: pass that again to see the prediction that ``num_stages="auto"``
+                went by.
 
         Raises:
             ValueError: the plan is traced, stacked or a part.
@@ -135,10 +183,12 @@ class ContextPlan:
         return draw_plan(_on_host(self, "draw"), ax)
 
 
-def _used(bands: np.ndarray, transfers: tuple[GroupCastSpec, ...]) -> PlanCapacity:
-    """The smallest sizes that hold what is in the arrays."""
-    used = PlanCapacity(used_length(bands.any(axis=-1)), copies=0, pair_rows=0, output_rows=0)
-    return functools.reduce(PlanCapacity.union, [spec.used for spec in transfers], used)
+def _static_sizes(plans: Sequence[ContextPlan]) -> dict[str, list[Any]]:
+    """What plans have to agree in to be stacked."""
+    names = ("length", "cp_size", "shard_length", "num_stages")
+    sizes = {name: [getattr(plan, name) for plan in plans] for name in names}
+    backward = [None if plan.backward is None else plan.backward.num_stages for plan in plans]
+    return {**sizes, "backward.num_stages": backward}
 
 
 def _reject_traced(plan: ContextPlan, method: str) -> None:

@@ -1,22 +1,22 @@
 """Builds a plan: tokens to ranks, bands to stages, and the transfers between them."""
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from ..masks import AttnMask
 from ..masks._validation import integer, is_traced
+from ._balance import WeightedBands
 from ._capacity import PlanCapacity, frozen
 from ._compiled import planner
-from ._cost import CostModel, schedule
+from ._cost import CostModel
 from ._layout import make_layout
 from ._merge import merge
-from ._plan import ContextPlan
-from ._spec import GroupCastSpec, largest_pair, longest, pack_spec
-
-if TYPE_CHECKING:
-    from .._cpu import Routing, Staging
+from ._overlap import OverlapSolver, Staged
+from ._plan import ContextPlan, PlanStages
+from ._spec import largest_pair, longest, pack_spec
 
 _MAX_AUTO_STAGES = 4
 
@@ -30,7 +30,7 @@ def plan_context(
     *,
     chunk_size: int | None = None,
     layout: Layout = "balanced",
-    num_stages: int | Literal["auto"] = "auto",
+    num_stages: int | tuple[int, int] | Literal["auto"] = "auto",
     cost: CostModel = CostModel(),  # noqa: B008 (frozen, so safe to share)
     capacity: PlanCapacity | None = None,
 ) -> ContextPlan:
@@ -59,10 +59,12 @@ def plan_context(
             (-1 for padding), ranks one after the other: the ``token_order`` of another plan, or an order of
             your own (in runs of consecutive tokens that are not too short: each rank's mask is cut at the
             ends of runs).
-        num_stages: attention calls of a rank (see `jaxmagi.ContextPlan`). ``"auto"`` takes the number from 1
-            to 4 with the smallest time that ``cost`` predicts, the smaller one of equals. The number is part
-            of what is compiled: give it as an integer for plans that are to share a compilation.
-        cost: the machine that ``"auto"`` is for.
+        num_stages: attention calls of a rank (see `jaxmagi.ContextPlan`). ``"auto"`` takes, for the forward
+            and for the backward pass, the number from 1 to 4 with the smallest time that ``cost`` predicts,
+            the smaller one of equals. The numbers are part of what is compiled: give an integer, for both
+            passes, or a pair of them for plans that are to share a compilation. With three or four stages
+            each gets the part of the received keys with which the slowest rank is predicted to be done first.
+        cost: the machine, and the attention, that the plan is for.
         capacity: static sizes to build the plan with; by default just enough, rounded up to an eighth of an
             octave. Needs an integer ``num_stages``.
 
@@ -71,31 +73,36 @@ def plan_context(
             not a permutation of the tokens and padding, or ``capacity`` is too small.
         NotImplementedError: the layout cuts a rank's mask into more than 2**22 pieces.
     """
-    bands = merge(_mask_bands(mask))
+    bands = merge(mask_bands(mask))
     cp_size = integer(cp_size, "cp_size", minimum=1)
-    counts = _stage_counts(num_stages, capacity)
-    _require_type(cost, CostModel, "cost")
-    token_order = make_layout(bands, mask.q_len, cp_size, layout, chunk_size)
+    passes = _stage_counts(num_stages, capacity)
+    require_type(cost, CostModel, "cost")
+    token_order = make_layout([WeightedBands(bands, 1)], mask.q_len, cp_size, layout, chunk_size, cost)
     shard_length = token_order.size // cp_size
-    draft = _choose_draft(planner().Routing(bands, token_order, cp_size), counts, shard_length, cost)
-    needed = draft.needed_capacity()
-    if capacity is None:
-        capacity = needed.bucketed()
+    solver = OverlapSolver(planner().Routing(bands, token_order, cp_size), shard_length, cost)
+    drafts = _choose_drafts(solver, passes, cost)
+    needed = drafts[0].needed_capacity()
+    if len(drafts) > 1:
+        needed = replace(needed, backward=drafts[1].needed_capacity())
+    capacity = needed.bucketed() if capacity is None else capacity
     capacity.require(needed)
+    sizes = (capacity, capacity.backward or capacity)
+    forward, *backward = (draft.pack(size, shard_length) for draft, size in zip(drafts, sizes, strict=False))
     plan = ContextPlan(
         token_order=token_order,
         position_ids=np.maximum(token_order, 0),
-        bands=draft.pack_bands(capacity),
-        transfers=draft.pack_transfers(capacity, shard_length),
+        bands=forward.bands,
+        transfers=forward.transfers,
         length=mask.q_len,
         cp_size=cp_size,
-        num_stages=draft.bands_per_stage.shape[1],
+        num_stages=forward.num_stages,
+        backward=backward[0] if backward else None,
     )
     return jax.tree.map(frozen, plan)
 
 
 class _Draft(NamedTuple):
-    """A plan before its arrays have their static sizes.
+    """The stages of a pass before their arrays have their static sizes.
 
     Attributes:
         bands: int32 ``[n, 6]``, local bands of all ranks and stages, one after the other.
@@ -109,6 +116,11 @@ class _Draft(NamedTuple):
     tables: list[tuple[np.ndarray, np.ndarray]]
     output_rows: int
 
+    @classmethod
+    def of(cls, staged: Staged) -> "_Draft":
+        tables = [staged.staging.transfer(i) for i in range(len(staged.choice.shares))]
+        return cls(*staged.bands, tables=tables, output_rows=staged.staging.most_received())
+
     @property
     def cp_size(self) -> int:
         return len(self.bands_per_stage)
@@ -121,13 +133,10 @@ class _Draft(NamedTuple):
             output_rows=self.output_rows,
         )
 
-    def pack_bands(self, capacity: PlanCapacity) -> np.ndarray:
-        packed = np.zeros((*self.bands_per_stage.shape, capacity.bands, 6), np.int32)
-        packed[np.arange(capacity.bands) < self.bands_per_stage[..., None]] = self.bands
-        return packed
-
-    def pack_transfers(self, capacity: PlanCapacity, shard_length: int) -> tuple[GroupCastSpec, ...]:
-        return tuple(
+    def pack(self, capacity: PlanCapacity, shard_length: int) -> PlanStages:
+        bands = np.zeros((*self.bands_per_stage.shape, capacity.bands, 6), np.int32)
+        bands[np.arange(capacity.bands) < self.bands_per_stage[..., None]] = self.bands
+        transfers = tuple(
             pack_spec(
                 sends,
                 receives,
@@ -139,9 +148,10 @@ class _Draft(NamedTuple):
             )
             for sends, receives in self.tables
         )
+        return PlanStages(bands, transfers)
 
 
-def _mask_bands(mask: AttnMask) -> np.ndarray:
+def mask_bands(mask: AttnMask) -> np.ndarray:
     """The bands of a mask that can be planned."""
     if not isinstance(mask, AttnMask):
         raise ValueError(f"plan_context takes an AttnMask, but got {type(mask).__name__}.")
@@ -161,39 +171,36 @@ def _mask_bands(mask: AttnMask) -> np.ndarray:
     return np.asarray(mask.bands)
 
 
-def _require_type(value: Any, kind: type, name: str) -> None:
+def require_type(value: Any, kind: type, name: str) -> None:
     if not isinstance(value, kind):
         raise ValueError(f"{name} must be a {kind.__name__}, but it is {value!r}.")
 
 
-def _stage_counts(num_stages: int | str, capacity: PlanCapacity | None) -> list[int]:
-    """The numbers of stages to choose from."""
+def _stage_counts(num_stages: Any, capacity: PlanCapacity | None) -> list[list[int]]:
+    """The numbers of stages to choose from, for both passes together or for each of them."""
     if capacity is not None:
-        _require_type(capacity, PlanCapacity, "capacity")
-    if num_stages != "auto":
-        return [integer(num_stages, 'num_stages (if not "auto")', minimum=1)]
-    if capacity is not None:
-        raise ValueError(
-            'capacity is for plans that share a compilation, but num_stages="auto" would compile one program '
-            "for each number of stages that it takes: give num_stages as an integer."
-        )
-    return list(range(1, _MAX_AUTO_STAGES + 1))
+        require_type(capacity, PlanCapacity, "capacity")
+    if num_stages == "auto" and isinstance(num_stages, str):
+        if capacity is not None:
+            raise ValueError(
+                'capacity is for plans that share a compilation, but num_stages="auto" would compile one '
+                "program for each number of stages that it takes: give num_stages as an integer."
+            )
+        return [list(range(1, _MAX_AUTO_STAGES + 1))] * 2
+    if isinstance(num_stages, tuple) and len(num_stages) == 2:
+        names = ("forward", "backward")
+        pairs = zip(num_stages, names, strict=True)
+        return [[integer(count, f"num_stages of the {name} pass", minimum=1)] for count, name in pairs]
+    return [[integer(num_stages, 'num_stages (if not "auto" or a pair)', minimum=1)]]
 
 
-def _choose_draft(routing: "Routing", counts: list[int], shard_length: int, cost: CostModel) -> _Draft:
-    """The draft with the smallest predicted time; the first of equals."""
-    stagings = [routing.stage(count) for count in counts]
-    if len(stagings) == 1:
-        chosen = stagings[0]
-    else:
-        chosen = min(stagings, key=lambda staging: _predict(staging, shard_length, cost))
-    received = chosen.received()
-    return _Draft(
-        *chosen.bands(),
-        tables=[chosen.transfer(i) for i in range(received.shape[1])],
-        output_rows=int(received.max()),
+def _choose_drafts(solver: OverlapSolver, passes: list[list[int]], cost: CostModel) -> list[_Draft]:
+    """What is predicted to be fastest: of both passes, or of each if they are to differ or do better so."""
+    if len(passes) == 1:
+        return [_Draft.of(solver.best(passes[0], (cost.forward, cost.backward)))]
+    forward, backward = (
+        solver.best(counts, (direction,))
+        for counts, direction in zip(passes, (cost.forward, cost.backward), strict=True)
     )
-
-
-def _predict(staging: "Staging", shard_length: int, cost: CostModel) -> float:
-    return schedule(staging.areas(), staging.sent(), staging.received(), shard_length, cost).seconds
+    is_one = forward is backward and len(passes[0]) > 1
+    return [_Draft.of(staged) for staged in ([forward] if is_one else [forward, backward])]

@@ -3,13 +3,6 @@
 import numpy as np
 
 
-def expand(begin: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All members of the ranges ``[begin, begin + length)``, in order: the range and the value of each."""
-    item = np.repeat(np.arange(len(lengths)), lengths)
-    within = np.arange(len(item)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return item, begin[item] + within
-
-
 def union(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The union of any ranges as the fewest sorted, disjoint ones."""
     kept = np.flatnonzero(begin < end)
@@ -19,3 +12,21 @@ def union(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     is_new[1:] = begin[1:] > reach[:-1]
     starts = np.flatnonzero(is_new)
     return begin[starts], reach[np.append(starts[1:], len(order)) - 1] if starts.size else begin
+
+
+def meet(
+    begin: np.ndarray, end: np.ndarray, other_begin: np.ndarray, other_end: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The parts that any ranges share with others, which are sorted and disjoint.
+
+    Returns:
+        Of each part, in the order of the ranges: the index of the range and of the other one, begin and end.
+    """
+    first = np.searchsorted(other_end, begin, side="right")
+    last = np.searchsorted(other_begin, end, side="left")
+    count = np.where(begin < end, np.maximum(last - first, 0), 0)
+    index = np.repeat(np.arange(len(begin)), count)
+    within = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
+    other = first[index] + within
+    begin, end = np.maximum(begin[index], other_begin[other]), np.minimum(end[index], other_end[other])
+    return index, other, begin, end

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..masks.geometry import area, tighten
-from ._cost import CostModel, Schedule, schedule
-from ._ranges import expand, union
+from ._cost import CostModel, Pass
+from ._ranges import meet, union
+from ._received import TokenRuns, own_runs, received_runs
+from ._schedule import Schedule, busiest_links, count_tiles, schedule, work_of
 
 if TYPE_CHECKING:
-    from ._plan import ContextPlan
+    from ._plan import ContextPlan, PlanStages
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,97 +25,110 @@ class PlanReport:
         rows_sent: int64 ``[cp]``, rows of keys (and of values) that leave each rank; one that goes to several
             ranks counts for each.
         rows_received: int64 ``[cp]``, rows of keys (and of values) that arrive at each rank.
-        redundant_rows: received rows that no query of the rank sees, and rows received again; 0 in every
-            plan.
+        network_rows_sent: int64 ``[cp]``, those of ``rows_sent`` that go to another host, of which the
+            `CostModel` says how many ranks it has.
+        network_rows_received: int64 ``[cp]``, those of ``rows_received`` that come from another host.
+        redundant_rows: rows received in a pass that no query of the rank sees, and rows received again; 0 in
+            every plan.
         num_stages: attention calls of a rank.
+        num_backward_stages: the same of the backward pass.
         predicted_seconds: forward time under the `CostModel` given to `jaxmagi.ContextPlan.report`, which
             need not be the one that the plan was made with.
+        predicted_backward_seconds: the same of the backward pass.
     """
 
     area: np.ndarray
     imbalance: float
     rows_sent: np.ndarray
     rows_received: np.ndarray
+    network_rows_sent: np.ndarray
+    network_rows_received: np.ndarray
     redundant_rows: int
     num_stages: int
+    num_backward_stages: int
     predicted_seconds: float
+    predicted_backward_seconds: float
 
 
 def report_plan(plan: "ContextPlan", cost: CostModel) -> PlanReport:
     """The report of a plan with host arrays."""
-    cells, sent, received = _work(plan)
-    per_rank = cells.sum(axis=1)
+    per_rank = area(np.asarray(plan.bands)).sum(axis=(1, 2))
     mean = per_rank.mean()
+    forward, backward = plan.forward_stages, plan.backward_stages
+    sent, received = np.moveaxis(_traffic(forward, cost.ranks_per_host).sum(axis=1), 1, 0)
+    own = own_runs(plan.token_order, plan.cp_size)
+    redundant = _redundant_rows(forward, own)
+    if plan.backward is not None:
+        redundant += _redundant_rows(backward, own)
     return PlanReport(
         area=per_rank,
         imbalance=float(per_rank.max() / mean) if mean else 1.0,
-        rows_sent=sent.sum(axis=1),
-        rows_received=received.sum(axis=1),
-        redundant_rows=_redundant_rows(plan),
-        num_stages=plan.num_stages,
-        predicted_seconds=schedule(cells, sent, received, plan.shard_length, cost).seconds,
+        rows_sent=sent.sum(axis=-1),
+        rows_received=received.sum(axis=-1),
+        network_rows_sent=sent[:, 1],
+        network_rows_received=received[:, 1],
+        redundant_rows=redundant,
+        num_stages=forward.num_stages,
+        num_backward_stages=backward.num_stages,
+        predicted_seconds=float(schedule_stages(forward, cost, cost.forward).seconds),
+        predicted_backward_seconds=float(schedule_stages(backward, cost, cost.backward).seconds),
     )
 
 
-def schedule_plan(plan: "ContextPlan", cost: CostModel) -> Schedule:
-    """When each rank of a plan with host arrays does what, under a model of the machine."""
-    return schedule(*_work(plan), plan.shard_length, cost)
+def schedule_stages(stages: "PlanStages", cost: CostModel, direction: Pass) -> Schedule:
+    """When each rank does what in a pass with host arrays, under a model of the machine."""
+    bands = np.asarray(stages.bands)
+    tiles = count_tiles(bands.reshape(-1, 6), direction).reshape(*bands.shape[:3], 2).sum(axis=2)
+    rows = busiest_links(_traffic(stages, cost.ranks_per_host))
+    return schedule(work_of(tiles, rows, stages.transfers[0].input_rows, cost, direction))
 
 
-def _work(plan: "ContextPlan") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cells ``[cp, num_stages]``, and rows sent and received ``[cp, num_transfers]``."""
-    cells = area(np.asarray(plan.bands)).sum(axis=-1)
-    sent, received = (
-        np.stack([table[..., 3].sum(axis=1, dtype=np.int64) for table in tables], axis=1)
-        for tables in zip(*((spec.sends, spec.receives) for spec in plan.transfers), strict=True)
-    )
-    return cells, sent, received
+def _traffic(stages: "PlanStages", ranks_per_host: int) -> np.ndarray:
+    """Rows sent and received, within a host and between hosts: int64 ``[cp, num_transfers, 2, 2]``."""
+    cp_size = len(stages.bands)
+    traffic = np.zeros((cp_size, len(stages.transfers), 2, 2), np.int64)
+    host = np.arange(cp_size) // ranks_per_host
+    for index, spec in enumerate(stages.transfers):
+        for side, table in enumerate((spec.sends, spec.receives)):
+            rows = np.asarray(table)[..., 3]
+            between = host[np.asarray(table)[..., 0]] != host[:, None]
+            for level in range(2):
+                traffic[:, index, side, level] = rows.sum(axis=1, where=between == level, dtype=np.int64)
+    return traffic
 
 
-def received_tokens(plan: "ContextPlan", transfer: int) -> np.ndarray:
-    """The token (global index) in each output row of a transfer, -1 for none: int64 ``[cp, R]``."""
-    spec, cp_size = plan.transfers[transfer], plan.cp_size
-    rank = np.repeat(np.arange(cp_size), spec.sends.shape[1])
-    # The buffers of all pairs one after the other, in the order of the sends.
-    dst, _, row, length = np.asarray(spec.sends, np.int64).reshape(-1, 4).T
-    entry, sent_row = expand(row, length)
-    buffers = plan.token_order.reshape(cp_size, -1)[rank[entry], sent_row]
-    sizes = np.zeros(cp_size * cp_size, np.int64)
-    np.add.at(sizes, rank * cp_size + dst, length)
-    starts = np.cumsum(sizes) - sizes
-    src, slot, row, length = np.asarray(spec.receives, np.int64).reshape(-1, 4).T
-    entry, position = expand(starts[src * cp_size + rank] + slot, length)
-    tokens = np.full((cp_size, spec.output_rows), -1, np.int64)
-    tokens[rank[entry], expand(row, length)[1]] = buffers[position]
-    return tokens
+def key_runs(stages: "PlanStages", own: TokenRuns) -> list[TokenRuns]:
+    """The tokens in the key buffers of each stage."""
+    received = [received_runs(spec, own) for spec in stages.transfers]
+    if stages.num_stages > 1:
+        return [own, *received]
+    both = zip(own, received[0].shifted(stages.transfers[0].input_rows), strict=True)
+    joined = TokenRuns(*(np.concatenate(columns) for columns in both))
+    order = np.lexsort((joined.row, joined.rank))
+    return [TokenRuns(*(column[order] for column in joined))]
 
 
-def seen_keys(bands: np.ndarray, keys: int) -> np.ndarray:
-    """Whether some row sees a key, for bands ``[C, 6]``: bool ``[keys]``."""
-    tight = tighten(bands).astype(np.int64)
-    begin, end = union(tight[:, 2], tight[:, 3])
-    steps = np.zeros(keys + 1, np.int64)
-    steps[begin], steps[end] = 1, -1
-    return np.cumsum(steps)[:-1] > 0
-
-
-def _redundant_rows(plan: "ContextPlan") -> int:
+def _redundant_rows(stages: "PlanStages", own: TokenRuns) -> int:
     """Rows received in vain: unseen in their stage, the rank's own, or received before."""
-    shards = plan.token_order.reshape(plan.cp_size, -1)
-    received = np.concatenate([received_tokens(plan, i) for i in range(len(plan.transfers))], axis=1)
-    useful = 0
-    for rank in range(plan.cp_size):
-        seen = _seen_rows(plan, rank)
-        wanted = np.zeros(plan.length + 1, bool)
-        wanted[received[rank, seen]] = True
-        wanted[shards[rank]] = False
-        useful += int(wanted[:-1].sum())
-    return sum(int(spec.receives[..., 3].sum(dtype=np.int64)) for spec in plan.transfers) - useful
+    bands, width = np.asarray(stages.bands), int((own.token + own.length).max(initial=0)) + 1
+    seen = [_seen_tokens(bands[:, i], keys, width) for i, keys in enumerate(key_runs(stages, own))]
+    begin, end = union(*(np.concatenate(edges) for edges in zip(*seen, strict=True)))
+    # What is seen and the rank's own is not needed from others.
+    own_begin = np.sort(own.rank * width + own.token)
+    own_end = np.sort(own.rank * width + own.token + own.length)
+    *_, first, last = meet(begin, end, own_begin, own_end)
+    useful = int((end - begin).sum() - (last - first).sum())
+    received = (np.asarray(spec.receives)[..., 3] for spec in stages.transfers)
+    return sum(int(rows.sum(dtype=np.int64)) for rows in received) - useful
 
 
-def _seen_rows(plan: "ContextPlan", rank: int) -> np.ndarray:
-    """Whether the rank sees each output row of its transfers, one transfer after the other."""
-    rows = plan.transfers[0].output_rows
-    if plan.num_stages == 1:
-        return seen_keys(np.asarray(plan.bands)[rank, 0], plan.shard_length + rows)[plan.shard_length :]
-    return np.concatenate([seen_keys(bands, rows) for bands in np.asarray(plan.bands)[rank, 1:]])
+def _seen_tokens(bands: np.ndarray, keys: TokenRuns, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens that ranks see through bands ``[cp, C, 6]`` of a stage, as ``rank * width + token``."""
+    tight = tighten(bands).astype(np.int64)
+    height = int(max(tight[..., 3].max(initial=0), (keys.row + keys.length).max(initial=0))) + 1
+    rank = np.arange(len(bands))[:, None] * height
+    begin, end = union((rank + tight[..., 2]).ravel(), (rank + tight[..., 3]).ravel())
+    row = keys.rank * height + keys.row
+    run, _, first, last = meet(row, row + keys.length, begin, end)
+    token = keys.rank[run] * width + keys.token[run] + first - row[run]
+    return token, token + last - first

@@ -1,6 +1,7 @@
 """Runs context_attention on the CPU devices, compiled once per kind of call, and its single-device oracle."""
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -63,12 +64,17 @@ def random_problem(rng: np.random.Generator, length: int = LENGTH, dtype: Any = 
 
 
 def make_plan(
-    mask: AttnMask, cp_size: int, num_stages: int, layout: Any = "balanced", **options: Any
+    mask: AttnMask,
+    cp_size: int,
+    num_stages: int | tuple[int, int],
+    layout: Any = "balanced",
+    **options: Any,
 ) -> ContextPlan:
     """A plan of common capacity; chunks small enough for several per rank."""
     if isinstance(layout, str) and layout == "balanced":
         options.setdefault("chunk_size", 8)
-    options = {"layout": layout, "num_stages": num_stages, "capacity": CAPACITY, **options}
+    capacity = replace(CAPACITY, backward=CAPACITY if isinstance(num_stages, tuple) else None)
+    options = {"layout": layout, "num_stages": num_stages, "capacity": capacity, **options}
     return plan_context(mask, cp_size, **options)
 
 

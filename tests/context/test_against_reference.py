@@ -54,7 +54,12 @@ def padded_length(cp_size: int) -> int:
     return -(-LENGTH // (2 * cp_size)) * 2 * cp_size
 
 
-def check(problem: Problem, mask: AttnMask, cp_size: int, num_stages: int, layout: Any = "balanced") -> None:
+type NumStages = int | tuple[int, int]
+
+
+def check(
+    problem: Problem, mask: AttnMask, cp_size: int, num_stages: NumStages, layout: Any = "balanced"
+) -> None:
     chunk = padded_length(cp_size) // (2 * cp_size)
     options = {"chunk_size": chunk} if isinstance(layout, str) and layout == "balanced" else {}
     plan = make_plan(mask, cp_size, num_stages, layout, **options)
@@ -62,9 +67,11 @@ def check(problem: Problem, mask: AttnMask, cp_size: int, num_stages: int, layou
     check_solution(undispatch_solution(solution, plan), oracle(problem, mask), FP64_TOLERANCE)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, (1, 3), (3, 2)])
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 8])
-def test_random_masks_and_layouts(cp_size: int, num_stages: int, x64: None, rng: np.random.Generator) -> None:
+def test_random_masks_and_layouts(
+    cp_size: int, num_stages: NumStages, x64: None, rng: np.random.Generator
+) -> None:
     """All with one compilation: masks and layouts are data."""
     compiled = distributed(cp_size)._cache_size()
     padding = np.full(padded_length(cp_size) - LENGTH, -1)

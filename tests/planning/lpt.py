@@ -4,6 +4,14 @@ import heapq
 
 import numpy as np
 
+from jaxmagi.masks import geometry
+
+
+def chunk_areas(bands: np.ndarray, chunk: int, count: int) -> np.ndarray:
+    """Visible cells of each chunk, int64 ``[count]``."""
+    begin = np.arange(count)[:, None] * chunk
+    return geometry.area(geometry.crop(bands, begin, begin + chunk, 0, geometry.UNBOUNDED)).sum(axis=1)
+
 
 def largest_first_owners(areas: np.ndarray, cp_size: int) -> np.ndarray:
     """Chunks by descending area, each to the rank with the smallest sum that has room: int64 ``[n]``."""

@@ -1,5 +1,7 @@
 """Slow, independent readings of plans, row by row."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 
@@ -124,6 +126,14 @@ def check_rows(mask: AttnMask, plan: ContextPlan) -> None:
     np.testing.assert_array_equal(report.area.sum(), masks.geometry.area(np.asarray(mask.bands)).sum())
 
 
+def with_stages_of_backward(plan: ContextPlan) -> ContextPlan:
+    """The plan whose forward pass is staged as the backward pass of this one."""
+    stages = plan.backward_stages
+    return replace(
+        plan, bands=stages.bands, transfers=stages.transfers, num_stages=stages.num_stages, backward=None
+    )
+
+
 def check_layout(plan: ContextPlan) -> None:
     """Every token once; positions are the tokens."""
     tokens = plan.token_order
@@ -135,7 +145,9 @@ def check_layout(plan: ContextPlan) -> None:
 
 
 def check_plan(mask: AttnMask, plan: ContextPlan) -> None:
-    """All of it, against the dense mask."""
+    """All of it, against the dense mask, and the backward pass by itself."""
+    if plan.backward is not None:
+        check_plan(mask, with_stages_of_backward(plan))
     check_layout(plan)
     for spec in plan.transfers:
         check_spec(spec)

@@ -11,17 +11,16 @@ from hypothesis import given, settings, strategies as st
 from jaxmagi import AttnMask, masks
 from jaxmagi.masks import geometry
 from jaxmagi.planning import plan_context
-from jaxmagi.planning._balance import balanced_owners
+from jaxmagi.planning._balance import WeightedBands, balanced_owners
 
 from ..cases import document_lengths, random_bands
-from .lpt import largest_first_owners
+from .lpt import chunk_areas, largest_first_owners
 from .oracle import builder_masks
 
 
-def chunk_areas(bands: np.ndarray, chunk: int, count: int) -> np.ndarray:
-    """Visible cells of each chunk, int64 ``[count]``."""
-    begin = np.arange(count)[:, None] * chunk
-    return geometry.area(geometry.crop(bands, begin, begin + chunk, 0, geometry.UNBOUNDED)).sum(axis=1)
+def owners_of(bands: np.ndarray, length: int, cp_size: int, chunk: int) -> np.ndarray:
+    """The rank of each chunk, if rows take no time."""
+    return balanced_owners([WeightedBands(bands, 1)], length, cp_size, chunk)
 
 
 def load(owner: np.ndarray, areas: np.ndarray, cp_size: int) -> np.ndarray:
@@ -63,7 +62,7 @@ def random_case(seed: int) -> tuple[np.ndarray, int, int, int]:
 @given(seed=st.integers(0, 2**32))
 def test_not_worse_than_largest_first(seed: int) -> None:
     bands, length, cp_size, chunk = random_case(seed)
-    owner = balanced_owners(bands, length, cp_size, chunk)
+    owner = owners_of(bands, length, cp_size, chunk)
     counts = np.bincount(owner, minlength=cp_size)
     assert owner.dtype == np.int32
     assert (counts == counts[0]).all() and counts[0] == max(1, -(-length // (chunk * cp_size)))
@@ -79,7 +78,7 @@ def test_not_worse_than_largest_first(seed: int) -> None:
 def test_no_swap_of_two_chunks_helps(seed: int) -> None:
     """Changes of the received rows are counted incrementally: an error would leave swaps undone."""
     bands, length, cp_size, chunk = random_case(seed)
-    owner = balanced_owners(bands, length, cp_size, chunk)
+    owner = owners_of(bands, length, cp_size, chunk)
     areas, needed = chunk_areas(bands, chunk, len(owner)), needs(bands, length, chunk, len(owner))
     rows = received_rows(owner, needed, chunk, cp_size)
     lpt = load(largest_first_owners(areas, cp_size), areas, cp_size).max()
@@ -103,7 +102,7 @@ def test_documents_are_balanced_and_stay_together(
     chunk, lengths = 512, document_lengths(length)
     bands = np.asarray(masks.documents(lengths).bands)
     starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    owner = balanced_owners(bands, length, cp_size, chunk)
+    owner = owners_of(bands, length, cp_size, chunk)
     areas = chunk_areas(bands, chunk, len(owner))
     loads = load(owner, areas, cp_size)
     assert loads.max() <= imbalance * loads.mean()
@@ -126,7 +125,7 @@ def test_documents_are_balanced_and_stay_together(
 def test_ranks_get_equal_counts_and_areas(chunk: int) -> None:
     length, cp_size = 1 << 16, 4
     bands = np.asarray(masks.documents(document_lengths(length)).bands)
-    owner = balanced_owners(bands, length, cp_size, chunk)
+    owner = owners_of(bands, length, cp_size, chunk)
     counts = np.bincount(owner, minlength=cp_size)
     assert (counts == counts[0]).all()
     assert counts.sum() * chunk >= length
@@ -148,7 +147,7 @@ def test_ranks_get_equal_counts_and_areas(chunk: int) -> None:
 )
 def test_even_masks_are_balanced(mask: AttnMask) -> None:
     bands, cp_size, chunk = np.asarray(mask.bands), 8, 512
-    owner = balanced_owners(bands, mask.q_len, cp_size, chunk)
+    owner = owners_of(bands, mask.q_len, cp_size, chunk)
     loads = load(owner, chunk_areas(bands, chunk, len(owner)), cp_size)
     assert loads.max() <= 1.01 * loads.mean()
 
@@ -157,7 +156,7 @@ def test_even_masks_are_balanced(mask: AttnMask) -> None:
 def test_windows_are_as_balanced_as_equal_counts_allow(chunk: int) -> None:
     """The first 4096 rows see less: 8 chunks of 512, one for each rank, and one of these is nearly full."""
     mask = masks.sliding_window(1 << 17, 4095)
-    owner = balanced_owners(np.asarray(mask.bands), mask.q_len, 8, chunk)
+    owner = owners_of(np.asarray(mask.bands), mask.q_len, 8, chunk)
     areas = chunk_areas(np.asarray(mask.bands), chunk, len(owner))
     loads, best = load(owner, areas, 8), load(largest_first_owners(areas, 8), areas, 8)
     assert loads.max() <= max(best.max(), 1.01 * loads.mean())
@@ -171,10 +170,10 @@ def test_threads_find_the_same() -> None:
         for mask in builder_masks().values()
         for cp_size in (3, 8)
     ]
-    alone = [balanced_owners(*case) for case in cases]
+    alone = [owners_of(*case) for case in cases]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(3):
-            together = list(pool.map(lambda case: balanced_owners(*case), cases))
+            together = list(pool.map(lambda case: owners_of(*case), cases))
             for one, other in zip(alone, together, strict=True):
                 np.testing.assert_array_equal(one, other)
 
@@ -183,7 +182,7 @@ def test_owners_are_the_same_on_every_host() -> None:
     """SHA-256 for many masks, so that other machines and compilers are compared with this one."""
     digest = hashlib.sha256()
     for seed in range(200):
-        digest.update(np.ascontiguousarray(balanced_owners(*random_case(seed)), "<i4").tobytes())
+        digest.update(np.ascontiguousarray(owners_of(*random_case(seed)), "<i4").tobytes())
     assert digest.hexdigest() == "9289dc0771c348f95a82456d9f7f81f2d3401323b9b9ead6ce93b828fdca06e8"
 
 
@@ -197,4 +196,4 @@ def test_too_many_pieces() -> None:
     length = 8 * 131071  # a prime number of chunks per rank, so that they are not dealt in groups
     bands = np.array([[0, length, k, k + 1, -(2**30), 2**30] for k in range(5)], np.int32)
     with pytest.raises(NotImplementedError, match=r"1048568 runs .* into 5242840, more than 4194304"):
-        balanced_owners(bands, length, 8, 1)
+        owners_of(bands, length, 8, 1)

@@ -1,6 +1,8 @@
 """Plans compute every visible cell once and receive every needed row once."""
 
 import hashlib
+from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,9 +11,11 @@ from hypothesis import given, settings, strategies as st
 
 from jaxmagi import AttnMask, masks
 from jaxmagi.planning import ContextPlan, CostModel, PlanCapacity, plan_context
+from jaxmagi.planning._compiled import planner
 from jaxmagi.planning._plan_context import Layout
 
 from ..cases import MaskCase, document_lengths, mask_cases, random_bands
+from .lpt import chunk_areas, largest_first_owners
 from .oracle import (
     NAMED_LAYOUTS,
     assert_same,
@@ -99,7 +103,8 @@ def problems(draw: st.DrawFn) -> tuple[AttnMask, dict]:
     length = max(1, cp_size * shard - draw(st.integers(0, cp_size * shard - 1)))
     bands = random_bands(rng, length, length, draw(st.integers(1, 12)))
     mask = AttnMask.from_bands(bands, q_len=length, kv_len=length)
-    arguments = {"cp_size": cp_size, "num_stages": draw(st.sampled_from([1, 2, 3, 5, "auto"]))}
+    num_stages = draw(st.sampled_from([1, 2, 3, 5, (1, 3), (4, 2), "auto"]))
+    arguments = {"cp_size": cp_size, "num_stages": num_stages}
     layout = draw(st.sampled_from([*NAMED_LAYOUTS, "own"]))
     if layout == "own":
         tokens = np.concatenate([np.arange(length), np.full(-length % cp_size, -1)])
@@ -172,7 +177,45 @@ def test_plans_are_the_same_on_every_host() -> None:
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(plan_context(mask, 8, num_stages=3)):
         digest.update(np.ascontiguousarray(leaf, "<i4").tobytes())
-    assert digest.hexdigest() == "9bb07d4d22f5b88cdeaa2552e35f1e3c0b3bb37418786233bb4f67d46ec6f46d"
+    assert digest.hexdigest() == "e0eeb5ba5f8b9d4f0b659ca2497b4a58f2c0b0679522dcc1249f8da4e722185d"
+
+
+NETWORK = CostModel(ranks_per_host=4)
+COMPARED = {
+    "documents": masks.documents(document_lengths(1 << 17)),
+    "full documents": masks.documents(document_lengths(1 << 17), inner="full"),
+    "causal": masks.causal(1 << 17),
+    "window": masks.sliding_window(1 << 17, 4095),
+    "video": masks.video(32, 4096, 4),
+    "shared prefix": masks.shared_prefix(1 << 13, [1 << 12] * 30),
+}
+
+
+@pytest.mark.parametrize("cp_size", [8, 16])
+@pytest.mark.parametrize("name", COMPARED)
+def test_no_slower_than_chunks_dealt_largest_first(name: str, cp_size: int) -> None:
+    """Both passes together, with a network between hosts of four ranks; by area alone takes up to 9 times."""
+    mask, chunk = COMPARED[name], 512
+    areas = chunk_areas(np.asarray(mask.bands), chunk, mask.q_len // chunk)
+    owners = largest_first_owners(areas, cp_size).astype(np.int32)
+    order = planner().token_order(owners, mask.q_len, cp_size, chunk)
+
+    def seconds(**options: Any) -> float:
+        report = plan_context(mask, cp_size, cost=NETWORK, **options).report(NETWORK)
+        return report.predicted_seconds + report.predicted_backward_seconds
+
+    assert seconds(chunk_size=chunk) <= 1.01 * seconds(layout=order)
+
+
+def test_senders_of_a_long_document_are_spread() -> None:
+    """Its first keys go to all who compute it: whoever owned them alone would send for everybody."""
+    mask = masks.documents(document_lengths(1 << 20))
+    plan = plan_context(mask, 64, chunk_size=512)
+    report = plan.report()
+    assert report.rows_sent.max() <= 2 * report.rows_sent.mean()
+    fast = plan_context(mask, 64, chunk_size=512, cost=CostModel(network_gb_per_second=1e6))
+    assert fast.report().rows_sent.max() > 3 * fast.report().rows_sent.mean()
+    assert fast.report().rows_received.mean() < report.rows_received.mean()
 
 
 def test_equal_masks_in_other_pieces_give_equal_plans() -> None:
@@ -191,23 +234,6 @@ def test_num_stages_sets_the_shapes() -> None:
         plan = plan_context(masks.causal(200), 4, num_stages=num_stages)
         check_layout(plan)
         assert plan.num_stages == num_stages
-
-
-def test_stages_split_the_remote_area_equally() -> None:
-    plan = plan_context(masks.causal(4096), 4, layout="contiguous", num_stages=4)
-    remote = masks.geometry.area(np.asarray(plan.bands)).sum(axis=-1)[3, 1:]
-    assert remote.max() < 1.01 * remote.mean()
-
-
-def test_auto_hides_slow_transfers_only() -> None:
-    mask = masks.causal(1 << 16)
-    slow, fast = (CostModel(link_gb_per_second=speed) for speed in (20.0, 1e6))
-    assert plan_context(mask, 8, cost=fast).num_stages == 1
-    auto = plan_context(mask, 8, cost=slow)
-    assert auto.num_stages > 1
-    times = [plan_context(mask, 8, num_stages=n).report(slow).predicted_seconds for n in range(1, 5)]
-    assert auto.num_stages == 1 + int(np.argmin(times))
-    assert auto.report(slow).predicted_seconds == min(times)
 
 
 @pytest.mark.parametrize("inner", ["causal", "full"])
@@ -246,7 +272,7 @@ def test_windows_exchange_halos_only(chunk_size: int | None) -> None:
 def test_capacity_is_used_exactly() -> None:
     mask = masks.documents([300, 200, 12])
     needed = plan_context(mask, 4, num_stages=2).capacity
-    wanted = PlanCapacity(*(size + 5 for size in (needed.bands, needed.copies, needed.pair_rows, 700)))
+    wanted = PlanCapacity(needed.bands + 5, needed.copies + 5, needed.pair_rows + 5, 700)
     plan = plan_context(mask, 4, num_stages=2, capacity=wanted)
     assert plan.capacity == wanted
     check_plan(mask, plan)
@@ -254,8 +280,7 @@ def test_capacity_is_used_exactly() -> None:
 
 @pytest.mark.parametrize("name", ["bands", "copies", "pair_rows", "output_rows"])
 def test_capacity_too_small(name: str) -> None:
-    large = {"bands": 99, "copies": 99, "pair_rows": 999, "output_rows": 999}
-    capacity = PlanCapacity(**{**large, name: 1})
+    capacity = replace(PlanCapacity(99, 99, 999, 999), **{name: 1})
     with pytest.raises(ValueError, match=rf"{name}=1 \(needs \d+\)"):
         plan_context(masks.causal(500), 4, chunk_size=16, num_stages=2, capacity=capacity)
 
@@ -271,6 +296,9 @@ def bad_layout(*tokens: int) -> dict:
         ({"cp_size": 2.0}, "cp_size .* 2.0"),
         ({"num_stages": 0}, "num_stages .* 0"),
         ({"num_stages": "best"}, "num_stages .* 'best'"),
+        ({"num_stages": (1, 0)}, "num_stages of the backward pass .* 0"),
+        ({"num_stages": (1, 2, 3)}, r"num_stages .* \(1, 2, 3\)"),
+        ({"num_stages": (1, 2), "capacity": PlanCapacity(8, 8, 8, 8)}, "backward is None and PlanCapacity"),
         ({"chunk_size": 0}, "chunk_size .* 0"),
         ({"chunk_size": True}, "chunk_size must be an integer, but it is True"),
         ({"chunk_size": 3}, r"at most .* ceil\(4 / 2\) = 2, but it is 3"),

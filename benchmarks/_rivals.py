@@ -1,0 +1,139 @@
+"""Predicted times of other ways to spread attention over ranks, under the model that plans are made with.
+
+All are taken to be as good as they can be: perfect overlap where they overlap at all, collectives that use
+every network card of a host and carry each byte into a host once, and no latencies beyond the model's.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxmagi import AttnMask, CostModel
+from jaxmagi.masks import geometry
+from jaxmagi.planning._cost import Pass
+from jaxmagi.planning._schedule import count_tiles
+
+
+class Prediction(NamedTuple):
+    """Seconds of both passes together, and the bytes that a rank receives in them (mean)."""
+
+    seconds: float
+    received_bytes: float
+
+
+def ring(mask: AttnMask, cp_size: int, cost: CostModel) -> Prediction:
+    """Keys and values go round a ring, in the zigzag layout; every step waits for its slowest rank.
+
+    The ring enters and leaves each host by one link of the network. In the backward pass the gradients, in
+    fp32, go round with the keys.
+    """
+    seconds = received = 0.0
+    rows = mask.q_len // cp_size
+    for direction in (cost.forward, cost.backward):
+        steps = _ring_steps(_zigzag_seconds(mask, cp_size, cost, direction))
+        row_bytes = cost.row_bytes + direction.returns_gradients * cost.gradient_row_bytes
+        speed, latency = _slowest_link(cp_size, cost)
+        transfer = rows * row_bytes / speed + latency if cp_size > 1 else 0.0
+        merges = (cp_size - 1) * cost.merge_seconds(rows)
+        seconds += float(np.maximum(steps[:-1], transfer).sum() + steps[-1]) + merges
+        received += (cp_size - 1) * rows * row_bytes
+    return Prediction(seconds, received)
+
+
+def all_gather(mask: AttnMask, cp_size: int, cost: CostModel) -> Prediction:
+    """All keys and values are gathered first, and gradients scattered last; the zigzag layout."""
+    seconds = received = 0.0
+    rows = (cp_size - 1) * mask.q_len // cp_size
+    for direction in (cost.forward, cost.backward):
+        compute = _zigzag_seconds(mask, cp_size, cost, direction).sum(axis=1).max()
+        row_bytes = cost.row_bytes + direction.returns_gradients * cost.gradient_row_bytes
+        hosts_share = max(0, cp_size - cost.ranks_per_host) / max(cp_size - 1, 1) / cost.ranks_per_host
+        seconds += float(compute) + _collective_seconds(rows * row_bytes, hosts_share, cost)
+        received += rows * row_bytes
+    return Prediction(seconds, received)
+
+
+def ulysses(mask: AttnMask, cp_size: int, cost: CostModel) -> Prediction | None:
+    """Heads instead of tokens while attention runs, by all-to-alls before and behind; None without heads."""
+    if cp_size > cost.num_heads:
+        return None
+    part = _with_heads_over(cp_size, cost)
+    seconds = received = 0.0
+    for direction in (part.forward, part.backward):
+        compute = _seconds_of(np.asarray(mask.bands), part, direction)
+        transfer, moved = _head_exchange(mask.q_len // cp_size, cp_size, cost, part, direction)
+        seconds, received = seconds + compute + transfer, received + moved
+    return Prediction(seconds, received)
+
+
+def two_dimensional(mask: AttnMask, cp_size: int, cost: CostModel) -> Prediction:
+    """Heads over the ranks of a host, and a ring over hosts (USP, LoongTrain)."""
+    per_host = min(cost.ranks_per_host, cp_size)
+    hosts = cp_size // per_host
+    part = _with_heads_over(per_host, cost)
+    # In the ring of hosts every rank has a network card of its own.
+    outer = ring(mask, hosts, replace(part, ranks_per_host=1))
+    exchanges = [
+        _head_exchange(mask.q_len // cp_size, per_host, cost, part, direction)
+        for direction in (cost.forward, cost.backward)
+    ]
+    seconds, received = np.sum(exchanges, axis=0)
+    return Prediction(outer.seconds + float(seconds), outer.received_bytes + float(received))
+
+
+def _with_heads_over(ranks: int, cost: CostModel) -> CostModel:
+    return replace(cost, num_heads=cost.num_heads // ranks, num_kv_heads=max(1, cost.num_kv_heads // ranks))
+
+
+def _head_exchange(
+    rows: int, ranks: int, cost: CostModel, part: CostModel, direction: Pass
+) -> tuple[float, float]:
+    """Seconds and bytes of the all-to-alls of a pass: queries (or gradients) there and back, keys and values.
+
+    Where there are fewer key heads than ranks, several ranks get the same one.
+    """
+    wide = 2 * cost.num_heads * cost.head_dim * cost.bytes_per_element
+    keys = part.row_bytes * ranks * (2 if direction.returns_gradients else 1)
+    moved = rows * (wide * (2 if direction.returns_gradients else 1) + keys) * (ranks - 1) / ranks
+    between = max(0, ranks - cost.ranks_per_host) / max(ranks - 1, 1)
+    return _collective_seconds(moved, between, cost), moved
+
+
+def _collective_seconds(received: float, network_share: float, cost: CostModel) -> float:
+    """A collective by which every rank receives so many bytes, a share of them by its network card."""
+    within = received / (cost.link_gb_per_second * 1e9) + (received > 0) * cost.latency_us * 1e-6
+    between = received * network_share / (cost.network_gb_per_second * 1e9)
+    return max(within, between + (network_share > 0) * cost.network_latency_us * 1e-6)
+
+
+def _slowest_link(cp_size: int, cost: CostModel) -> tuple[float, float]:
+    """Bytes a second and seconds of latency."""
+    if cp_size > cost.ranks_per_host:
+        return cost.network_gb_per_second * 1e9, cost.network_latency_us * 1e-6
+    return cost.link_gb_per_second * 1e9, cost.latency_us * 1e-6
+
+
+def _ring_steps(seconds: np.ndarray) -> np.ndarray:
+    """The slowest rank's compute in each step, from seconds ``[rank, owner]``: float64 ``[cp]``."""
+    ranks = np.arange(len(seconds))
+    return np.array([seconds[ranks, (ranks - step) % len(seconds)].max() for step in ranks])
+
+
+def _seconds_of(bands: np.ndarray, cost: CostModel, direction: Pass) -> float:
+    return float(cost.compute_seconds(count_tiles(bands, direction).sum(axis=0), direction))
+
+
+def _zigzag_seconds(mask: AttnMask, cp_size: int, cost: CostModel, direction: Pass) -> np.ndarray:
+    """Compute of each rank with the keys of each: float64 ``[cp, cp]``."""
+    chunk = -(-mask.q_len // (2 * cp_size))
+    owner = np.concatenate([np.arange(cp_size), np.arange(cp_size)[::-1]])
+    tiles = np.zeros((cp_size, cp_size, 2), np.int64)
+    tight = geometry.tighten(np.asarray(mask.bands))
+    for band in tight[tight.any(axis=1)]:
+        columns = np.arange(band[2] // chunk, -(-band[3] // chunk))
+        for row in range(band[0] // chunk, -(-band[1] // chunk)):
+            begin = columns * chunk
+            pieces = geometry.crop(band, row * chunk, (row + 1) * chunk, begin, begin + chunk)
+            np.add.at(tiles[owner[row]], owner[columns], count_tiles(pieces, direction))
+    return cost.compute_seconds(tiles, direction)

@@ -1,0 +1,48 @@
+#include "csrc/mask/tile_count.h"
+
+#include <algorithm>
+
+#include "csrc/common/math.h"
+
+namespace jaxmagi {
+namespace {
+
+// Keys that all of the rows see; they are consecutive.
+int64_t keys_of_all(const Band& band, Range rows) {
+    const int64_t begin = std::max<int64_t>(band.k0, int64_t{rows.end} - 1 + band.lo);
+    const int64_t end = std::min<int64_t>(band.k1, int64_t{rows.begin} + band.hi + 1);
+    return std::max<int64_t>(0, end - begin);
+}
+
+TileCount count_in_rows(const Band& band, Range tile, int keys) {
+    const Range rows = intersect({band.q0, band.q1}, tile), seen = keys_of_rows(band, rows);
+    const int64_t tiles = ceil_div(seen.end - seen.begin, keys);
+    const bool is_whole = rows.begin == tile.begin and rows.end == tile.end;
+    const int64_t full = is_whole ? keys_of_all(band, rows) / keys : 0;
+    return {.full = full, .partial = tiles - full};
+}
+
+TileCount count_in_rectangle(const Band& band, int rows, int keys) {
+    const int64_t met = ceil_div(band.q1, rows) - band.q0 / rows;
+    const int64_t whole = std::max(0, band.q1 / rows - ceil_div(band.q0, rows));
+    const int64_t width = band.k1 - band.k0, full = whole * (width / keys);
+    return {.full = full, .partial = met * ceil_div(band.k1 - band.k0, keys) - full};
+}
+
+}  // namespace
+
+TileCount count_tiles(const Band& band, int rows, int keys) {
+    if (band.q0 >= band.q1)
+        return {};
+    if (covers(band, {band.q0, band.q1}, {band.k0, band.k1}))
+        return count_in_rectangle(band, rows, keys);
+    TileCount count;
+    for (int begin = band.q0 / rows * rows; begin < band.q1; begin += rows) {
+        const TileCount tiles = count_in_rows(band, {begin, begin + rows}, keys);
+        count.full += tiles.full;
+        count.partial += tiles.partial;
+    }
+    return count;
+}
+
+}  // namespace jaxmagi

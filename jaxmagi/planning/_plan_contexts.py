@@ -1,0 +1,80 @@
+"""Plans of the masks of a model whose layers differ, on one layout of the tokens."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from ..masks import AttnMask
+from ..masks._validation import integer
+from ._balance import WeightedBands
+from ._cost import CostModel
+from ._layout import make_layout
+from ._merge import merge
+from ._plan import ContextPlan
+from ._plan_context import mask_bands, plan_context, require_type
+
+_MOST_CELLS = 2**62
+
+
+def plan_contexts(
+    masks: Sequence[AttnMask],
+    cp_size: int,
+    *,
+    weights: Sequence[int] | None = None,
+    chunk_size: int | None = None,
+    num_stages: int | tuple[int, int] | Literal["auto"] = "auto",
+    cost: CostModel = CostModel(),  # noqa: B008 (frozen, so safe to share)
+) -> tuple[ContextPlan, ...]:
+    """Plans of several masks on one layout, for models whose layers have different masks.
+
+    Tokens stay where they are from layer to layer, so all layers share a layout: that of
+    ``jaxmagi.plan_context`` with ``layout="balanced"``, but for the sum of the masks' areas by weight. The
+    areas of a single mask may differ more between ranks.
+
+    Args:
+        masks: of the layers, for one sequence: each as for `jaxmagi.plan_context`.
+        cp_size: the number of ranks.
+        weights: how many layers have each mask; by default one.
+        chunk_size: see `jaxmagi.plan_context`.
+        num_stages: see `jaxmagi.plan_context`; ``"auto"`` may choose another number for each mask.
+        cost: see `jaxmagi.plan_context`.
+
+    Returns:
+        A plan for each mask, all with the same ``token_order``.
+
+    Raises:
+        ValueError: there is no mask, they differ in length, the weights are not as many integers above zero
+            or are so large that areas leave 64 bits, or for what `jaxmagi.plan_context` refuses.
+        NotImplementedError: see `jaxmagi.plan_context`.
+
+    >>> full, window = plan_contexts(
+    ...     [masks.causal(4096), masks.sliding_window(4096, 511)], cp_size=4, weights=[1, 5]
+    ... )
+    >>> bool((full.token_order == window.token_order).all())
+    True
+    """
+    layers = _weighted_masks(list(masks), weights)
+    cp_size = integer(cp_size, "cp_size", minimum=1)
+    require_type(cost, CostModel, "cost")
+    layout = make_layout(layers, masks[0].q_len, cp_size, "balanced", chunk_size, cost)
+    return tuple(
+        plan_context(mask, cp_size, layout=layout, num_stages=num_stages, cost=cost) for mask in masks
+    )
+
+
+def _weighted_masks(masks: list[AttnMask], weights: Sequence[int] | None) -> list[WeightedBands]:
+    bands = [merge(mask_bands(mask)) for mask in masks]
+    lengths = [mask.q_len for mask in masks]
+    if len(set(lengths)) != 1:
+        raise ValueError(
+            f"plan_contexts takes masks of one length, at least one, but their lengths are {lengths}."
+        )
+    weights = [1] * len(masks) if weights is None else list(weights)
+    if len(weights) != len(masks):
+        raise ValueError(f"plan_contexts got {len(weights)} weights for {len(masks)} masks.")
+    layers = [
+        WeightedBands(table, integer(weight, f"weights[{i}]", minimum=1))
+        for i, (table, weight) in enumerate(zip(bands, weights, strict=True))
+    ]
+    if sum(layer.area * layer.weight for layer in layers) >= _MOST_CELLS:
+        raise ValueError(f"weights={weights} make the masks' areas leave 64 bits: use smaller ones.")
+    return layers

@@ -1,0 +1,124 @@
+"""When the ranks of a plan do what, under a model of the machine."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ._compiled import planner
+from ._cost import CostModel, Pass
+
+
+class Work(NamedTuple):
+    """What ranks compute and transfer in one direction.
+
+    Attributes:
+        compute: float64 ``[..., cp, num_stages]``, seconds of the attention calls.
+        fetches: float64 ``[..., num_transfers]``, seconds of the transfers of keys and values.
+        returns: float64 ``[..., num_transfers]``, seconds of those of their gradients; None in a forward
+            pass.
+    """
+
+    compute: np.ndarray
+    fetches: np.ndarray
+    returns: np.ndarray | None
+
+
+class Schedule(NamedTuple):
+    """When a pass does what, in seconds from its start.
+
+    Attributes:
+        transfers: float64 ``[..., num_transfers, 2]``, beginning and end of each transfer of keys and values.
+        stages: float64 ``[..., cp, num_stages, 2]``, beginning and end of each rank's attention calls, the
+            merges of their results included.
+        returns: float64 ``[..., num_transfers, 2]``, beginning and end of each transfer of gradients; of none
+            in a forward pass.
+    """
+
+    transfers: np.ndarray
+    stages: np.ndarray
+    returns: np.ndarray
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """When the slowest rank is done: ``[...]``."""
+        returned = self.returns[..., 1].max(axis=-1, initial=0)
+        return np.maximum(self.stages[..., 1].max(axis=(-2, -1)), returned)
+
+
+def count_tiles(bands: np.ndarray, direction: Pass) -> np.ndarray:
+    """Full and partial tiles of bands int32 ``[n, 6]``: int64 ``[n, 2]``."""
+    rows, keys = direction.tile
+    if direction.by_keys:
+        q0, q1, k0, k1, lo, hi = bands.T
+        bands = np.stack([k0, k1, q0, q1, -hi, -lo], axis=1)
+        rows, keys = keys, rows
+    return planner().tile_counts(np.ascontiguousarray(bands), rows, keys)
+
+
+def work_of(tiles: np.ndarray, rows: np.ndarray, shard_length: int, cost: CostModel, direction: Pass) -> Work:
+    """The times of what a staging does.
+
+    Args:
+        tiles: full and partial, ``[cp, num_stages, 2]``.
+        rows: of the busiest links, ``[num_transfers, 2]``: see `busiest_links`.
+        shard_length: rows of each rank's partial results.
+        cost: the machine.
+        direction: of the pass.
+    """
+    compute = cost.compute_seconds(tiles, direction)
+    compute[..., 1:] += cost.merge_seconds(shard_length)
+    return Work(compute, *transfer_times(rows, cost, direction))
+
+
+def busiest_links(traffic: np.ndarray) -> np.ndarray:
+    """Rows of each transfer on the busiest link within a host, and on that between hosts.
+
+    Args:
+        traffic: rows ``[cp, ..., 2, 2]``: sent and received, within a host and between hosts.
+
+    Returns:
+        ``[..., 2]``.
+    """
+    return traffic.max(axis=(0, -2))
+
+
+def transfer_times(
+    rows: np.ndarray, cost: CostModel, direction: Pass
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Seconds of transfers with rows ``[..., 2]`` on the busiest links, and of the gradients that return."""
+    fetches = cost.transfer_seconds(rows, cost.row_bytes)
+    # The ranks that received now send, over links that are as fast in both directions.
+    returns = cost.transfer_seconds(rows, cost.gradient_row_bytes) if direction.returns_gradients else None
+    return fetches, returns
+
+
+def schedule(work: Work) -> Schedule:
+    """The predicted pass, with transfers that run one after the other, behind the compute.
+
+    Each stage starts when its keys are there and the stage before it is done; stage 0 of several needs no
+    transfer. The gradients of a transfer return when all ranks have computed them and the transfers before
+    are over.
+    """
+    num_stages = work.compute.shape[-1]
+    ends = np.cumsum(work.fetches, axis=-1)
+    edges = np.concatenate([np.zeros_like(ends[..., :1]), ends], axis=-1)
+    transfers = np.stack([edges[..., :-1], ends], axis=-1)
+    arrival = edges if num_stages > 1 else ends
+    stages = np.empty((*work.compute.shape, 2))
+    done = np.zeros(work.compute.shape[:-1])
+    for stage in range(num_stages):
+        stages[..., stage, 0] = np.maximum(done, arrival[..., stage, None])
+        stages[..., stage, 1] = done = stages[..., stage, 0] + work.compute[..., stage]
+    return Schedule(transfers, stages, _schedule_returns(work, stages, ends[..., -1]))
+
+
+def _schedule_returns(work: Work, stages: np.ndarray, fetched: np.ndarray) -> np.ndarray:
+    if work.returns is None:
+        return np.zeros((*fetched.shape, 0, 2))
+    returns = np.empty((*work.returns.shape, 2))
+    computed = stages[..., -work.returns.shape[-1] :, 1].max(axis=-2)
+    free = fetched
+    for transfer in range(work.returns.shape[-1]):
+        returns[..., transfer, 0] = np.maximum(free, computed[..., transfer])
+        returns[..., transfer, 1] = free = returns[..., transfer, 0] + work.returns[..., transfer]
+    return returns

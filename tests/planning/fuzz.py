@@ -1,0 +1,124 @@
+"""Random masks and options of `plan_context`, and everything that a plan has to keep."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmagi import AttnMask, masks
+from jaxmagi.planning import ContextPlan, CostModel, GroupCastSpec, PlanStages, plan_context
+
+from ..cases import random_bands
+from .oracle import NAMED_LAYOUTS, assert_same, check_plan, group_cast
+
+_MOST_RANKS, _MOST_SHARD = 12, 20
+_STAGES = (1, 2, 3, 4, 6, (1, 3), (4, 2), "auto")
+
+
+class Problem(NamedTuple):
+    """A mask and arguments of `plan_context`."""
+
+    mask: AttnMask
+    arguments: dict[str, Any]
+
+
+def random_problem(seed: int) -> Problem:
+    """Of any mask, number of ranks and of hosts, chunk size, layout and staging."""
+    rng = np.random.default_rng(seed)
+    cp_size, shard = int(rng.integers(1, _MOST_RANKS + 1)), int(rng.integers(1, _MOST_SHARD + 1))
+    length = int(rng.integers(cp_size * (shard - 1), cp_size * shard)) + 1
+    arguments: dict[str, Any] = {
+        "cp_size": cp_size,
+        "num_stages": _STAGES[rng.integers(len(_STAGES))],
+        "cost": _random_cost(rng),
+    }
+    kind = rng.integers(len(NAMED_LAYOUTS) + 1)
+    if kind == len(NAMED_LAYOUTS):
+        arguments["layout"] = _random_layout(rng, length, cp_size)
+    else:
+        arguments["layout"] = NAMED_LAYOUTS[kind]
+        if arguments["layout"] == "balanced":
+            arguments["chunk_size"] = int(rng.integers(1, -(-length // cp_size) + 1))
+    return Problem(_random_mask(rng, length), arguments)
+
+
+def _random_cost(rng: np.random.Generator) -> CostModel:
+    """Links from too slow to hide to so fast that they take no time."""
+    link, network = 10.0 ** rng.uniform(-4, 4, 2)
+    heads = 2 ** rng.integers(0, 4, 2)
+    return CostModel(
+        link_gb_per_second=float(link),
+        network_gb_per_second=float(network),
+        ranks_per_host=int(rng.integers(1, 9)),
+        num_heads=int(heads[0] * heads[1]),
+        num_kv_heads=int(heads[0]),
+        head_dim=int(rng.integers(1, 300)),
+        latency_us=float(rng.choice([0.0, 15.0])),
+    )
+
+
+def _random_layout(rng: np.random.Generator, length: int, cp_size: int) -> np.ndarray:
+    padding = -length % cp_size + cp_size * int(rng.integers(0, 3))
+    tokens = np.concatenate([np.arange(length), np.full(padding, -1)])
+    run = int(rng.integers(1, 12))
+    runs = [tokens[i : i + run] for i in range(0, len(tokens), run)]
+    return np.concatenate([runs[i] for i in rng.permutation(len(runs))])
+
+
+def _random_mask(rng: np.random.Generator, length: int) -> AttnMask:
+    parts = np.diff(np.sort(rng.integers(0, length + 1, int(rng.integers(0, 6)))), prepend=0, append=length)
+    lengths = parts[parts > 0].tolist()
+    left, right = rng.integers(0, length + 1, 2).tolist()
+    random = AttnMask.from_bands(
+        random_bands(rng, length, length, int(rng.integers(1, 12))), q_len=length, kv_len=length
+    )
+    several = [
+        masks.causal(length),
+        masks.full(length),
+        masks.sliding_window(length, left, right),
+        masks.documents(lengths),
+        masks.documents(lengths, inner="full"),
+        masks.documents(lengths, inner=(left, 0)),
+        masks.shared_prefix(lengths[0], lengths[1:]),
+        masks.block_causal(length, max(1, left)),
+        random,
+        random,
+        random,
+    ]
+    return several[rng.integers(len(several))]
+
+
+def check_problem(problem: Problem) -> ContextPlan:
+    """The plan, if it is right, and the same again."""
+    plan = plan_context(problem.mask, **problem.arguments)
+    check_plan(problem.mask, plan)
+    for stages in (plan.forward_stages, plan.backward_stages):
+        check_gradients(plan, stages)
+    assert plan.pad_to(plan.capacity).capacity == plan.capacity
+    assert_same(plan_context(problem.mask, **problem.arguments), plan)
+    return plan
+
+
+def check_gradients(plan: ContextPlan, stages: PlanStages) -> None:
+    """What every rank returns for the rows that it received arrives at their owners, once."""
+    shards = np.asarray(plan.token_order).reshape(plan.cp_size, -1)
+    for spec in stages.transfers:
+        received = group_cast(spec, shards, fill=-1)
+        returned = np.random.default_rng(0).integers(1, 1000, received.shape)
+        expected = np.zeros(plan.length, np.int64)
+        np.add.at(expected, received[received >= 0], returned[received >= 0])
+        owned = shards >= 0
+        np.testing.assert_array_equal(group_reduce(spec, returned)[owned], expected[shards[owned]])
+
+
+def group_reduce(spec: GroupCastSpec, rows: np.ndarray) -> np.ndarray:
+    """The sums ``[cp, input_rows]`` of rows ``[cp, output_rows]``, sent back where they came from."""
+    cp = len(rows)
+    buffers = np.zeros((cp, cp, spec.pair_rows), np.int64)
+    sums = np.zeros((cp, spec.input_rows), np.int64)
+    for dst in range(cp):
+        for src, slot, row, length in np.asarray(spec.receives)[dst]:
+            buffers[src, dst, slot : slot + length] += rows[dst, row : row + length]
+    for src in range(cp):
+        for dst, slot, row, length in np.asarray(spec.sends)[src]:
+            sums[src, row : row + length] += buffers[src, dst, slot : slot + length]
+    return sums

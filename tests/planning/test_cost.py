@@ -1,0 +1,140 @@
+"""The model of the machine: tiles, links, and the times that follow."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmagi import masks
+from jaxmagi.masks import geometry
+from jaxmagi.planning import CostModel, plan_context
+from jaxmagi.planning._compiled import planner
+from jaxmagi.planning._cost import Tile
+from jaxmagi.planning._schedule import Work, busiest_links, count_tiles, schedule
+
+from ..cases import random_bands
+
+SLOW = CostModel(
+    tflops=1e-3, backward_tflops=1e-3, partial_tile_cost=2.0, link_gb_per_second=1e-3,
+    network_gb_per_second=1e-4, ranks_per_host=2, memory_gb_per_second=1e-3, latency_us=0.0,
+    network_latency_us=0.0, num_heads=1, num_kv_heads=1, head_dim=64,
+)  # fmt: skip
+
+
+def tiles_by_rows(band: np.ndarray, rows: int, keys: int, size: int) -> tuple[int, int]:
+    """Full and partial tiles of one band, from the dense mask."""
+    dense = geometry.to_dense(band[None], size, size) > 0
+    full = partial = 0
+    for begin in range(0, size, rows):
+        tile = dense[begin : begin + rows]
+        seen = np.flatnonzero(tile.any(axis=0))
+        if seen.size:
+            tiles = -(-(seen[-1] + 1 - seen[0]) // keys)
+            whole = int(tile.all(axis=0).sum()) // keys if len(tile) == rows else 0
+            full, partial = full + whole, partial + tiles - whole
+    return full, partial
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (4, 3), (24, 8), (7, 16)])
+@pytest.mark.parametrize("seed", range(6))
+def test_tiles_are_those_of_the_dense_mask(seed: int, rows: int, keys: int) -> None:
+    bands = random_bands(np.random.default_rng(seed), 96, 96, 12)
+    counted = planner().tile_counts(bands, rows, keys)
+    np.testing.assert_array_equal(counted, [tiles_by_rows(band, rows, keys, 96) for band in bands])
+
+
+def test_tiles_of_the_backward_pass_own_keys() -> None:
+    """A causal triangle is its own mirror image: 8 x 4 tiles forward are 4 x 8 backward."""
+    bands = np.asarray(masks.documents([37, 27]).bands)
+    forward, backward = CostModel().forward._replace(tile=Tile(4, 8)), CostModel().backward
+    mirrored = np.array([[0, 37, 0, 37, 0, 2**30], [37, 64, 37, 64, 0, 2**30]], np.int32)
+    counted = count_tiles(mirrored, backward._replace(tile=Tile(8, 4)))
+    np.testing.assert_array_equal(counted, count_tiles(bands[bands.any(axis=1)], forward))
+
+
+def test_tiles_are_those_of_the_kernels() -> None:
+    assert CostModel().forward.tile == (24, 80)  # eight heads of a group at each of 24 queries
+    assert CostModel(num_heads=8, num_kv_heads=8).forward.tile == (192, 80)
+    assert CostModel(num_heads=32, num_kv_heads=1, head_dim=64).forward.tile == (12, 128)
+    assert CostModel(num_heads=6, num_kv_heads=1, head_dim=200).forward.tile == (64, 80)
+    assert CostModel().backward.tile == (64, 128)
+    assert CostModel(head_dim=256).backward.tile == (64, 64)
+
+
+def test_head_dimensions_are_filled_up() -> None:
+    times = [CostModel(head_dim=dim).forward.cell_seconds for dim in (65, 96, 128)]
+    assert times[0] == times[1] < times[2]
+    assert CostModel(num_heads=128).forward.cell_seconds == 2 * CostModel().forward.cell_seconds
+
+
+def test_busiest_link_decides() -> None:
+    """Rows [rank, sent or received, within a host or between hosts]."""
+    rows = np.zeros((3, 2, 2), np.int64)
+    rows[1, 0, 0], rows[2, 1, 0] = 40, 70
+    assert SLOW.transfer_seconds(busiest_links(rows), 10) == pytest.approx(700 / 1e6)
+    rows[0, 1, 1] = 8
+    assert SLOW.transfer_seconds(busiest_links(rows), 10) == pytest.approx(80 / 1e5)
+    assert SLOW.transfer_seconds(busiest_links(0 * rows), 10) == 0
+
+
+def test_cells_that_take_as_long_as_a_row() -> None:
+    """Over the slowest link between so many ranks: 256 bytes, and 256 operations a cell at 1e9 a second."""
+    assert (SLOW.cells_per_row(2), SLOW.cells_per_row(3)) == (1000, 10_000)
+
+
+def test_predicted_seconds_of_a_known_plan() -> None:
+    """Two ranks of 192 rows: the forward pass has tiles of 192 x 128, the backward pass of 128 x 128."""
+    plan = plan_context(masks.causal(384), 2, layout="contiguous", num_stages=1)
+    report = plan.report(SLOW)
+    cells, tile = 4 * 64 / 1e9, 192 * 128
+    fetch = 192 * SLOW.row_bytes / 1e6
+    # Rank 1 has two tiles of its own triangle, and two of the received keys, of which one is full.
+    assert report.predicted_seconds == pytest.approx(fetch + (1 + 2 * 3) * tile * cells)
+    two = plan_context(masks.causal(384), 2, layout="contiguous", num_stages=2).report(SLOW)
+    own, merge = 2 * 2 * tile * cells, SLOW.merge_seconds(192)
+    received = (1 + 2) * tile * cells
+    assert two.predicted_seconds == pytest.approx(max(own, fetch) + received + merge)
+    # By keys [0, 128), [128, 192) | [192, 256), [256, 384): 2 + 1 partial tiles, then 2, and 1 full and 1.
+    back = (1 + 2 * 6) * 128 * 128 * 10 * 64 / 1e9
+    gradients = fetch * 4 / 2  # in fp32
+    assert report.predicted_backward_seconds == pytest.approx(fetch + back + gradients)
+
+
+def test_traffic_between_hosts() -> None:
+    """Four ranks on two hosts: of the keys before the own ones, those of the same host take NVLink."""
+    plan = plan_context(masks.causal(400), 4, layout="contiguous", num_stages=2)
+    report = plan.report(SLOW)
+    np.testing.assert_array_equal(report.rows_received, [0, 100, 200, 300])
+    np.testing.assert_array_equal(report.network_rows_received, [0, 0, 200, 200])
+    np.testing.assert_array_equal(report.network_rows_sent, [200, 200, 0, 0])
+    np.testing.assert_array_equal(plan.report().network_rows_received, 0)
+
+
+def test_gradients_return_when_all_ranks_have_them() -> None:
+    compute = np.array([[2.0, 3.0, 1.0], [2.0, 1.0, 1.0]])
+    work = Work(compute, np.array([1.0, 5.0]), np.array([2.0, 4.0]))
+    plan = schedule(work)
+    np.testing.assert_array_equal(plan.transfers, [[0, 1], [1, 6]])
+    np.testing.assert_array_equal(plan.stages[..., 1], [[2, 5, 7], [2, 3, 7]])
+    np.testing.assert_array_equal(plan.returns, [[6, 8], [8, 12]])
+    assert plan.seconds == 12
+    assert schedule(work._replace(returns=None)).seconds == 7
+
+
+BAD = [
+    ({"tflops": 0}, "CostModel.tflops must be a positive number, but it is 0"),
+    ({"latency_us": -1}, "latency_us .* -1"),
+    ({"network_gb_per_second": float("inf")}, "network_gb_per_second .* inf"),
+    ({"ranks_per_host": 2.0}, "ranks_per_host must be an integer .* 2.0"),
+    ({"num_heads": 6, "num_kv_heads": 4}, "num_heads=6 is no multiple of num_kv_heads=4"),
+    *[
+        ({"head_dim": value}, f"head_dim .* but it is {value!r}")
+        for value in (float("nan"), True, "fast", None)
+    ],
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_cost_model_refuses_nonsense(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CostModel(**arguments)

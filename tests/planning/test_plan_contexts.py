@@ -1,0 +1,88 @@
+"""Several masks on one layout, for models whose layers differ."""
+
+import doctest
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxmagi import AttnMask, masks
+from jaxmagi.planning import CostModel, plan_context, plan_contexts
+
+from ..cases import document_lengths, random_bands
+from .oracle import assert_same, check_plan
+
+LENGTHS = document_lengths(1 << 16)
+FULL, WINDOW = masks.documents(LENGTHS), masks.documents(LENGTHS, inner=(1023, 0))
+
+
+def weighted_imbalance(weights: tuple[int, int], plans: Any) -> float:
+    areas = np.array(weights) @ np.stack([plan.report().area for plan in plans])
+    return float(areas.max() / areas.mean())
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (1, 5), (1, 100), (7, 1)])
+def test_the_weighted_sum_is_balanced(weights: tuple[int, int]) -> None:
+    plans = plan_contexts([FULL, WINDOW], 8, weights=weights, chunk_size=256)
+    np.testing.assert_array_equal(plans[0].token_order, plans[1].token_order)
+    assert weighted_imbalance(weights, plans) <= 1.015
+
+
+def test_layouts_for_one_of_the_masks_do_not_balance_the_sum() -> None:
+    for first, second in ((FULL, WINDOW), (WINDOW, FULL)):
+        layout = plan_context(first, 8, chunk_size=256).token_order
+        plans = [plan_context(mask, 8, layout=layout) for mask in (first, second)]
+        assert weighted_imbalance((1, 20), sorted(plans, key=lambda plan: -plan.report().area.sum())) > 1.03
+
+
+def test_weights_are_numbers_of_layers() -> None:
+    """A mask with weight 3 is that mask three times."""
+    once = plan_contexts([FULL, WINDOW], 4, weights=[1, 3], num_stages=1)
+    thrice = plan_contexts([FULL, WINDOW, WINDOW, WINDOW], 4, num_stages=1)
+    np.testing.assert_array_equal(once[0].token_order, thrice[0].token_order)
+
+
+def test_one_mask_is_planned_as_alone() -> None:
+    (plan,) = plan_contexts([FULL], 8)
+    assert_same(plan, plan_context(FULL, 8))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_plan_is_right(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    length, cp_size = int(rng.integers(1, 120)), int(rng.integers(1, 7))
+    several = [
+        AttnMask.from_bands(random_bands(rng, length, length, 8), q_len=length, kv_len=length)
+        for _ in range(int(rng.integers(1, 4)))
+    ]
+    weights = rng.integers(1, 9, len(several)).tolist()
+    cost = CostModel(ranks_per_host=2)
+    plans = plan_contexts(several, cp_size, weights=weights, num_stages=(1, 2), cost=cost)
+    for mask, plan in zip(several, plans, strict=True):
+        check_plan(mask, plan)
+
+
+def test_the_example_of_the_docstring() -> None:
+    module = sys.modules[plan_contexts.__module__]
+    result = doctest.testmod(module, extraglobs={"masks": masks})
+    assert (result.failed, result.attempted) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("several", "options", "message"),
+    [
+        ([], {}, r"at least one, but their lengths are \[\]"),
+        ([masks.causal(8), masks.causal(9)], {}, r"lengths are \[8, 9\]"),
+        ([masks.causal(8)], {"weights": [1, 2]}, "2 weights for 1 masks"),
+        ([masks.causal(8)], {"weights": [0]}, r"weights\[0\] .* 0"),
+        ([masks.causal(8)], {"weights": [0.5]}, r"weights\[0\] .* 0.5"),
+        ([masks.full(2**30)], {"weights": [9]}, r"weights=\[9\] .* 64 bits"),
+        ([masks.causal(4, 8)], {}, "q_len=4 and kv_len=8"),
+        ([masks.causal(8)], {"chunk_size": 9}, "chunk_size .* 9"),
+        ([masks.causal(8)], {"cost": 3}, "cost must be a CostModel, but it is 3"),
+    ],
+)
+def test_bad_arguments(several: list[AttnMask], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_contexts(several, 2, **options)
