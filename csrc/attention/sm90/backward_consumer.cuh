@@ -123,6 +123,14 @@ protected:
         named_barrier_sync(kLogitsWritten, Config::kConsumerThreads);
     }
 
+    // dV is finished, dQ left running.
+    __device__ __forceinline__ void begin_dv_and_dq(QueryGradient& dq, ValueGradient& dv, Operand& ds_operand,
+                                                    const Logits& p, const Logits& ds) const {
+        begin_dv_and_share(dv, ds_operand, p, ds);
+        static_cast<const Order&>(*this).begin_dq(dq);
+        finish_dv(dv);
+    }
+
     // With one product begun after it.
     __device__ __forceinline__ void finish_dv(ValueGradient& dv) const {
         wgmma_wait<1>();

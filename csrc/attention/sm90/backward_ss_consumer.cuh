@@ -33,16 +33,15 @@ template <typename Config> struct BackwardSsConsumer : BackwardConsumer<Config, 
     }
 
 private:
-    using Base::await_dout, Base::begin_dp, Base::begin_dv_and_share, Base::begin_logits, Base::finish_dv, Base::sender;
+    friend Base;
+    using Base::await_dout, Base::begin_dp, Base::begin_dv_and_dq, Base::begin_logits, Base::sender;
 
     // dV is finished and dQ handed over, dK left running.
     __device__ __forceinline__ void begin_sums(KeyGradient& dk, ValueGradient& dv, const Logits& p,
                                                const Logits& ds) const {
         Operand ds_operand;
-        begin_dv_and_share(dv, ds_operand, p, ds);
         QueryGradient dq;
-        begin_dq(dq);
-        finish_dv(dv);
+        begin_dv_and_dq(dq, dv, ds_operand, p, ds);
         begin_dk(dk);
         wgmma_wait<1>();
         pin(dq);
