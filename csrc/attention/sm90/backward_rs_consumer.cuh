@@ -44,18 +44,6 @@ template <typename Config> struct BackwardRsConsumer : BackwardConsumer<Config, 
         }
     }
 
-    __device__ __forceinline__ void finish(KeyGradient& dk, ValueGradient& dv, Logits& p, Logits& ds) {
-        Operand ds_operand;
-        QueryGradient dq;
-        begin_dv_and_dq(dq, dv, ds_operand, p, ds);
-        begin_dk(dk, ds_operand, step);
-        wgmma_wait<1>();
-        pin(dq);
-        sender().send(dq);
-        Base::template finish_dk<0>(dk, step);
-        ++step;
-    }
-
 private:
     friend Base;
     using Base::await_dout, Base::begin_dp, Base::begin_dv_and_dq, Base::begin_logits, Base::sender;
