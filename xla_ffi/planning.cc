@@ -182,8 +182,8 @@ void bind_planning(nb::module_& m) {
     });
     m.def("tile_counts", tile_counts, nb::arg("bands"), nb::arg("rows"), nb::arg("keys"));
     m.def("merge_bands", merge_bands, nb::arg("bands"));
-    m.def("balanced_owners", balanced_owners, nb::arg("masks"), nb::arg("weights"), nb::arg("length"), nb::arg("cp_size"),
-          nb::arg("chunk_size"), nb::arg("cells_per_row"), "The rank of each chunk: int32 [n].");
+    m.def("balanced_owners", balanced_owners, nb::arg("masks"), nb::arg("weights"), nb::arg("length"),
+          nb::arg("cp_size"), nb::arg("chunk_size"), nb::arg("cells_per_row"), "The rank of each chunk: int32 [n].");
     m.def("token_order", token_order, nb::arg("owners"), nb::arg("length"), nb::arg("cp_size"), nb::arg("chunk_size"));
     m.def("place_copies", place_copies, nb::arg("copies"), nb::arg("by_row"));
     bind_routing(m);

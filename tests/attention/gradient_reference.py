@@ -46,7 +46,8 @@ class Deviation(NamedTuple):
 
     That one rounds the probabilities, the output, the gradients of the logits and the result to the operands'
     dtype, and does the rest in fp64. What probabilities are relative to when they are rounded is up to a
-    kernel, and what becomes of large ones is luck then: what counts is the worst of `_SCALES`.
+    kernel, and what becomes of large ones is luck then: of `_SCALES`, the largest error of all and their
+    mean square count.
     """
 
     largest: float

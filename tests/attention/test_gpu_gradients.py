@@ -68,6 +68,15 @@ def test_groups(rng: np.random.Generator, heads: int, kv_heads: int, dim: int) -
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("q_len", [5, 64, 79, 80, 81, 160])
+def test_few_queries(rng: np.random.Generator, q_len: int, dim: int, deterministic: bool) -> None:
+    """Less than a block of queries, whole blocks, and one more; the second example follows the last query."""
+    shape = Shape(q_len, KV_LEN, 4, 2, dim, dim, batch=2)
+    run_and_check_gradients(random_operands(rng, shape, count=8), shape, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_heads_in_turn_at_long_sequences(rng: np.random.Generator, dim: int, deterministic: bool) -> None:
     """Queries of several chunks, at each of which the heads of a group take turns."""

@@ -111,7 +111,8 @@ template <typename Config> struct BackwardMemory {
                          kStageBarriers = kSingleBarriers + 2 * kRuns,
                          kDone = kBarriers + 8 * (kStageBarriers + 2 * Config::kQStages + 2 * Config::kDoutStages),
                          kEnd = kDone + 8, kMostBytes = 227 * 1024, kAlignment = 1024;
-    // Where there is no room to align it, dynamic shared memory itself begins at a multiple: there is no other.
+    // Where there is no room to align it, dynamic shared memory has to begin at a multiple. It does: before it lie only
+    // the system's 1024 bytes, as load_backward checks. Were it declared to be aligned, ptxas would spill.
     static constexpr int kBytes = kEnd + kAlignment <= kMostBytes ? kEnd + kAlignment : kEnd;
     static_assert(kBytes <= kMostBytes);
 

@@ -13,10 +13,11 @@
 
 namespace jaxmagi::sm90 {
 
-// Order has the order of a step's products, and makes those for dK and dQ:
-//   advance(dk, dv, p, ds)   from the probabilities of a step and the gradients of its logits, with no product in
-//                            flight, to those of the next step
-//   finish(dk, dv, p, ds)    the last step
+// Order has the order of the products between two steps, and begins those for dQ and dK:
+//   advance(dk, dv, p, ds)        from the probabilities of a step and the gradients of its logits, with no product in
+//                                 flight, to those of the next step
+//   begin_dq(dq)                  the warpgroup's part, of the step in work
+//   begin_dk(dk, ds_operand, of)  of a step, from registers or from shared memory
 template <typename Config, typename Order> struct BackwardConsumer {
     using Element = typename Config::Element;
     using Logits = float[Config::kRows / 2];
@@ -98,7 +99,36 @@ protected:
 #pragma unroll 1
         for (int left = num_steps - 1; left > 0; --left)
             static_cast<Order&>(*this).advance(dk, dv, p, ds);
-        static_cast<Order&>(*this).finish(dk, dv, p, ds);
+        finish(dk, dv, p, ds);
+    }
+
+    // The last step.
+    __device__ __forceinline__ void finish(KeyGradient& dk, ValueGradient& dv, Logits& p, Logits& ds) {
+        begin_sums(dk, dv, p, ds);
+        finish_dk<0>(dk, step);
+        ++step;
+    }
+
+    // dV is finished and dQ handed over, dK left running.
+    __device__ __forceinline__ void begin_sums(KeyGradient& dk, ValueGradient& dv, const Logits& p,
+                                               const Logits& ds) const {
+        Operand ds_operand;
+        QueryGradient dq;
+        begin_dv_and_dq(dq, dv, ds_operand, p, ds);
+        static_cast<const Order&>(*this).begin_dk(dk, ds_operand, step);
+        wgmma_wait<1>();
+        pin(dq);
+        sender().send(dq);
+    }
+
+    // dV is finished, dQ left running.
+    __device__ __forceinline__ void begin_dv_and_dq(QueryGradient& dq, ValueGradient& dv, Operand& ds_operand,
+                                                    const Logits& p, const Logits& ds) const {
+        begin_dv_and_share(dv, ds_operand, p, ds);
+        static_cast<const Order&>(*this).begin_dq(dq);
+        wgmma_wait<1>();
+        pin(dv);
+        release(memory.dout_empty(step));
     }
 
     // With so many products begun after it.
@@ -121,13 +151,6 @@ protected:
         wgmma_commit();
         fence_shared_for_async();
         named_barrier_sync(kLogitsWritten, Config::kConsumerThreads);
-    }
-
-    // With one product begun after it.
-    __device__ __forceinline__ void finish_dv(ValueGradient& dv) const {
-        wgmma_wait<1>();
-        pin(dv);
-        release(memory.dout_empty(step));
     }
 
     // Returns whether the step has rows without logits.

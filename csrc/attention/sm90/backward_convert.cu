@@ -74,11 +74,15 @@ __device__ __forceinline__ void store(const ConvertArguments& args, int64_t at, 
     }
 }
 
+// Queries of a row block whose sums are transposed.
+constexpr int kTransposedRows = 80;
+static_assert(has_transposed_sums(row_block_of(kTransposedRows)));
+
 // Of transposed sums, with at most 128 columns. A thread has 8 columns, which are 8 rows of an accumulator, of every
 // eighth query.
 template <typename Element>
 __global__ void __launch_bounds__(kWarpgroupThreads) convert_transposed(const __grid_constant__ ConvertArguments args) {
-    constexpr int kRowBlock = 80;
+    constexpr int kRowBlock = kTransposedRows;
     const ConvertedBlock<kRowBlock> block{args};
     const int thread = threadIdx.x, first = thread % 32 / 4, eight = thread / 32 * 4 + thread % 4;
     // Where the first column lies: panel, warp and half of the accumulator, and the pair and place of the query.

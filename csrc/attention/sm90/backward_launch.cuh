@@ -33,9 +33,15 @@ inline BackwardArguments make_arguments(const BackwardParams& params, const Back
             .scale = params.scale};
 }
 
+// Static shared memory would lie before the dynamic one, which has to be aligned: see BackwardMemory.
 template <typename Config> cudaError_t load_backward() {
-    return cudaFuncSetAttribute(backward_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                BackwardMemory<Config>::kBytes);
+    using Memory = BackwardMemory<Config>;
+    cudaFuncAttributes attributes;
+    if (const cudaError_t error = cudaFuncGetAttributes(&attributes, backward_kernel<Config>); error != cudaSuccess)
+        return error;
+    if (attributes.sharedSizeBytes % Memory::kAlignment != 0)
+        return cudaErrorMisalignedAddress;
+    return cudaFuncSetAttribute(backward_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize, Memory::kBytes);
 }
 
 template <typename Config> cudaError_t encode_maps(const BackwardParams& params, BackwardTensorMaps* maps) {

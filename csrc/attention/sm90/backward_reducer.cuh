@@ -7,11 +7,12 @@
 // The reducer warp: adds the gradients of blocks of queries to those in global memory.
 //
 // Where the order of sums is fixed, a block of queries counts the additions that were made, and each waits for its
-// turn: tiles of keys come from the first to the last, the bands of a tile from the last of the plan to the first. Tiles
-// are taken in that order too, and work through blocks and query heads in the same order, so that an addition only waits
-// for tiles that running CTAs have taken, and the first of those that are not done waits for nothing. Under a causal mask
-// the first tiles are the longest, and the blocks that all have come first: there a CTA is one step behind another, not
-// more. What a tile shares with the next one are the bands of its last keys: it begins with them, and the next one ends.
+// turn: tiles of keys come from the first to the last, the bands of a tile from the last of the plan to the first.
+// Tiles are taken in that order too, so that an addition only waits for tiles that running CTAs have taken, and the
+// first of those that are not done waits for nothing. All work through blocks and query heads in the same order: under
+// a causal mask the first tiles are the longest, and the blocks that all have come first, so that a CTA is one step
+// behind another, not more. What a tile shares with the next one are the bands of its last keys: it begins with them,
+// and the next one ends.
 
 namespace jaxmagi::sm90 {
 

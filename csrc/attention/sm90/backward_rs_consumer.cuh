@@ -44,20 +44,9 @@ template <typename Config> struct BackwardRsConsumer : BackwardConsumer<Config, 
         }
     }
 
-    __device__ __forceinline__ void finish(KeyGradient& dk, ValueGradient& dv, Logits& p, Logits& ds) {
-        Operand ds_operand;
-        QueryGradient dq;
-        begin_dv_and_dq(dq, dv, ds_operand, p, ds);
-        begin_dk(dk, ds_operand, step);
-        wgmma_wait<1>();
-        pin(dq);
-        sender().send(dq);
-        Base::template finish_dk<0>(dk, step);
-        ++step;
-    }
-
 private:
-    using Base::await_dout, Base::begin_dp, Base::begin_dv_and_share, Base::begin_logits, Base::finish_dv, Base::sender;
+    friend Base;
+    using Base::await_dout, Base::begin_dp, Base::begin_dv_and_dq, Base::begin_logits, Base::sender;
 
     // The gradients have to be found beside the product that is waited for next. ptxas would move them behind the
     // wait; it does not move a store whose condition (all but never true, and then it does no harm) depends on them.
@@ -68,14 +57,6 @@ private:
             bits |= __float_as_uint(ds[i]);
         if (bits == 1u)
             memory.done() = 0;
-    }
-
-    // dV is finished, dQ left running.
-    __device__ __forceinline__ void begin_dv_and_dq(QueryGradient& dq, ValueGradient& dv, Operand& ds_operand,
-                                                    const Logits& p, const Logits& ds) const {
-        begin_dv_and_share(dv, ds_operand, p, ds);
-        begin_dq(dq);
-        finish_dv(dv);
     }
 
     // 64 queries by 64 columns: with 128 queries those of the warpgroup, otherwise a panel of the columns.

@@ -11,7 +11,8 @@
 namespace jaxmagi::sm90 {
 
 // Items of a plan are sorted by section, then by rank of their tile, then by key head. A section is a number of key
-// heads (of any example, where one mask serves all) whose queries stay in the L2 cache, or as few as there may be.
+// heads (of any example, where one mask serves all) whose queries stay in the L2 cache, or as few as the balance of
+// work allows, or, where the order of sums is fixed, at least so many that tiles seldom wait.
 // Ranks are those of the plan, longest tile first, or, where the order of sums is fixed, from the first tile to the
 // last.
 struct BackwardSchedule {

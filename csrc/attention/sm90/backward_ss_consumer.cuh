@@ -26,28 +26,9 @@ template <typename Config> struct BackwardSsConsumer : BackwardConsumer<Config, 
         Base::template to_gradients<0>(p, ds, has_blind_rows);
     }
 
-    __device__ __forceinline__ void finish(KeyGradient& dk, ValueGradient& dv, Logits& p, Logits& ds) {
-        begin_sums(dk, dv, p, ds);
-        Base::template finish_dk<0>(dk, step);
-        ++step;
-    }
-
 private:
-    using Base::await_dout, Base::begin_dp, Base::begin_dv_and_share, Base::begin_logits, Base::finish_dv, Base::sender;
-
-    // dV is finished and dQ handed over, dK left running.
-    __device__ __forceinline__ void begin_sums(KeyGradient& dk, ValueGradient& dv, const Logits& p,
-                                               const Logits& ds) const {
-        Operand ds_operand;
-        begin_dv_and_share(dv, ds_operand, p, ds);
-        QueryGradient dq;
-        begin_dq(dq);
-        finish_dv(dv);
-        begin_dk(dk);
-        wgmma_wait<1>();
-        pin(dq);
-        sender().send(dq);
-    }
+    friend Base;
+    using Base::await_dout, Base::begin_dp, Base::begin_logits, Base::begin_sums;
 
     // Transposed: a panel of the columns by all queries.
     __device__ __forceinline__ void begin_dq(QueryGradient& dq) const {
@@ -63,9 +44,9 @@ private:
     }
 
     // From the warpgroup's own panel of gradients of logits.
-    __device__ __forceinline__ void begin_dk(KeyGradient& dk) const {
-        const SwizzledOperand ds(memory.logits(step) + warpgroup * Config::kRows * kPanelRowBytes, kUnused);
-        const SwizzledOperand q(memory.q(step), Config::kRows * kPanelRowBytes);
+    __device__ __forceinline__ void begin_dk(KeyGradient& dk, const Operand&, unsigned of) const {
+        const SwizzledOperand ds(memory.logits(of) + warpgroup * Config::kRows * kPanelRowBytes, kUnused);
+        const SwizzledOperand q(memory.q(of), Config::kRows * kPanelRowBytes);
         pin(dk);
         wgmma_fence();
 #pragma unroll

@@ -17,7 +17,7 @@ struct BackwardWorkspace {
     int blocks_per_head;  // row blocks
     int key_tiles;
     // The first three are to be set to zero, and lie side by side.
-    float* dq;     // [batch, heads, blocks_per_head, row_block · dim of the kernel]: see RowBlock
+    float* dq;     // [batch, heads, blocks_per_head, row_block · dim of the kernel]: see has_transposed_sums
     int* counter;  // of items that were taken
     int* turns;    // [batch, heads, blocks_per_head]: how many additions to dq are done. Deterministic runs only
     int64_t bytes_to_clear;
