@@ -48,6 +48,12 @@ def test_one_mask_is_planned_as_alone() -> None:
     assert_same(plan, plan_context(FULL, 8))
 
 
+def test_each_mask_may_have_its_own_number_of_stages() -> None:
+    stages = [2, (1, 3)]
+    plans = plan_contexts([FULL, WINDOW], 8, num_stages=stages)
+    assert [plan.stage_counts for plan in plans] == stages
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_every_plan_is_right(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -79,6 +85,8 @@ def test_the_example_of_the_docstring() -> None:
         ([masks.causal(8)], {"weights": [0.5]}, r"weights\[0\] .* 0.5"),
         ([masks.full(2**30)], {"weights": [9]}, r"weights=\[9\] .* 64 bits"),
         ([masks.causal(4, 8)], {}, "q_len=4 and kv_len=8"),
+        ([masks.causal(8)], {"num_stages": [1, 2]}, r"num_stages=\[1, 2\] for 1 masks"),
+        ([masks.causal(8)], {"num_stages": [0]}, "num_stages .* 0"),
         ([masks.causal(8)], {"chunk_size": 9}, "chunk_size .* 9"),
         ([masks.causal(8)], {"cost": 3}, "cost must be a CostModel, but it is 3"),
     ],
