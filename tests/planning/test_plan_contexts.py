@@ -43,9 +43,12 @@ def test_weights_are_numbers_of_layers() -> None:
     np.testing.assert_array_equal(once[0].token_order, thrice[0].token_order)
 
 
-def test_one_mask_is_planned_as_alone() -> None:
-    (plan,) = plan_contexts([FULL], 8)
-    assert_same(plan, plan_context(FULL, 8))
+@pytest.mark.parametrize("weight", [1, 2**30])
+def test_one_mask_is_planned_as_alone(weight: int) -> None:
+    """Also where a row that travels takes 2**53 cells."""
+    for cost in (CostModel(), CostModel(network_gb_per_second=0.01)):
+        (plan,) = plan_contexts([FULL], 16, weights=[weight], cost=cost)
+        assert_same(plan, plan_context(FULL, 16, cost=cost))
 
 
 def test_each_mask_may_have_its_own_number_of_stages() -> None:
