@@ -102,12 +102,15 @@ def local_batch(sequences: list[Packed], window: int) -> Batch:
 class ContextBatches:
     """Plans sequences, and turns them with their plans into batches on a data x context mesh.
 
-    The capacities of the plans only grow, so that the training step compiles once, or a few times at most.
+    All plans have as many stages as those of ``example``, which every host has to give alike, and their
+    capacities only grow, so that the training step compiles once, or a few times at most.
     """
 
-    def __init__(self, mesh: jax.sharding.Mesh, window: int):
+    def __init__(self, mesh: jax.sharding.Mesh, window: int, example: Packed):
         self.window = window
         self.cp_size = mesh.shape["context"]
+        plans = jaxmagi.plan_contexts(document_masks(example, window), self.cp_size)
+        self.num_stages = [plan.stage_counts for plan in plans]
         self.sharding = NamedSharding(mesh, P("data", "context"))
         self.capacities: list[jaxmagi.PlanCapacity | None] = [None, None]
 
@@ -123,10 +126,8 @@ class ContextBatches:
 
     def plan(self, sequence: Packed) -> Plans:
         """The plans of the even and of the odd layers, on one layout that balances them together."""
-        # One number of stages for all, since it is part of what a compilation depends on.
-        window, full = jaxmagi.plan_contexts(
-            document_masks(sequence, self.window), self.cp_size, num_stages=1
-        )
+        sequence_masks = document_masks(sequence, self.window)
+        window, full = jaxmagi.plan_contexts(sequence_masks, self.cp_size, num_stages=self.num_stages)
         return window, full
 
     def stack(self, kind: int, plans: Sequence[jaxmagi.ContextPlan]) -> jaxmagi.ContextPlan:
@@ -197,7 +198,7 @@ def main() -> None:
     mesh = make_mesh(arguments.data, arguments.context)
     config = to_config(arguments)
     sequences = functools.partial(packed_batches, arguments.seq_len, mesh.shape["data"])
-    to_batch = ContextBatches(mesh, arguments.window)
+    to_batch = ContextBatches(mesh, arguments.window, example=next(sequences())[0])
     label = "{data} x {context} mesh".format_map(mesh.shape)
     planned = jaxmagi.prefetch_plans(sequences(), lambda batch: list(map(to_batch.plan, batch)))
     with jax.set_mesh(mesh), planned:

@@ -158,12 +158,6 @@ void bind_routing(nb::module_& m) {
             },
             nb::arg("num_stages"), nb::arg("shares"), nb::arg("is_by_owner"), nb::keep_alive<0, 1>());
     nb::class_<Staging>(m, "Staging", "The keys of each rank and stage.")
-        .def("areas",
-             [](const Staging& self) {
-                 auto areas = released([&] { return self.areas(); });
-                 return to_numpy<int64_t>(std::move(areas),
-                                          {num_ranks(self), static_cast<size_t>(self.num_stages())});
-             })
         .def("traffic", traffic, nb::arg("ranks_per_host"))
         .def("most_received", &Staging::most_received)
         .def("bands", staged_bands)

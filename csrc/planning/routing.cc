@@ -43,14 +43,6 @@ std::vector<const Runs*> Staging::parts(int transfer) const {
     return parts;
 }
 
-std::vector<int64_t> Staging::areas() const {
-    std::vector<int64_t> areas;
-    for (int rank = 0; rank < routing_.num_ranks(); ++rank)
-        for (int stage = 0; stage < num_stages_; ++stage)
-            areas.push_back(visible_area(routing_.shards_[rank], keys(rank, stage)));
-    return areas;
-}
-
 std::vector<Traffic> Staging::traffic(int ranks_per_host) const {
     std::vector<Traffic> traffic(received_.size() * num_transfers());
     for (int transfer = 0; transfer < num_transfers(); ++transfer) {

@@ -42,8 +42,6 @@ public:
     int num_stages() const { return num_stages_; }
     int num_transfers() const { return num_stages_ > 1 ? num_stages_ - 1 : 1; }
 
-    // By rank, then stage: visible cells.
-    std::vector<int64_t> areas() const;
     // By rank, then transfer; hosts have so many ranks with consecutive numbers.
     std::vector<Traffic> traffic(int ranks_per_host) const;
     // The most rows that a rank receives in one transfer.

@@ -183,15 +183,6 @@ std::vector<Runs> split_remote_by_owner(const Shard& shard, int rank, int num_ra
     return split;
 }
 
-int64_t visible_area(const Shard& shard, const Runs& keys) {
-    check_meetings(shard.pieces | std::views::transform(keys_of), keys);
-    int64_t cells = 0;
-    for (const Piece& piece : shard.pieces)
-        for (const Run& run : meeting(keys, keys_of(piece)))
-            cells += area(crop_keys(piece.band, run));
-    return cells;
-}
-
 std::vector<Band> local_bands(const Shard& shard, const Runs& keys) {
     check_meetings(shard.pieces | std::views::transform(keys_of), keys);
     std::vector<Band> bands;

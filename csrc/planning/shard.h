@@ -35,9 +35,6 @@ std::vector<Runs> split_remote(const Shard& shard, std::span<const int32_t> shar
 std::vector<Runs> split_remote_by_owner(const Shard& shard, int rank, int num_ranks, const Owners& owners,
                                         std::span<const int32_t> shares);
 
-// Visible cells of the shard's rows and these keys.
-int64_t visible_area(const Shard& shard, const Runs& keys);
-
 // The bands between the shard's rows and a buffer of keys, in local coordinates, merged.
 std::vector<Band> local_bands(const Shard& shard, const Runs& keys);
 

@@ -8,6 +8,8 @@ import numpy as np
 from ..masks.geometry import area
 from ._compiled import planner
 
+_MOST_CELLS = 2**60  # of a time in cells, so that it stays within 64 bits
+
 
 class WeightedBands(NamedTuple):
     """The mask of ``weight`` layers, as bands int32 ``[S, 6]``."""
@@ -28,8 +30,9 @@ def balanced_owners(
 
     The largest area of a rank is at most 1 % above the mean (4.7 % where there are many ranks and areas
     differ much along the sequence), or that of chunks dealt largest first (LPT, Graham 1969) where that is
-    larger. Under a model in which rows take time, the slowest rank takes at most as long as with LPT of the
-    same groups of chunks; without, at most as many rows are received. ``csrc/planning/balance.h`` says how.
+    larger. Under a model in which rows take time, the slowest rank takes at most about 1 % longer than with
+    LPT of the same groups of chunks; without, at most as many rows are received. ``csrc/planning/balance.h``
+    says how.
 
     Several masks count by their weights. The rows that a rank receives are those that any of them asks for,
     and take the time of those of the mask with the largest area.
@@ -45,11 +48,12 @@ def balanced_owners(
         NotImplementedError: the chunks cut the mask into more than 2**22 pieces.
     """
     layers = max(masks, key=lambda mask: mask.area).weight
+    most = _MOST_CELLS // (length + cp_size * chunk)  # ranks neither send nor receive more rows
     return planner().balanced_owners(
         [np.ascontiguousarray(mask.bands, np.int32) for mask in masks],
         [mask.weight for mask in masks],
         length,
         cp_size,
         chunk,
-        cells_per_row * layers,
+        min(cells_per_row * layers, most),
     )

@@ -67,8 +67,9 @@ class CostModel:
         bytes_per_element: of keys and values.
 
     Raises:
-        ValueError: one of them is not a positive number (latencies may be 0), ``ranks_per_host``, a number of
-            heads or ``head_dim`` is no integer, or ``num_heads`` is no multiple of ``num_kv_heads``.
+        ValueError: one of them is not a number from 1e-12 to 1e12 (latencies may be 0), ``ranks_per_host``, a
+            number of heads, ``head_dim`` or ``bytes_per_element`` is no integer up to 2**30, or ``num_heads``
+            is no multiple of ``num_kv_heads``.
     """
 
     tflops: float = 680.0
@@ -88,9 +89,9 @@ class CostModel:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-            if not number or not (0 < value < np.inf or (value == 0 and name in _MAY_BE_ZERO)):
-                raise ValueError(f"CostModel.{name} must be a positive number, but it is {value!r}.")
-        for name in ("ranks_per_host", "num_heads", "num_kv_heads", "head_dim"):
+            if not number or not (1e-12 <= value <= 1e12 or (value == 0 and name in _MAY_BE_ZERO)):
+                raise ValueError(f"CostModel.{name} must be from 1e-12 to 1e12, but it is {value!r}.")
+        for name in ("ranks_per_host", "num_heads", "num_kv_heads", "head_dim", "bytes_per_element"):
             value = getattr(self, name)
             if not isinstance(value, int | np.integer) or value > 2**30:
                 raise ValueError(f"CostModel.{name} must be an integer up to 2**30, but it is {value!r}.")

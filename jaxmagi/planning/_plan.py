@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from ..masks._validation import is_traced
-from ._capacity import PlanCapacity, frozen, resize_axis, used_length
+from ._capacity import SAME_STAGES, PlanCapacity, StageCounts, frozen, resize_axis, used_length
 from ._cost import CostModel
 from ._draw import draw_plan
 from ._report import PlanReport, report_plan
@@ -52,7 +52,7 @@ class PlanStages:
         """The same with other static sizes. Raises ValueError if one is smaller than what is used."""
         bands = np.asarray(self.bands)
         used = PlanCapacity(used_length(bands.any(axis=-1)), copies=0, pair_rows=0, output_rows=0)
-        replace(capacity, backward=None).require(
+        replace(capacity, backward=None, num_stages=None).require(
             functools.reduce(PlanCapacity.union, [spec.used for spec in self.transfers], used)
         )
         transfers = tuple(
@@ -70,8 +70,8 @@ class ContextPlan:
     """How ``cp_size`` ranks share the attention of one mask. Built on the host by `jaxmagi.plan_context`.
 
     A registered pytree of int32 arrays. Each leads with the rank or with the dispatched tokens in rank order,
-    so ``PartitionSpec(axis_name)`` shards the whole plan. Only sizes are static: plans of one `capacity` and
-    one ``num_stages`` share a compilation.
+    so ``PartitionSpec(axis_name)`` shards the whole plan. Only sizes are static: plans of one `capacity`,
+    length and shard length share a compilation.
 
     A rank makes ``num_stages`` attention calls with its own queries. With one stage the keys are its own
     shard followed by the rows received in ``transfers[0]``. With more, stage 0 sees its own shard only and
@@ -87,7 +87,7 @@ class ContextPlan:
         transfers: one `GroupCastSpec` per transfer of keys and values: ``max(1, num_stages - 1)``.
         length: tokens of the sequence, without padding. Static.
         cp_size: number of ranks. Static.
-        num_stages: attention calls of a rank. Static.
+        num_stages: attention calls of a rank in the forward pass. Static.
         backward: bands and transfers of the backward pass, where that is staged in its own way; None where it
             takes those of the forward pass.
     """
@@ -112,15 +112,20 @@ class ContextPlan:
         return self.forward_stages if self.backward is None else self.backward
 
     @property
+    def stage_counts(self) -> StageCounts:
+        """The numbers of stages, as ``num_stages`` of other plans that are to share a compilation."""
+        return self.num_stages if self.backward is None else (self.num_stages, self.backward.num_stages)
+
+    @property
     def shard_length(self) -> int:
         """Tokens of each rank, padding included: ``T_padded // cp_size``, also in a part of a plan."""
         return self.transfers[0].input_rows
 
     @property
     def capacity(self) -> PlanCapacity:
-        """The static sizes of the arrays, to build other plans with (``plan_context(capacity=...)``)."""
+        """The static sizes and numbers of stages, for other plans (``plan_context(capacity=...)``)."""
         backward = None if self.backward is None else self.backward.capacity
-        return replace(self.forward_stages.capacity, backward=backward)
+        return replace(self.forward_stages.capacity, backward=backward, num_stages=self.stage_counts)
 
     @staticmethod
     def stack(plans: Sequence["ContextPlan"]) -> "ContextPlan":
@@ -136,7 +141,8 @@ class ContextPlan:
         hosts = [_on_host(plan, "ContextPlan.stack") for plan in plans]
         for name, values in _static_sizes(hosts).items():
             if len(set(values)) > 1:
-                raise ValueError(f"the plans to stack differ in {name}: {values}.")
+                advice = f": {SAME_STAGES}" if name == "num_stages" else ""
+                raise ValueError(f"the plans to stack differ in {name}: {values}{advice}.")
         capacity = functools.reduce(PlanCapacity.union, [plan.capacity for plan in hosts])
         padded = [plan.pad_to(capacity) for plan in hosts]
         return jax.tree.map(lambda *leaves: frozen(np.stack(leaves)), *padded)
@@ -147,10 +153,11 @@ class ContextPlan:
         Sizes may also shrink, to what the plan uses at least.
 
         Raises:
-            ValueError: a size is smaller than what the plan uses, or the plan is traced.
+            ValueError: a size is smaller than what the plan uses, ``capacity`` is for plans with other
+                numbers of stages, or the plan is traced.
         """
         _reject_traced(self, "pad_to")
-        self.capacity.union(capacity)  # raises where only one is for a backward pass of its own
+        self.capacity.union(capacity)  # raises where stages differ
         forward = self.forward_stages.pad_to(capacity)
         backward = self.backward and capacity.backward and self.backward.pad_to(capacity.backward)
         return replace(self, bands=forward.bands, transfers=forward.transfers, backward=backward)
@@ -185,10 +192,8 @@ class ContextPlan:
 
 def _static_sizes(plans: Sequence[ContextPlan]) -> dict[str, list[Any]]:
     """What plans have to agree in to be stacked."""
-    names = ("length", "cp_size", "shard_length", "num_stages")
-    sizes = {name: [getattr(plan, name) for plan in plans] for name in names}
-    backward = [None if plan.backward is None else plan.backward.num_stages for plan in plans]
-    return {**sizes, "backward.num_stages": backward}
+    sizes = {name: [getattr(plan, name) for plan in plans] for name in ("length", "cp_size", "shard_length")}
+    return {**sizes, "num_stages": [plan.stage_counts for plan in plans]}
 
 
 def _reject_traced(plan: ContextPlan, method: str) -> None:

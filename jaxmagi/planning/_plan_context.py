@@ -9,7 +9,7 @@ import numpy as np
 from ..masks import AttnMask
 from ..masks._validation import integer, is_traced
 from ._balance import WeightedBands
-from ._capacity import PlanCapacity, frozen
+from ._capacity import PlanCapacity, StageCounts, counts_of_passes, frozen
 from ._compiled import planner
 from ._cost import CostModel
 from ._layout import make_layout
@@ -19,6 +19,9 @@ from ._plan import ContextPlan, PlanStages
 from ._spec import largest_pair, longest, pack_spec
 
 _MAX_AUTO_STAGES = 4
+
+type NumStages = StageCounts | Literal["auto"]
+"""How many attention calls a rank makes."""
 
 type Layout = Literal["balanced", "zigzag", "contiguous"] | np.ndarray | jax.Array
 """How tokens are dealt to ranks."""
@@ -30,7 +33,7 @@ def plan_context(
     *,
     chunk_size: int | None = None,
     layout: Layout = "balanced",
-    num_stages: int | tuple[int, int] | Literal["auto"] = "auto",
+    num_stages: NumStages = "auto",
     cost: CostModel = CostModel(),  # noqa: B008 (frozen, so safe to share)
     capacity: PlanCapacity | None = None,
 ) -> ContextPlan:
@@ -61,21 +64,32 @@ def plan_context(
             ends of runs).
         num_stages: attention calls of a rank (see `jaxmagi.ContextPlan`). ``"auto"`` takes, for the forward
             and for the backward pass, the number from 1 to 4 with the smallest time that ``cost`` predicts,
-            the smaller one of equals. The numbers are part of what is compiled: give an integer, for both
-            passes, or a pair of them for plans that are to share a compilation. With three or four stages
+            the smaller one of equals; with a plan's ``capacity``, the numbers of that plan. They are part of
+            what is compiled: plans that are to share a compilation, or to be stacked, take an integer, for
+            both passes, a pair of them, or the ``stage_counts`` of one plan. With three or four stages
             each gets the part of the received keys with which the slowest rank is predicted to be done first.
         cost: the machine, and the attention, that the plan is for.
         capacity: static sizes to build the plan with; by default just enough, rounded up to an eighth of an
-            octave. Needs an integer ``num_stages``.
+            octave.
 
     Raises:
         ValueError: the mask is traced, stacked or not square, another argument is out of range, ``layout`` is
-            not a permutation of the tokens and padding, or ``capacity`` is too small.
+            not a permutation of the tokens and padding, or ``capacity`` is too small, for another
+            ``num_stages``, or without any for ``"auto"``.
         NotImplementedError: the layout cuts a rank's mask into more than 2**22 pieces.
+
+    A stream of masks under one compilation: ``"auto"`` decides once, and capacities only grow.
+
+    >>> first = plan_context(masks.causal(4096), cp_size=4)
+    >>> capacity = first.capacity
+    >>> for lengths in ([4096], [3000, 1096], [100] * 40 + [96]):
+    ...     plan = plan_context(masks.documents(lengths), cp_size=4, num_stages=first.stage_counts)
+    ...     capacity = capacity.union(plan.capacity)
+    ...     plan = plan.pad_to(capacity)
     """
     bands = merge(mask_bands(mask))
     cp_size = integer(cp_size, "cp_size", minimum=1)
-    passes = _stage_counts(num_stages, capacity)
+    passes = _stages_to_try(num_stages, capacity)
     require_type(cost, CostModel, "cost")
     token_order = make_layout([WeightedBands(bands, 1)], mask.q_len, cp_size, layout, chunk_size, cost)
     shard_length = token_order.size // cp_size
@@ -176,22 +190,30 @@ def require_type(value: Any, kind: type, name: str) -> None:
         raise ValueError(f"{name} must be a {kind.__name__}, but it is {value!r}.")
 
 
-def _stage_counts(num_stages: Any, capacity: PlanCapacity | None) -> list[list[int]]:
+def _stages_to_try(num_stages: Any, capacity: PlanCapacity | None) -> list[list[int]]:
     """The numbers of stages to choose from, for both passes together or for each of them."""
     if capacity is not None:
         require_type(capacity, PlanCapacity, "capacity")
-    if num_stages == "auto" and isinstance(num_stages, str):
-        if capacity is not None:
-            raise ValueError(
-                'capacity is for plans that share a compilation, but num_stages="auto" would compile one '
-                "program for each number of stages that it takes: give num_stages as an integer."
-            )
-        return [list(range(1, _MAX_AUTO_STAGES + 1))] * 2
-    if isinstance(num_stages, tuple) and len(num_stages) == 2:
-        names = ("forward", "backward")
-        pairs = zip(num_stages, names, strict=True)
-        return [[integer(count, f"num_stages of the {name} pass", minimum=1)] for count, name in pairs]
-    return [[integer(num_stages, 'num_stages (if not "auto" or a pair)', minimum=1)]]
+    if isinstance(num_stages, str) and num_stages == "auto":
+        if capacity is None:
+            return [list(range(1, _MAX_AUTO_STAGES + 1))] * 2
+        num_stages = _stages_of(capacity)
+    passes = counts_of_passes(num_stages, 'num_stages (if not "auto")')
+    if capacity is not None and capacity.num_stages and counts_of_passes(capacity.num_stages, "") != passes:
+        raise ValueError(
+            f"num_stages={num_stages}, but the capacity is for plans with num_stages={capacity.num_stages}: "
+            'leave num_stages at "auto", or give a capacity without.'
+        )
+    return [[count] for count in passes]
+
+
+def _stages_of(capacity: PlanCapacity) -> StageCounts:
+    if capacity.num_stages is None:
+        raise ValueError(
+            'num_stages="auto" takes the numbers of stages of the plan whose capacity it gets, but '
+            f"{capacity} has none: give num_stages as an integer, or the capacity of a plan."
+        )
+    return capacity.num_stages
 
 
 def _choose_drafts(solver: OverlapSolver, passes: list[list[int]], cost: CostModel) -> list[_Draft]:

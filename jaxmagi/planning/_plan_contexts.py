@@ -1,16 +1,16 @@
 """Plans of the masks of a model whose layers differ, on one layout of the tokens."""
 
 from collections.abc import Sequence
-from typing import Literal
 
 from ..masks import AttnMask
 from ..masks._validation import integer
 from ._balance import WeightedBands
+from ._capacity import StageCounts
 from ._cost import CostModel
 from ._layout import make_layout
 from ._merge import merge
 from ._plan import ContextPlan
-from ._plan_context import mask_bands, plan_context, require_type
+from ._plan_context import NumStages, mask_bands, plan_context, require_type
 
 _MOST_CELLS = 2**62
 
@@ -21,7 +21,7 @@ def plan_contexts(
     *,
     weights: Sequence[int] | None = None,
     chunk_size: int | None = None,
-    num_stages: int | tuple[int, int] | Literal["auto"] = "auto",
+    num_stages: NumStages | list[StageCounts] = "auto",
     cost: CostModel = CostModel(),  # noqa: B008 (frozen, so safe to share)
 ) -> tuple[ContextPlan, ...]:
     """Plans of several masks on one layout, for models whose layers have different masks.
@@ -35,7 +35,9 @@ def plan_contexts(
         cp_size: the number of ranks.
         weights: how many layers have each mask; by default one.
         chunk_size: see `jaxmagi.plan_context`.
-        num_stages: see `jaxmagi.plan_context`; ``"auto"`` may choose another number for each mask.
+        num_stages: see `jaxmagi.plan_context`; a list has one for each mask. ``"auto"`` may choose another
+            number for each mask and each sequence: for a stream of sequences under one compilation, give
+            ``[plan.stage_counts for plan in plans]``, of the plans of one of them.
         cost: see `jaxmagi.plan_context`.
 
     Returns:
@@ -43,7 +45,8 @@ def plan_contexts(
 
     Raises:
         ValueError: there is no mask, they differ in length, the weights are not as many integers above zero
-            or are so large that areas leave 64 bits, or for what `jaxmagi.plan_context` refuses.
+            or are so large that areas leave 64 bits, ``num_stages`` is a list with another number of entries
+            than masks, or for what `jaxmagi.plan_context` refuses.
         NotImplementedError: see `jaxmagi.plan_context`.
 
     >>> full, window = plan_contexts(
@@ -55,10 +58,20 @@ def plan_contexts(
     layers = _weighted_masks(list(masks), weights)
     cp_size = integer(cp_size, "cp_size", minimum=1)
     require_type(cost, CostModel, "cost")
+    stages = _stages_per_mask(num_stages, len(masks))
     layout = make_layout(layers, masks[0].q_len, cp_size, "balanced", chunk_size, cost)
     return tuple(
-        plan_context(mask, cp_size, layout=layout, num_stages=num_stages, cost=cost) for mask in masks
+        plan_context(mask, cp_size, layout=layout, num_stages=each, cost=cost)
+        for mask, each in zip(masks, stages, strict=True)
     )
+
+
+def _stages_per_mask(num_stages: NumStages | list[StageCounts], num_masks: int) -> list[NumStages]:
+    if not isinstance(num_stages, list):
+        return [num_stages] * num_masks
+    if len(num_stages) != num_masks:
+        raise ValueError(f"plan_contexts got num_stages={num_stages} for {num_masks} masks.")
+    return [*num_stages]
 
 
 def _weighted_masks(masks: list[AttnMask], weights: Sequence[int] | None) -> list[WeightedBands]:

@@ -33,7 +33,8 @@ def prefetch_plans[Batch, Plan](
             PyTorch. It must not change a batch that it has given out, as loaders do that refill one buffer.
         make_plan: called in the thread with each batch, in their order. Returns what the step needs: a
             `ContextPlan`, or several of them (of two masks, of the sequences of a batch) in a pytree. It
-            should depend on its batch only, for it runs ahead of the consumer by a varying distance.
+            should depend on its batch only, for it runs ahead of the consumer by a varying distance. For
+            plans that share a compilation it fixes ``num_stages`` (see `jaxmagi.plan_context`).
         depth: how many batches the thread may take from the source beyond those that the consumer has taken.
             They are lost to the source's other users when the prefetcher is closed.
         fits: asked in the consumer, just before a pair is handed out, whether the plan is still that of the
@@ -50,7 +51,7 @@ def prefetch_plans[Batch, Plan](
 
     >>> batches = [[3, 5], [8]]
     >>> def make_plan(lengths):
-    ...     return plan_context(masks.documents(lengths), cp_size=2)
+    ...     return plan_context(masks.documents(lengths), cp_size=2, num_stages=1)
     >>> with prefetch_plans(batches, make_plan) as pairs:
     ...     [(batch, plan.length) for batch, plan in pairs]
     [([3, 5], 8), ([8], 8)]

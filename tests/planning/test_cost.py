@@ -122,9 +122,11 @@ def test_gradients_return_when_all_ranks_have_them() -> None:
 
 
 BAD = [
-    ({"tflops": 0}, "CostModel.tflops must be a positive number, but it is 0"),
+    ({"tflops": 0}, "CostModel.tflops must be from 1e-12 to 1e12, but it is 0"),
     ({"latency_us": -1}, "latency_us .* -1"),
     ({"network_gb_per_second": float("inf")}, "network_gb_per_second .* inf"),
+    ({"backward_tflops": 1e-300}, "backward_tflops .* 1e-300"),
+    ({"bytes_per_element": 0.5}, "bytes_per_element must be an integer .* 0.5"),
     ({"ranks_per_host": 2.0}, "ranks_per_host must be an integer .* 2.0"),
     ({"num_heads": 6, "num_kv_heads": 4}, "num_heads=6 is no multiple of num_kv_heads=4"),
     *[

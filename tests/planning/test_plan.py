@@ -1,6 +1,7 @@
 """The plan as a pytree, its reports and pictures."""
 
 import builtins
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,10 +13,11 @@ import numpy as np
 import pytest
 
 from jaxmagi import masks
-from jaxmagi.planning import ContextPlan, GroupCastSpec, PlanCapacity, plan_context
+from jaxmagi.planning import ContextPlan, CostModel, GroupCastSpec, PlanCapacity, plan_context
 
 from .oracle import builder_masks, check_plan
 
+SLOW_LINKS = CostModel(link_gb_per_second=20.0)
 SIZES = ("bands", "copies", "pair_rows", "output_rows")
 
 
@@ -48,6 +50,35 @@ def test_plans_of_a_capacity_share_a_compilation() -> None:
     count(first)
     count(second)
     assert traces == [first.shard_length]
+
+
+def test_a_stream_of_masks_compiles_once() -> None:
+    """The first plan decides the number of stages, for one capacity or for capacities that only grow."""
+    length = 1 << 14
+    stream = [masks.causal(length), masks.sliding_window(length, 63), masks.documents([length // 2] * 2)]
+    alone = [plan_context(mask, 8, cost=SLOW_LINKS) for mask in stream]
+    assert len({plan.stage_counts for plan in alone}) > 1  # else the test is about nothing
+    roomy = alone[0].capacity.union(PlanCapacity(500, 500, 4000, 16000, PlanCapacity(500, 500, 4000, 16000)))
+    grown = [plan_context(mask, 8, num_stages=alone[0].stage_counts) for mask in stream]
+    capacity = functools.reduce(PlanCapacity.union, [plan.capacity for plan in grown])
+    for plans in (
+        [plan_context(mask, 8, cost=SLOW_LINKS, capacity=roomy) for mask in stream],
+        [plan.pad_to(capacity) for plan in grown],
+    ):
+        assert len({(plan.capacity, jax.tree.structure(plan)) for plan in plans}) == 1
+        for mask, plan in zip(stream, plans, strict=True):
+            check_plan(mask, plan)
+        check_plan(stream[1], jax.tree.map(lambda leaf: leaf[1], ContextPlan.stack(plans)))
+
+
+def test_plans_with_other_stages_do_not_go_together() -> None:
+    one, two, pair = (plan_context(masks.causal(64), 4, num_stages=n) for n in (1, 2, (1, 2)))
+    for first, second in ((one, two), (two, pair), (pair, one)):
+        for call in (first.capacity.union, first.pad_to, first.capacity.require):
+            with pytest.raises(ValueError, match=r"num_stages=.* share no .* num_stages=plan.stage_counts"):
+                call(second.capacity)
+        with pytest.raises(ValueError, match=r"differ in num_stages: \[.*\]: give .*plan.stage_counts"):
+            ContextPlan.stack([first, second])
 
 
 def test_plan_of_device_arrays_reports_the_same() -> None:
@@ -179,6 +210,21 @@ def test_report_counts_rows_received_twice() -> None:
     )
     assert plan.report().redundant_rows == 0
     assert twice.report().redundant_rows == 8
+
+
+@pytest.mark.parametrize(
+    ("backward", "num_stages", "message"),
+    [
+        (None, 0, "num_stages must be between 1 .* it is 0"),
+        (None, (1, 2), r"a pair with backward .* num_stages=\(1, 2\) and backward=None"),
+        (PlanCapacity(8, 8, 8, 8), 2, r"num_stages=2 and backward=PlanCapacity\(bands=8"),
+        (PlanCapacity(8, 8, 8, 8), (1, 0), "num_stages of the backward pass .* it is 0"),
+        (PlanCapacity(8, 8, 8, 8, num_stages=1), None, "backward must be .* num_stages=1"),
+    ],
+)
+def test_capacity_refuses_stages(backward: Any, num_stages: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PlanCapacity(8, 8, 8, 8, backward=backward, num_stages=num_stages)
 
 
 @pytest.mark.parametrize("value", [-1, 2.0, True, 2**30 + 1])

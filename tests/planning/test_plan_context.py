@@ -1,6 +1,8 @@
 """Plans compute every visible cell once and receive every needed row once."""
 
+import doctest
 import hashlib
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -272,10 +274,18 @@ def test_windows_exchange_halos_only(chunk_size: int | None) -> None:
 def test_capacity_is_used_exactly() -> None:
     mask = masks.documents([300, 200, 12])
     needed = plan_context(mask, 4, num_stages=2).capacity
-    wanted = PlanCapacity(needed.bands + 5, needed.copies + 5, needed.pair_rows + 5, 700)
-    plan = plan_context(mask, 4, num_stages=2, capacity=wanted)
+    larger = PlanCapacity(needed.bands + 5, needed.copies + 5, needed.pair_rows + 5, 700)
+    wanted = replace(larger, num_stages=2)
+    assert plan_context(mask, 4, num_stages=2, capacity=larger).capacity == wanted
+    plan = plan_context(mask, 4, capacity=wanted)
     assert plan.capacity == wanted
     check_plan(mask, plan)
+
+
+def test_the_example_of_the_docstring() -> None:
+    module = sys.modules[plan_context.__module__]
+    result = doctest.testmod(module, extraglobs={"masks": masks})
+    assert result.attempted > 0 and result.failed == 0
 
 
 @pytest.mark.parametrize("name", ["bands", "copies", "pair_rows", "output_rows"])
@@ -296,13 +306,17 @@ def bad_layout(*tokens: int) -> dict:
         ({"cp_size": 2.0}, "cp_size .* 2.0"),
         ({"num_stages": 0}, "num_stages .* 0"),
         ({"num_stages": "best"}, "num_stages .* 'best'"),
-        ({"num_stages": (1, 0)}, "num_stages of the backward pass .* 0"),
+        ({"num_stages": (1, 0)}, "num_stages .* of the backward pass .* 0"),
         ({"num_stages": (1, 2, 3)}, r"num_stages .* \(1, 2, 3\)"),
         ({"num_stages": (1, 2), "capacity": PlanCapacity(8, 8, 8, 8)}, "backward is None and PlanCapacity"),
         ({"chunk_size": 0}, "chunk_size .* 0"),
         ({"chunk_size": True}, "chunk_size must be an integer, but it is True"),
         ({"chunk_size": 3}, r"at most .* ceil\(4 / 2\) = 2, but it is 3"),
-        ({"capacity": PlanCapacity(8, 8, 8, 8)}, 'num_stages="auto" .* give num_stages as an integer'),
+        ({"capacity": PlanCapacity(8, 8, 8, 8)}, '"auto" .*bands=8.* has none: give num_stages'),
+        (
+            {"num_stages": 2, "capacity": PlanCapacity(8, 8, 8, 8, num_stages=3)},
+            "num_stages=2, but the capacity is for plans with num_stages=3",
+        ),
         ({"capacity": (8, 8, 8, 8), "num_stages": 1}, r"capacity must be a PlanCapacity, but it is \(8, 8"),
         ({"cost": 600.0}, "cost must be a CostModel, but it is 600.0"),
         ({"chunk_size": 4, "layout": "zigzag"}, "chunk_size is for"),

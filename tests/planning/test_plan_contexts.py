@@ -43,9 +43,18 @@ def test_weights_are_numbers_of_layers() -> None:
     np.testing.assert_array_equal(once[0].token_order, thrice[0].token_order)
 
 
-def test_one_mask_is_planned_as_alone() -> None:
-    (plan,) = plan_contexts([FULL], 8)
-    assert_same(plan, plan_context(FULL, 8))
+@pytest.mark.parametrize("weight", [1, 2**30])
+def test_one_mask_is_planned_as_alone(weight: int) -> None:
+    """Also where a row that travels takes 2**53 cells."""
+    for cost in (CostModel(), CostModel(network_gb_per_second=0.01)):
+        (plan,) = plan_contexts([FULL], 16, weights=[weight], cost=cost)
+        assert_same(plan, plan_context(FULL, 16, cost=cost))
+
+
+def test_each_mask_may_have_its_own_number_of_stages() -> None:
+    stages = [2, (1, 3)]
+    plans = plan_contexts([FULL, WINDOW], 8, num_stages=stages)
+    assert [plan.stage_counts for plan in plans] == stages
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -79,6 +88,8 @@ def test_the_example_of_the_docstring() -> None:
         ([masks.causal(8)], {"weights": [0.5]}, r"weights\[0\] .* 0.5"),
         ([masks.full(2**30)], {"weights": [9]}, r"weights=\[9\] .* 64 bits"),
         ([masks.causal(4, 8)], {}, "q_len=4 and kv_len=8"),
+        ([masks.causal(8)], {"num_stages": [1, 2]}, r"num_stages=\[1, 2\] for 1 masks"),
+        ([masks.causal(8)], {"num_stages": [0]}, "num_stages .* 0"),
         ([masks.causal(8)], {"chunk_size": 9}, "chunk_size .* 9"),
         ([masks.causal(8)], {"cost": 3}, "cost must be a CostModel, but it is 3"),
     ],
