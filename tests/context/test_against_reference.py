@@ -72,13 +72,13 @@ def check(
 def test_random_masks_and_layouts(
     cp_size: int, num_stages: NumStages, x64: None, rng: np.random.Generator
 ) -> None:
-    """All with one compilation: masks and layouts are data."""
+    """All with one compilation at most (other tests may have made it): masks and layouts are data."""
     compiled = distributed(cp_size)._cache_size()
     padding = np.full(padded_length(cp_size) - LENGTH, -1)
     layouts = ["balanced", "zigzag", "contiguous", np.concatenate([padding, scattered(rng, LENGTH)])]
     for mask, layout in zip(random_masks(rng, 4), layouts, strict=True):
         check(random_problem(rng), mask, cp_size, num_stages, layout)
-    assert distributed(cp_size)._cache_size() == compiled + 1
+    assert distributed(cp_size)._cache_size() <= compiled + 1
 
 
 SMALL_CASES = [case for case in mask_cases() if max(case.q_len, case.kv_len) <= LENGTH]
