@@ -54,7 +54,7 @@ def test_plans_of_a_capacity_share_a_compilation() -> None:
 
 def test_a_stream_of_masks_compiles_once() -> None:
     """The first plan decides the number of stages, for one capacity or for capacities that only grow."""
-    length = 1 << 14
+    length = 1 << 11
     stream = [masks.causal(length), masks.sliding_window(length, 63), masks.documents([length // 2] * 2)]
     alone = [plan_context(mask, 8, cost=SLOW_LINKS) for mask in stream]
     assert len({plan.stage_counts for plan in alone}) > 1  # else the test is about nothing
