@@ -33,8 +33,8 @@ def ring(mask: AttnMask, cp_size: int, cost: CostModel) -> Prediction:
     for direction in (cost.forward, cost.backward):
         steps = _ring_steps(_zigzag_seconds(mask, cp_size, cost, direction))
         row_bytes = cost.row_bytes + direction.returns_gradients * cost.gradient_row_bytes
-        speed, latency = _slowest_link(cp_size, cost)
-        transfer = rows * row_bytes / speed + latency if cp_size > 1 else 0.0
+        far = cp_size > cost.ranks_per_host
+        transfer = cost.transfer_seconds(np.array([0, rows] if far else [rows, 0]), row_bytes)
         merges = (cp_size - 1) * cost.merge_seconds(rows)
         seconds += float(np.maximum(steps[:-1], transfer).sum() + steps[-1]) + merges
         received += (cp_size - 1) * rows * row_bytes
@@ -102,16 +102,7 @@ def _head_exchange(
 
 def _collective_seconds(received: float, network_share: float, cost: CostModel) -> float:
     """A collective by which every rank receives so many bytes, a share of them by its network card."""
-    within = received / (cost.link_gb_per_second * 1e9) + (received > 0) * cost.latency_us * 1e-6
-    between = received * network_share / (cost.network_gb_per_second * 1e9)
-    return max(within, between + (network_share > 0) * cost.network_latency_us * 1e-6)
-
-
-def _slowest_link(cp_size: int, cost: CostModel) -> tuple[float, float]:
-    """Bytes a second and seconds of latency."""
-    if cp_size > cost.ranks_per_host:
-        return cost.network_gb_per_second * 1e9, cost.network_latency_us * 1e-6
-    return cost.link_gb_per_second * 1e9, cost.latency_us * 1e-6
+    return float(cost.transfer_seconds(received * np.array([1, network_share]), row_bytes=1))
 
 
 def _ring_steps(seconds: np.ndarray) -> np.ndarray:

@@ -165,7 +165,9 @@ def workloads(direction: Direction) -> list[Workload]:
 
 def held_against(workload: Workload, direction: Direction) -> Workload | None:
     name = HELD_AGAINST.get(workload.name) if direction == "forward" else None
-    return next((other for other in workloads(direction) if other.name == name), None)
+    if name is None:
+        return None
+    return next(other for other in workloads(direction) if other.name == name)
 
 
 def shuffled_documents(rng: np.random.Generator, length: int, count: int) -> NDArray[np.int32]:
