@@ -89,9 +89,32 @@ def plan_context(
     """
     bands = merge(mask_bands(mask))
     cp_size = integer(cp_size, "cp_size", minimum=1)
-    passes = _stages_to_try(num_stages, capacity)
+    passes = stages_to_try(num_stages, capacity)
     require_type(cost, CostModel, "cost")
     token_order = make_layout([WeightedBands(bands, 1)], mask.q_len, cp_size, layout, chunk_size, cost)
+    return plan_layout(bands, mask.q_len, token_order, cp_size, passes, cost, capacity)
+
+
+def plan_layout(
+    bands: np.ndarray,
+    length: int,
+    token_order: np.ndarray,
+    cp_size: int,
+    passes: list[list[int]],
+    cost: CostModel,
+    capacity: PlanCapacity | None = None,
+) -> ContextPlan:
+    """The plan of merged bands on a layout that `make_layout` made.
+
+    Args:
+        bands: int32 ``[S, 6]``.
+        length: of the sequence.
+        token_order: int32 ``[T_padded]``.
+        cp_size: the number of ranks.
+        passes: see `stages_to_try`.
+        cost: see `plan_context`.
+        capacity: see `plan_context`.
+    """
     shard_length = token_order.size // cp_size
     solver = OverlapSolver(planner().Routing(bands, token_order, cp_size), shard_length, cost)
     drafts = _choose_drafts(solver, passes, cost)
@@ -107,7 +130,7 @@ def plan_context(
         position_ids=np.maximum(token_order, 0),
         bands=forward.bands,
         transfers=forward.transfers,
-        length=mask.q_len,
+        length=length,
         cp_size=cp_size,
         num_stages=forward.num_stages,
         backward=backward[0] if backward else None,
@@ -190,7 +213,7 @@ def require_type(value: Any, kind: type, name: str) -> None:
         raise ValueError(f"{name} must be a {kind.__name__}, but it is {value!r}.")
 
 
-def _stages_to_try(num_stages: Any, capacity: PlanCapacity | None) -> list[list[int]]:
+def stages_to_try(num_stages: Any, capacity: PlanCapacity | None = None) -> list[list[int]]:
     """The numbers of stages to choose from, for both passes together or for each of them."""
     if capacity is not None:
         require_type(capacity, PlanCapacity, "capacity")

@@ -10,7 +10,7 @@ from ._cost import CostModel
 from ._layout import make_layout
 from ._merge import merge
 from ._plan import ContextPlan
-from ._plan_context import NumStages, mask_bands, plan_context, require_type
+from ._plan_context import NumStages, mask_bands, plan_layout, require_type, stages_to_try
 
 _MOST_CELLS = 2**62
 
@@ -59,10 +59,11 @@ def plan_contexts(
     cp_size = integer(cp_size, "cp_size", minimum=1)
     require_type(cost, CostModel, "cost")
     stages = _stages_per_mask(num_stages, len(masks))
-    layout = make_layout(layers, masks[0].q_len, cp_size, "balanced", chunk_size, cost)
+    length = masks[0].q_len
+    token_order = make_layout(layers, length, cp_size, "balanced", chunk_size, cost)
     return tuple(
-        plan_context(mask, cp_size, layout=layout, num_stages=each, cost=cost)
-        for mask, each in zip(masks, stages, strict=True)
+        plan_layout(layer.bands, length, token_order, cp_size, stages_to_try(each), cost)
+        for layer, each in zip(layers, stages, strict=True)
     )
 
 
