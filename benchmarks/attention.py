@@ -45,9 +45,7 @@ BATCH_SECONDS: dict[Direction, float] = {"forward": 8e-3, "backward": 20e-3}
 MAX_LAYERS, MAX_QUERY_BYTES = 32, 4e9  # of the layers: the peers hold as much once more
 MEASURED_SECONDS = 20e-3  # at least, so that the clock's errors do not matter
 MEASURED_SECONDS_SHORT = 100e-3  # of short rows, where the host's moods show
-# Of each implementation in a row, for the clock wanders by 10 % within a second. Less backward, where the
-# peers' compilers take most of the time.
-REPEATED_SECONDS: dict[Direction, float] = {"forward": 1.0, "backward": 0.4}
+REPEATED_SECONDS = 1.0  # of each implementation in a row, for the clock wanders by 10 % within a second
 
 
 def make_works(
@@ -76,9 +74,9 @@ def num_layers(direction: Direction, workload: Workload, estimate: float) -> int
     return min(MAX_LAYERS, fitting, math.ceil(BATCH_SECONDS[direction] / estimate))
 
 
-def enough_repeats(direction: Direction, least: int, seconds: float) -> int:
+def enough_repeats(least: int, seconds: float) -> int:
     """How often to measure what takes so many seconds, and then twice as many."""
-    return max(least, math.ceil(REPEATED_SECONDS[direction] / (3 * seconds)))
+    return max(least, math.ceil(REPEATED_SECONDS / (3 * seconds)))
 
 
 def measure(direction: Direction, workload: Workload, peers: str, repeats: int) -> list[Row | Failure]:
@@ -88,7 +86,7 @@ def measure(direction: Direction, workload: Workload, peers: str, repeats: int) 
     works, failures = make_works(direction, workload, layers, peers)
     seconds = MEASURED_SECONDS_SHORT if workload.is_short else MEASURED_SECONDS
     batches = math.ceil(seconds / (layers * estimate))
-    timings = time_on_device(works, enough_repeats(direction, repeats, batches * layers * estimate), batches)
+    timings = time_on_device(works, enough_repeats(repeats, batches * layers * estimate), batches)
     return [*to_rows(direction, workload, timings), *failures]
 
 
@@ -127,7 +125,7 @@ def measure_plan(direction: Direction, repeats: int) -> dict[str, Any]:
     works = _jax_attention.plan(num_bands=4096, num_tiles=2048, passes=passes, direction=direction)
     for work in works.values():
         work.seconds(1)
-    repeats = enough_repeats(direction, repeats, passes * batches * estimate)
+    repeats = enough_repeats(repeats, passes * batches * estimate)
     timings = time_on_device(works, repeats, batches)
     additions = timings["additions"].median
     times = {name: seconds - additions for name, seconds in vars(timings["plan"]).items()}

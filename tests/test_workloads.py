@@ -156,7 +156,7 @@ def test_benchmark_of_what_runs_anywhere(
     monkeypatch.setattr(attention, "workloads", lambda _: rows)
     monkeypatch.setattr(attention, "BATCH_SECONDS", {"backward": 1e-9})
     monkeypatch.setattr(attention, "MEASURED_SECONDS_SHORT", 1e-9)
-    monkeypatch.setattr(attention, "REPEATED_SECONDS", {"backward": 1e-9})
+    monkeypatch.setattr(attention, "REPEATED_SECONDS", 1e-9)
     monkeypatch.setitem(sys.modules, "torch", None)
     options = ["--pass", "backward", "--rows", "causal", "--peers", "^cuDNN$", "--repeats", "2"]
     monkeypatch.setattr(sys, "argv", ["attention.py", *options, "--out", str(tmp_path)])
