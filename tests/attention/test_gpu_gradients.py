@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmagi import masks
-from tests.cases import MaskCase, mask_cases, random_bands, tile_edge_bands
+from tests.cases import MaskCase, mask_cases, tile_edge_bands
 
 from .device_reference import Logits
 from .gpu_harness import (
@@ -16,6 +16,7 @@ from .gpu_harness import (
     Shape,
     both_dtypes,
     default_logits,
+    fuzz,
     make_operands,
     pad_bands,
     poison_unseen,
@@ -27,8 +28,6 @@ from .test_gpu_operands import DIMS, GROUPS, KV_LEN, Q_LEN
 
 pytestmark = pytest.mark.gpu
 
-RANDOM_MASKS = 12  # for each shape
-
 
 @pytest.mark.parametrize("case", mask_cases(), ids=lambda case: case.name)
 def test_public_mask(case: MaskCase) -> None:
@@ -37,17 +36,14 @@ def test_public_mask(case: MaskCase) -> None:
     run_and_check_gradients(make_operands(shape, padded_bands(case, length)), shape)
 
 
+@pytest.mark.timeout(900)  # the longest shape takes a minute alone, and other tests may share the GPU
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_random_masks(shape: Shape, rng: np.random.Generator) -> None:
-    for index in range(RANDOM_MASKS):
-        make = (random_bands, tile_edge_bands)[index % 2]
-        count = (300, 1)[index] if index < 2 else int(np.exp(rng.uniform(0, np.log(300))))
-        bands = pad_bands(make(rng, shape.q_len, shape.kv_len, count), 512)
-        sinks = rng.standard_normal(shape.heads) if index % 4 < 2 else None
+    for index, operands in enumerate(fuzz(rng, shape)):
         try:
-            run_and_check_gradients(make_operands(shape, bands, sinks), shape, deterministic=index % 3 == 0)
+            run_and_check_gradients(operands, shape, deterministic=index % 3 == 0)
         except AssertionError as error:
-            error.add_note(f"mask {index} of {shape}, {count} bands by {make.__name__}")
+            error.add_note(f"mask {index} of {shape}")
             raise
 
 
