@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from .gpu_harness import (
     CAPACITY,
     KERNEL_DIMS,
     Shape,
+    assert_same,
     both_dtypes,
     default_logits,
     fuzz,
@@ -23,6 +25,8 @@ from .gpu_harness import (
     random_operands,
 )
 from .gradient_harness import gradients, make_cotangents, run_and_check_gradients
+from .gradient_reference import Cotangents, Gradients
+from .helpers import Operands
 from .test_gpu_masks import LENGTHS, SHAPES, padded_bands
 from .test_gpu_operands import DIMS, GROUPS, KV_LEN, Q_LEN
 
@@ -87,6 +91,22 @@ def test_batch(rng: np.random.Generator, per_example: bool) -> None:
     operands = make_operands(shape, np.stack(each) if per_example else each[0])
     for deterministic in (False, True):
         run_and_check_gradients(operands, shape, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_more_masks_than_a_grid_is_high(rng: np.random.Generator, deterministic: bool) -> None:
+    """That is 65535; each pair of examples is the same."""
+    shape, copies = Shape(5, 7, 1, 1, 64, 64, batch=2), 33_000
+    bands = np.stack([pad_bands(tile_edge_bands(rng, 5, 7, 2), 2) for _ in range(2)])
+    operands, cotangents = make_operands(shape, bands), make_cotangents(shape)
+    want = run_and_check_gradients(operands, shape, deterministic=deterministic)
+
+    def repeated(x: jax.Array) -> jax.Array:
+        return jnp.tile(x, (copies, *[1] * (x.ndim - 1)))
+
+    many = Operands(*map(repeated, operands))._replace(sinks=operands.sinks)
+    got, _ = gradients(many, default_logits(many), Cotangents(*map(repeated, cotangents)), deterministic)
+    assert_same(got, Gradients(*map(repeated, want)))
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.2, 1.5])
