@@ -1,6 +1,6 @@
 """The log of the GPU tests: which of them passed, where, and for which kernels.
 
-    python -m pytest -m gpu [--gpu-log PATH]               # on a machine with a GPU: writes the log
+    python -m pytest -m gpu [-n 4] [--gpu-log PATH]        # on a machine with a GPU: writes the log
     python -m benchmarks.gpu_log --check [--allow-stale]   # anywhere: exits 0 where the log is still true
 
 The log is true where every GPU test of the tree passed, and the kernels' sources are those that were tested.
@@ -10,6 +10,7 @@ and only one with a module that was built from the sources as they are: the modu
 
 import argparse
 import json
+import os
 import runpy
 import shutil
 import subprocess
@@ -69,22 +70,29 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: "pytest.TestReport") -> None:
         """Keeps the worst of set-up, call and tear-down."""
-        known = self.outcomes.get(report.nodeid, "passed")
-        self.outcomes[report.nodeid] = max(known, report.outcome, key=_WORSE.index)
+        name = ungrouped(report.nodeid)
+        self.outcomes[name] = max(self.outcomes.get(name, "passed"), report.outcome, key=_WORSE.index)
 
     def pytest_sessionfinish(self, session: "pytest.Session") -> None:
         """Writes the log, unless the run was interrupted."""
         if self.verdict:
             return
-        if len(self.outcomes) != len(session.items):
-            self.verdict = f"no GPU log: {len(self.outcomes)} of {len(session.items)} tests ran"
+        if len(self.outcomes) != session.testscollected:
+            self.verdict = f"no GPU log: {len(self.outcomes)} of {session.testscollected} tests ran"
             return
-        self.path.write_text(json.dumps(self.header | {"tests": self.outcomes}, indent=1) + "\n")
+        tests = dict(sorted(self.outcomes.items()))  # they end in any order where several run at a time
+        self.path.write_text(json.dumps(self.header | {"tests": tests}, indent=1) + "\n")
         self.verdict = f"GPU log written to {self.path}"
 
     def pytest_terminal_summary(self, terminalreporter: "pytest.TerminalReporter") -> None:
         """Says whether there is a log."""
         terminalreporter.write_line(self.verdict)
+
+
+def ungrouped(test: str) -> str:
+    """The id of a test without its group, which pytest-xdist appends as ``@group``."""
+    name, at, group = test.rpartition("@")
+    return name if at and "]" not in group else test
 
 
 def add_option(parser: "pytest.Parser") -> None:
@@ -103,8 +111,24 @@ def _is_whole(config: "pytest.Config") -> bool:
     )
 
 
-def record(config: "pytest.Config") -> None:
-    """Has the run write the log if it is one of all the GPU tests, on a GPU."""
+def _share(config: "pytest.Config") -> None:
+    """Has the processes of ``-n`` share the GPU: each takes memory as it needs it, not most of it at once.
+
+    Tests of one ``xdist_group`` run in one process: those that need much memory, which a process then keeps.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    config.option.dist = "loadgroup"
+
+
+def prepare(config: "pytest.Config") -> None:
+    """Prepares a run of GPU tests, which writes the log if it is one of all of them, on a GPU.
+
+    Has to come before JAX takes hold of the GPU; does nothing in the processes that pytest-xdist starts.
+    """
+    if hasattr(config, "workerinput"):
+        return
+    if getattr(config.option, "numprocesses", None):
+        _share(config)
     if _is_whole(config) and jax.default_backend() == "gpu":
         config.pluginmanager.register(Recorder(config.option.gpu_log))
 

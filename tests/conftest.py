@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """``-m gpu`` runs on the GPUs that there are, everything else on the CPU, also where there are GPUs."""
     if config.option.markexpr == "gpu":
-        gpu_log.record(config)
+        gpu_log.prepare(config)
     else:
         jax.config.update("jax_platforms", "cpu")
 
@@ -59,4 +59,4 @@ def compilations() -> Iterator[list[str]]:
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator seeded by the test's own name: fresh inputs per test, the same on every run."""
-    return np.random.default_rng(list(request.node.nodeid.encode()))
+    return np.random.default_rng(list(gpu_log.ungrouped(request.node.nodeid).encode()))

@@ -15,7 +15,7 @@ from jaxmagi import _native
 
 TESTS = {"tests/a.py::one": "passed", "tests/a.py::two[x]": "passed"}
 PROJECT = {
-    "pytest.ini": "[pytest]\ntestpaths = tests\nmarkers = gpu",
+    "pytest.ini": "[pytest]\ntestpaths = tests\nmarkers =\n    gpu\n    xdist_group",
     "tests/conftest.py": """
 import os
 import jax
@@ -23,14 +23,21 @@ from benchmarks import gpu_log
 jax.default_backend = lambda: "gpu"
 gpu_log.gpu_environment = lambda: {"gpu": "a stand-in"}
 gpu_log.built_hash = lambda: os.environ.get("BUILT") or gpu_log.sources_hash()
-pytest_addoption, pytest_configure = gpu_log.add_option, gpu_log.record
+pytest_addoption, pytest_configure = gpu_log.add_option, gpu_log.prepare
 """,
     "tests/test_some.py": """
+import os
 import pytest
 pytestmark = pytest.mark.gpu
 def test_bad(): assert False
 @pytest.mark.parametrize("x", [1, 2])
+@pytest.mark.xdist_group("some")
 def test_good(x): pass
+@pytest.mark.parametrize("x", ["a@b"])
+def test_at_sign_in_brackets(x): pass
+def test_shares_the_gpu():
+    preallocates = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") != "false"
+    assert preallocates == ("PYTEST_XDIST_WORKER" not in os.environ)
 def test_skipped(): pytest.skip()
 @pytest.fixture
 def broken(): yield; raise RuntimeError
@@ -41,6 +48,8 @@ ALL_TESTS = {
     "test_bad": "failed",
     "test_good[1]": "passed",
     "test_good[2]": "passed",
+    "test_at_sign_in_brackets[a@b]": "passed",
+    "test_shares_the_gpu": "passed",
     "test_skipped": "skipped",
     "test_broken_tear_down": "failed",
 }
@@ -64,11 +73,15 @@ def run_project(project: Path, arguments: str, **environment: str) -> tuple[Path
     return log, run.stdout + run.stderr
 
 
-def test_whole_run_writes(project: Path) -> None:
-    log, printed = run_project(project, "-m gpu")
+@pytest.mark.parametrize("arguments", ["-m gpu", "-m gpu -n 2", "-m gpu -p no:xdist"])
+def test_whole_run_writes(project: Path, arguments: str) -> None:
+    """The same log, however many processes share the tests."""
+    log, printed = run_project(project, arguments)
     assert f"GPU log written to {log}" in printed
     written = json.loads(log.read_text())
-    assert written["tests"] == {f"tests/test_some.py::{name}": x for name, x in ALL_TESTS.items()}
+    assert list(written["tests"].items()) == [
+        (f"tests/test_some.py::{name}", x) for name, x in sorted(ALL_TESTS.items())
+    ]
     assert (written["sources"], written["gpu"]) == (gpu_log.sources_hash(), "a stand-in")
 
 
@@ -77,8 +90,9 @@ def test_whole_run_writes(project: Path) -> None:
     [
         ("-m gpu tests/test_some.py", ""),
         ("-m gpu -k good", ""),
-        ("-m gpu -x", "no GPU log: 1 of 5 tests ran"),
+        ("-m gpu -x", "no GPU log: 1 of 7 tests ran"),
         ("-m gpu --collect-only", ""),
+        ("-m gpu -n 2 -x", "of 7 tests ran"),
         ("", ""),
     ],
 )

@@ -41,7 +41,7 @@ def test_heads_run_out() -> None:
 
 
 def test_everything_is_linear_where_links_are_fast() -> None:
-    """Full tiles only: 24 x 80 cells forward; backward 64 x 128, of which some are not filled."""
+    """Full tiles only: 24 x 80 cells forward; backward 80 x 128, of which some are not filled."""
     fast = CostModel(
         partial_tile_cost=1.0, link_gb_per_second=1e9, network_gb_per_second=1e9, memory_gb_per_second=1e9,
         latency_us=0.0, network_latency_us=0.0,

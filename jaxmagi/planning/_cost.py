@@ -35,7 +35,7 @@ class Pass(NamedTuple):
 
 # Tiles of the kernels in csrc/attention/sm90, by the largest head dimension that they are for.
 _FORWARD_TILES = {64: (192, 128), 96: (192, 112), 128: (192, 80), 192: (128, 112), 256: (128, 80)}
-_BACKWARD_TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128), 192: (64, 96), 256: (64, 64)}
+_BACKWARD_TILES = {64: (128, 128), 96: (64, 128), 128: (80, 128), 192: (64, 96), 256: (64, 64)}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The forward kernel on the GPU, on cached inputs, judged against fp64."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import pytest
 
 from jaxmagi.attention import attention, attention_forward
 from jaxmagi.masks import AttnMask
-from tests.cases import tile_edge_bands
+from tests.cases import random_bands, tile_edge_bands
 
 from .device_reference import Logits, Report, check, judge
 from .helpers import Operands
@@ -20,6 +20,7 @@ from .helpers import Operands
 both_dtypes = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 
 CAPACITY = 64  # of random masks
+FUZZ_MASKS, FUZZ_CAPACITY = 42, 512  # for each shape
 KERNEL_DIMS = [*[(dim, dim) for dim in (64, 96, 128, 192, 256)], (192, 128)]
 
 
@@ -82,6 +83,22 @@ def random_operands(
     """Under random bands that many rows share."""
     bands = pad_bands(tile_edge_bands(rng, shape.q_len, shape.kv_len, count), CAPACITY)
     return make_operands(shape, bands, rng.standard_normal(shape.heads) if with_sinks else None)
+
+
+def fuzz(rng: np.random.Generator, shape: Shape) -> Iterator[Operands]:
+    """`FUZZ_MASKS` of 1 to 300 bands, scattered or ending at the edges of tiles; half of them with sinks.
+
+    The examples of a batch share half of the masks, and have their own in the other half.
+    """
+    for index in range(FUZZ_MASKS):
+        make = (random_bands, tile_edge_bands)[index % 2]
+        count = (300, 1)[index] if index < 2 else int(np.exp(rng.uniform(0, np.log(300))))
+        bands = [
+            pad_bands(make(rng, shape.q_len, shape.kv_len, count), FUZZ_CAPACITY)
+            for _ in range(shape.batch if index % 8 >= 4 else 1)
+        ]
+        sinks = rng.standard_normal(shape.heads) if index % 4 < 2 else None
+        yield make_operands(shape, np.stack(bands), sinks)
 
 
 def default_logits(operands: Operands) -> Logits:

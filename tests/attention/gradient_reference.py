@@ -114,97 +114,113 @@ def _differentiate(
     delta = jnp.sum((p @ value) * dout, axis=1) - dlse
     return _Result(
         exact=sums(p, gradients_of_logits(delta)),
-        rounded=jax.vmap(rounded)(jnp.asarray(_SCALES)),
+        rounded=jax.lax.map(rounded, jnp.asarray(_SCALES)),  # one by one: they are large
         blind=blind,
         seen=seen,
         sinks=jnp.where(blind, 0, -sink / total * delta),
     )
 
 
+class _OfKeys(NamedTuple):
+    """What the rows of all blocks so far add up to: [S, _DIM], or [_SCALES, S, _DIM] where it is rounded."""
+
+    key: jax.Array
+    value: jax.Array
+    rounded_key: jax.Array
+    rounded_value: jax.Array
+    seen: jax.Array  # [S]
+
+
+@jax.jit
+def _add_up(before: _OfKeys | None, result: _Result) -> _OfKeys:
+    exact, rounded = result.exact, result.rounded
+    now = _OfKeys(exact.key, exact.value, rounded.key, rounded.value, result.seen)
+    return now if before is None else jax.tree.map(jnp.add, before, now)  # of truth values: or
+
+
 @functools.partial(jax.jit, static_argnames="size")
-def _take_cotangents(
-    cotangents: Cotangents, rows: jax.Array, place: tuple[int, int, int], group: int, size: _Size
-) -> tuple[jax.Array, jax.Array]:
-    """dout [R, _DIM] and dlse [R] of the rows that `_take_block` takes."""
+def _take_rows(x: jax.Array, place: tuple[int, int, int], group: int, size: _Size) -> jax.Array:
+    """Of x [B, T, N, ...], the rows that `_take_block` takes of all rows; 0 in padding."""
     example, head, number = place
     flat = number * size.rows + jnp.arange(size.rows, dtype=jnp.int32)
-    row = rows[jnp.where(flat < rows.shape[0] * group, flat // group, 0)]
-    heads = head * group + flat % group
-    dout = cotangents.out[example, row, heads].astype(jnp.float32)
-    return _pad(dout, size.rows, _DIM), cotangents.lse[example, row, heads]
+    inside = flat < x.shape[1] * group
+    flat = jnp.where(inside, flat, 0)
+    taken = x[example, flat // group, head * group + flat % group].astype(jnp.float32)
+    if taken.ndim == 1:
+        return jnp.where(inside, taken, 0)
+    return _pad(jnp.where(inside[:, None], taken, 0), size.rows, _DIM)
 
 
-class _Tally:
-    """Deviations of one gradient, added up over the parts of it."""
+@functools.partial(jax.jit, static_argnames="size")
+def _take_keys(x: jax.Array, place: tuple[int, int], size: _Size) -> jax.Array:
+    """Of x [B, S, K, D], what belongs to one key head of an example: [S, _DIM], 0 in padding."""
+    example, head = place
+    return _pad(x[example, :, head].astype(jnp.float32), size.keys, _DIM)
 
-    def __init__(self) -> None:
-        self.largest, self.squares, self.numbers, self.wrong_zeros = np.zeros(3), np.zeros(3), 0, 0
 
-    def add(
-        self, got: jax.Array, exact: jax.Array, rounded: jax.Array, is_zero: jax.Array, dtype: object
-    ) -> None:
-        """A part [rows, dim], rounded [_SCALES, rows, dim]; rows that must be 0 by ``is_zero``."""
-        got = got.astype(jnp.float64)
-        kept = jnp.where(is_zero[:, None], 0, exact)
-        result = rounded.astype(dtype).astype(jnp.float64)  # pyright: ignore[reportArgumentType]
-        errors = jnp.where(is_zero[None, :, None], 0, result - exact[None])
-        parts = [got - kept, errors, kept]
-        self.largest = np.maximum(self.largest, [float(jnp.abs(x).max()) for x in parts])
-        self.squares += [float(jnp.sum(x**2)) / (x.size / got.size) for x in parts]
-        self.numbers += got.size
-        self.wrong_zeros += int(jnp.sum(jnp.where(is_zero[:, None], got != 0, False)))
+@jax.jit
+def _measure(
+    got: jax.Array, exact: jax.Array, rounded: jax.Array, is_zero: jax.Array, is_half: jax.Array
+) -> jax.Array:
+    """Errors of a part of a gradient, [rows, _DIM], rounded [_SCALES, rows, _DIM]: see `_deviation`.
 
-    def deviation(self) -> Deviation:
-        rms = np.sqrt(self.squares / max(1, self.numbers))
-        return Deviation(
-            self.largest[0] if np.isfinite(rms[0]) else np.nan,
-            rms[0],
-            self.largest[1],
-            rms[1],
-            self.largest[2],
-            rms[2],
-            self.wrong_zeros,
-        )
+    Rows that must be 0, as padding is, by ``is_zero``.
+    """
+    got = got.astype(jnp.float64)
+    kept = jnp.where(is_zero[:, None], 0, exact)
+    errors = jnp.where(is_zero[None, :, None], 0, _round(rounded, is_half) - exact[None])
+    parts = [got - kept, errors, kept]
+    largest = [jnp.abs(x).max() for x in parts]
+    squares = [jnp.sum(x**2) / (x.size // got.size) for x in parts]
+    wrong_zeros = jnp.sum(jnp.where(is_zero[:, None], got != 0, False))
+    return jnp.stack([*largest, *squares, wrong_zeros.astype(jnp.float64)])
+
+
+def _deviation(measured: np.ndarray, numbers: int) -> Deviation:
+    """From the rows of `_measure`, for a gradient of so many numbers."""
+    largest, squares = measured[:, :3].max(axis=0), measured[:, 3:6].sum(axis=0)
+    rms = np.sqrt(squares / max(1, numbers))
+    if not np.isfinite(rms[0]):  # max may drop NaN, sums do not
+        largest[0] = np.nan
+    return Deviation(
+        largest[0], rms[0], largest[1], rms[1], largest[2], rms[2], wrong_zeros=int(measured[:, 6].sum())
+    )
 
 
 def judge_gradients(
     operands: Operands, logits: Logits, cotangents: Cotangents, got: Gradients[jax.Array]
 ) -> tuple[Gradients[Deviation], np.ndarray]:
     """Compares gradients with fp64; also returns the gradient of the sinks, float64[N]."""
-    batch, q_len, heads, dim = operands.query.shape
-    kv_len, kv_heads, v_dim = operands.value.shape[1:]
-    group, dtype = heads // kv_heads, operands.query.dtype
+    batch, q_len, heads, _ = operands.query.shape
+    kv_heads = operands.key.shape[2]
+    group = heads // kv_heads
     rows = np.arange(q_len, dtype=np.int32)
     size = _size(operands)
-    is_half = jnp.asarray(dtype == jnp.float16)
-    tallies = Gradients(_Tally(), _Tally(), _Tally())
-    dsinks = np.zeros(heads)
+    is_half = jnp.asarray(operands.query.dtype == jnp.float16)
+    measured = Gradients[list[jax.Array]]([], [], [])
+    sinks: list[jax.Array] = []
     with jax.enable_x64(True):
         for example, head in np.ndindex(batch, kv_heads):
-            keys: list[_Result] = []
+            of_keys = None
             for number in range(-(-q_len * group // size.rows)):
                 place = (example, head, number)
                 block = _take_block(operands, cotangents.out, cotangents.lse, rows, place, size)
-                result = _differentiate(
-                    block, *_take_cotangents(cotangents, rows, place, group, size), logits, is_half
-                )
-                flat = number * size.rows + np.arange(size.rows)
-                flat = flat[flat < q_len * group]
-                index, taken = head * group + flat % group, slice(0, len(flat))
-                exact, rounded = (x.query[..., taken, :dim] for x in (result.exact, result.rounded))
-                mine = got.query[example, flat // group, index]
-                tallies.query.add(mine, exact, rounded, result.blind[taken], dtype)
-                np.add.at(dsinks, index, np.asarray(result.sinks[taken]))
-                keys.append(result)
-            unseen = ~functools.reduce(jnp.logical_or, (x.seen for x in keys))[:kv_len]
-            for tally, name, width in ((tallies.key, "key", dim), (tallies.value, "value", v_dim)):
-                exact, rounded = (
-                    functools.reduce(jnp.add, (getattr(getattr(x, kind), name) for x in keys))
-                    for kind in ("exact", "rounded")
-                )
-                exact, rounded = (x[..., :kv_len, :width] for x in (exact, rounded))
-                tally.add(getattr(got, name)[example, :, head], exact, rounded, unseen, dtype)
-    return Gradients(*(tally.deviation() for tally in tallies)), dsinks
+                dout, dlse, mine = (_take_rows(x, place, group, size) for x in (*cotangents, got.query))
+                result = _differentiate(block, dout, dlse, logits, is_half)
+                part = result.exact.query, result.rounded.query, result.blind
+                measured.query.append(_measure(mine, *part, is_half))
+                sinks.append(result.sinks)
+                of_keys = _add_up(of_keys, result)
+            assert of_keys is not None, "no queries"
+            key, value = (_take_keys(x, (example, head), size) for x in (got.key, got.value))
+            unseen = ~of_keys.seen
+            measured.key.append(_measure(key, of_keys.key, of_keys.rounded_key, unseen, is_half))
+            measured.value.append(_measure(value, of_keys.value, of_keys.rounded_value, unseen, is_half))
+        stacked = Gradients(*(np.asarray(jnp.stack(x)) for x in measured))
+        of_rows = np.asarray(jnp.stack(sinks)).reshape(batch, kv_heads, -1)
+    of_rows = of_rows[..., : q_len * group].reshape(batch, kv_heads, q_len, group)
+    deviations = Gradients(*(_deviation(x, y.size) for x, y in zip(stacked, got, strict=True)))
+    return deviations, of_rows.sum(axis=(0, 2)).reshape(heads)
 
 
 def check_gradients(deviations: Gradients[Deviation], dtype: jax.typing.DTypeLike) -> None:

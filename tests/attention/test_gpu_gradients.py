@@ -2,32 +2,35 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxmagi import masks
-from tests.cases import MaskCase, mask_cases, random_bands, tile_edge_bands
+from tests.cases import MaskCase, mask_cases, tile_edge_bands
 
 from .device_reference import Logits
 from .gpu_harness import (
     CAPACITY,
     KERNEL_DIMS,
     Shape,
+    assert_same,
     both_dtypes,
     default_logits,
+    fuzz,
     make_operands,
     pad_bands,
     poison_unseen,
     random_operands,
 )
 from .gradient_harness import gradients, make_cotangents, run_and_check_gradients
+from .gradient_reference import Cotangents, Gradients
+from .helpers import Operands
 from .test_gpu_masks import LENGTHS, SHAPES, padded_bands
 from .test_gpu_operands import DIMS, GROUPS, KV_LEN, Q_LEN
 
 pytestmark = pytest.mark.gpu
-
-RANDOM_MASKS = 12  # for each shape
 
 
 @pytest.mark.parametrize("case", mask_cases(), ids=lambda case: case.name)
@@ -37,17 +40,14 @@ def test_public_mask(case: MaskCase) -> None:
     run_and_check_gradients(make_operands(shape, padded_bands(case, length)), shape)
 
 
+@pytest.mark.timeout(900)  # the longest shape takes a minute alone, and other tests may share the GPU
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_random_masks(shape: Shape, rng: np.random.Generator) -> None:
-    for index in range(RANDOM_MASKS):
-        make = (random_bands, tile_edge_bands)[index % 2]
-        count = (300, 1)[index] if index < 2 else int(np.exp(rng.uniform(0, np.log(300))))
-        bands = pad_bands(make(rng, shape.q_len, shape.kv_len, count), 512)
-        sinks = rng.standard_normal(shape.heads) if index % 4 < 2 else None
+    for index, operands in enumerate(fuzz(rng, shape)):
         try:
-            run_and_check_gradients(make_operands(shape, bands, sinks), shape, deterministic=index % 3 == 0)
+            run_and_check_gradients(operands, shape, deterministic=index % 3 == 0)
         except AssertionError as error:
-            error.add_note(f"mask {index} of {shape}, {count} bands by {make.__name__}")
+            error.add_note(f"mask {index} of {shape}")
             raise
 
 
@@ -91,6 +91,22 @@ def test_batch(rng: np.random.Generator, per_example: bool) -> None:
     operands = make_operands(shape, np.stack(each) if per_example else each[0])
     for deterministic in (False, True):
         run_and_check_gradients(operands, shape, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_more_masks_than_a_grid_is_high(rng: np.random.Generator, deterministic: bool) -> None:
+    """That is 65535; each pair of examples is the same."""
+    shape, copies = Shape(5, 7, 1, 1, 64, 64, batch=2), 33_000
+    bands = np.stack([pad_bands(tile_edge_bands(rng, 5, 7, 2), 2) for _ in range(2)])
+    operands, cotangents = make_operands(shape, bands), make_cotangents(shape)
+    want = run_and_check_gradients(operands, shape, deterministic=deterministic)
+
+    def repeated(x: jax.Array) -> jax.Array:
+        return jnp.tile(x, (copies, *[1] * (x.ndim - 1)))
+
+    many = Operands(*map(repeated, operands))._replace(sinks=operands.sinks)
+    got, _ = gradients(many, default_logits(many), Cotangents(*map(repeated, cotangents)), deterministic)
+    assert_same(got, Gradients(*map(repeated, want)))
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.2, 1.5])

@@ -15,7 +15,8 @@ from .device_reference import check, judge
 from .gpu_harness import Shape, assert_same, default_logits, random_operands, run
 from .helpers import Operands
 
-pytestmark = pytest.mark.gpu
+# One process for both, since it keeps the memory that it takes: 40 GB.
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("large")]
 
 TOKENS, HEADS, KV_HEADS, DIM = 2**20, 64, 8, 128
 

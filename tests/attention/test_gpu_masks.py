@@ -6,15 +6,13 @@ import pytest
 
 from benchmarks._workloads import MASKS
 from jaxmagi.masks import AttnMask
-from tests.cases import MaskCase, mask_cases, random_bands, tile_edge_bands
+from tests.cases import MaskCase, mask_cases
 
-from .gpu_harness import Shape, make_operands, pad_bands, run_and_check
+from .gpu_harness import Shape, fuzz, make_operands, run_and_check
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (1024, 4096, 15_360)  # the public masks are padded to these
-RANDOM_MASKS = 42  # for each shape
-CAPACITY = 512
 
 SHAPES = [
     Shape(1, 1, 4, 4, 64, 64),
@@ -49,16 +47,11 @@ def test_public_mask(case: MaskCase) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_random_masks(shape: Shape, rng: np.random.Generator) -> None:
-    """1 to 300 bands, scattered or ending at the edges of tiles; half of the masks with sinks."""
-    for index in range(RANDOM_MASKS):
-        make = (random_bands, tile_edge_bands)[index % 2]
-        count = (300, 1)[index] if index < 2 else int(np.exp(rng.uniform(0, np.log(300))))
-        bands = pad_bands(make(rng, shape.q_len, shape.kv_len, count), CAPACITY)
-        sinks = rng.standard_normal(shape.heads) if index % 4 < 2 else None
+    for index, operands in enumerate(fuzz(rng, shape)):
         try:
-            run_and_check(make_operands(shape, bands, sinks))
+            run_and_check(operands)
         except AssertionError as error:
-            error.add_note(f"mask {index} of {shape}, {count} bands by {make.__name__}")
+            error.add_note(f"mask {index} of {shape}")
             raise
 
 

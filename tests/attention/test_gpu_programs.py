@@ -190,14 +190,16 @@ def test_sm_margin(rng: np.random.Generator, sm_margin: int) -> None:
 
 
 def seconds(function: Callable[[Operands], Any], operands: Operands) -> float:
-    """Of one of many runs in a row, the best of three rounds; the first run compiles."""
-    repeats, times = 20, []
+    """From the end of one of many runs in a row to the next's, the median; the first run compiles.
+
+    That is of a run alone, also where other processes use the GPU: each has it for several runs at a time.
+    """
     jax.block_until_ready(function(operands))
-    for _ in range(3):
-        begin = time.perf_counter()
-        jax.block_until_ready([function(operands) for _ in range(repeats)])
-        times.append((time.perf_counter() - begin) / repeats)
-    return min(times)
+    ends = []
+    for result in [function(operands) for _ in range(41)]:
+        jax.block_until_ready(result)
+        ends.append(time.perf_counter())
+    return float(np.median(np.diff(ends)))
 
 
 def test_margin_leaves_multiprocessors_alone() -> None:

@@ -82,7 +82,7 @@ def test_memcheck_is_clean() -> None:
         env=os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=280,
     )
     report = run.stdout + run.stderr
     assert run.returncode == 0, report

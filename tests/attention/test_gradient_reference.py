@@ -7,11 +7,18 @@ import pytest
 from jaxmagi.attention import attention_reference_vjp
 from tests.cases import tile_edge_bands
 
+from . import device_reference
 from .device_reference import Logits
 from .gradient_reference import Cotangents, Deviation, Gradients, check_gradients, judge_gradients
 from .helpers import Operands, make_inputs
 
 Q_LEN, KV_LEN = 130, 170
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two for each key head, the second with padding."""
+    monkeypatch.setattr(device_reference, "_MAX_ROWS", 256)
 
 
 def problem(rng: np.random.Generator, logits: Logits) -> tuple[Operands, Cotangents, Gradients, np.ndarray]:

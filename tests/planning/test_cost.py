@@ -43,6 +43,14 @@ def test_tiles_are_those_of_the_dense_mask(seed: int, rows: int, keys: int) -> N
     np.testing.assert_array_equal(counted, [tiles_by_rows(band, rows, keys, 96) for band in bands])
 
 
+@pytest.mark.parametrize("dim", [8, 64, 72, 96, 128, 160, 192, 224, 256])
+def test_tiles_are_what_the_extension_says(dim: int) -> None:
+    compiled = pytest.importorskip("jaxmagi._cuda")
+    cost = CostModel(num_heads=1, num_kv_heads=1, head_dim=dim)
+    assert cost.forward.tile == compiled.forward_tile(dim, dim)
+    assert cost.backward.tile == compiled.backward_tile(dim, dim)
+
+
 def test_tiles_of_the_backward_pass_own_keys() -> None:
     """A causal triangle is its own mirror image: 8 x 4 tiles forward are 4 x 8 backward."""
     bands = np.asarray(masks.documents([37, 27]).bands)
@@ -57,7 +65,7 @@ def test_tiles_are_those_of_the_kernels() -> None:
     assert CostModel(num_heads=8, num_kv_heads=8).forward.tile == (192, 80)
     assert CostModel(num_heads=32, num_kv_heads=1, head_dim=64).forward.tile == (12, 128)
     assert CostModel(num_heads=6, num_kv_heads=1, head_dim=200).forward.tile == (64, 80)
-    assert CostModel().backward.tile == (64, 128)
+    assert CostModel().backward.tile == (80, 128)
     assert CostModel(head_dim=256).backward.tile == (64, 64)
 
 

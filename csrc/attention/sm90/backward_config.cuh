@@ -120,6 +120,7 @@ template <typename Config> struct BackwardMemory {
 
     __device__ __forceinline__ explicit BackwardMemory(char* raw)
         : base(raw + (-shared_address(raw) & (kAlignment - 1))) {}
+    // Addresses that are the same in every step are taken anew in each, or the descriptors of a loop would all stay.
     __device__ __forceinline__ SharedAddress k() const { return anew(shared_address(base) + kK); }
     __device__ __forceinline__ SharedAddress v() const { return anew(shared_address(base) + kV); }
     __device__ __forceinline__ SharedAddress q(unsigned step) const {
@@ -193,13 +194,6 @@ template <typename Config> struct BackwardMemory {
     }
 
 private:
-    // What follows from an address that is the same in every step is found anew in each: ptxas would keep every
-    // descriptor of a loop in registers, and spill them.
-    __device__ __forceinline__ static SharedAddress anew(SharedAddress address) {
-        asm volatile("" : "+r"(address));
-        return address;
-    }
-
     __device__ __forceinline__ Mbarrier barrier(int index) const {
         return {shared_address(base) + kBarriers + 8 * index};
     }

@@ -59,18 +59,19 @@ struct OrderArguments {
     int row_block, block_rows;  // rows of a row block, and of a block of queries
 };
 
+// Plans lie along x, of which there may be more than a grid is high.
 __global__ void __launch_bounds__(kThreads) find_places(const __grid_constant__ OrderArguments args) {
-    const int64_t first = int64_t{blockIdx.y} * args.key_tiles;
-    for (int i = blockIdx.x * kThreads + threadIdx.x; i < args.key_tiles; i += gridDim.x * kThreads)
+    const int64_t first = int64_t{blockIdx.x} * args.key_tiles;
+    for (int i = blockIdx.y * kThreads + threadIdx.x; i < args.key_tiles; i += gridDim.y * kThreads)
         args.places[first + args.tiles[first + i].tile] = i;
 }
 
 // A warp for each block of queries of a plan; bands are transposed.
 __global__ void __launch_bounds__(kThreads) find_windows(const __grid_constant__ OrderArguments args) {
-    const PlannedBand* bands = args.bands + int64_t{blockIdx.y} * args.capacity;
-    Range* windows = args.windows + int64_t{blockIdx.y} * args.blocks_per_head;
-    const int lane = threadIdx.x % kWarpSize, stride = gridDim.x * kThreads / kWarpSize;
-    for (int block = (blockIdx.x * kThreads + threadIdx.x) / kWarpSize; block < args.blocks_per_head; block += stride) {
+    const PlannedBand* bands = args.bands + int64_t{blockIdx.x} * args.capacity;
+    Range* windows = args.windows + int64_t{blockIdx.x} * args.blocks_per_head;
+    const int lane = threadIdx.x % kWarpSize, stride = gridDim.y * kThreads / kWarpSize;
+    for (int block = (blockIdx.y * kThreads + threadIdx.x) / kWarpSize; block < args.blocks_per_head; block += stride) {
         const int row = block * args.row_block;
         int begin = args.capacity, end = 0;
         for (int i = lane; i < args.capacity; i += kWarpSize) {
@@ -111,8 +112,8 @@ void launch_order(const BackwardParams& params, const BackwardWorkspace& workspa
                               .row_block = workspace.row_block,
                               .block_rows = tile.rows};
     constexpr int kMaxCtas = 1024, kWarps = kThreads / kWarpSize;
-    const dim3 places_grid(std::min(kMaxCtas, ceil_div(workspace.key_tiles, kThreads)), params.plans);
-    const dim3 windows_grid(std::min(kMaxCtas, ceil_div(workspace.blocks_per_head, kWarps)), params.plans);
+    const dim3 places_grid(params.plans, std::min(kMaxCtas, ceil_div(workspace.key_tiles, kThreads)));
+    const dim3 windows_grid(params.plans, std::min(kMaxCtas, ceil_div(workspace.blocks_per_head, kWarps)));
     find_places<<<places_grid, kThreads, 0, stream>>>(args);
     find_windows<<<windows_grid, kThreads, 0, stream>>>(args);
 }

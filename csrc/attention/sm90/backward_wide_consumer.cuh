@@ -59,12 +59,8 @@ template <typename Config> struct BackwardWideConsumer {
 private:
     __device__ __forceinline__ int panel(int i) const { return warpgroup * kPanels + i; }
     __device__ __forceinline__ int v_panel(int i) const { return warpgroup * kVPanels + i; }
-    // So that what follows from it is found anew in each step: ptxas would keep it in registers, and spill others.
-    __device__ __forceinline__ unsigned thread_anew() const {
-        unsigned found = thread;
-        asm volatile("" : "+r"(found));
-        return found;
-    }
+    // In each step: what follows from it would stay in registers.
+    __device__ __forceinline__ unsigned thread_anew() const { return anew(static_cast<unsigned>(thread)); }
     __device__ __forceinline__ int row() const {
         const unsigned own = thread_anew();
         return static_cast<int>(own / 32 * 16 + own % 32 / 4);

@@ -22,8 +22,10 @@ __device__ __forceinline__ int uniform(int value) {
     return __shfl_sync(~0u, value, 0);
 }
 
-// The same, but for the compiler another number: what follows from it is found again, instead of kept in registers.
-__device__ __forceinline__ int anew(int number) {
+// The same, but for the compiler another number: what follows from it is found again, instead of kept in registers, for
+// which ptxas would spill others.
+template <typename Number> __device__ __forceinline__ Number anew(Number number) {
+    static_assert(sizeof(Number) == 4);
     asm volatile("" : "+r"(number));
     return number;
 }
