@@ -57,6 +57,8 @@ jaxmagi_add_module(
   csrc/collectives/shared_memory.cc
   xla_ffi/attention_cuda.cc
   xla_ffi/attention_cuda_backward.cc
+  xla_ffi/collectives_cuda.cc
+  xla_ffi/collectives_transfer.cc
   xla_ffi/communicator.cc
   xla_ffi/module_cuda.cc
   ${kernel_objects})

@@ -24,7 +24,8 @@ struct Group {
 Group group_of(const CollectivesContext& context, const Attributes& attributes, cudaStream_t stream) {
     int ordinal;
     check_cuda(cudaGetDevice(&ordinal), "the current device");
-    const nccl::Communicator communicator = get_communicator(context, attributes.groups);
+    const nccl::Communicator communicator =
+        get_communicator(context, attributes.groups, attributes.group_size);
     return {communicator, peers_of(ordinal, communicator, stream, sizeof(Control)), stream};
 }
 
@@ -118,26 +119,26 @@ constexpr const char* name_of(Kind kind) {
 
 template <Kind kKind, auto kRun>
 ffi::Error stage(cudaStream_t stream, CollectivesContext context, ffi::RemainingArgs arguments,
-                 ffi::RemainingRets results, ffi::Span<const int64_t> ids, int64_t group_size, int64_t input_rows,
+                 ffi::RemainingRets results, DeviceIds groups, int64_t group_size, int64_t input_rows,
                  int64_t output_rows, int64_t pair_rows, int64_t num_sms, int64_t implementation,
                  int64_t ranks_per_host, int64_t timeout_ms) {
     return guarded(name_of(kKind), [&] {
         hopper_device();
-        const Attributes attributes{{ids, group_size}, input_rows,     output_rows, pair_rows, num_sms,
-                                    implementation,    ranks_per_host, timeout_ms};
+        const Attributes attributes{groups,  group_size,     input_rows,     output_rows, pair_rows,
+                                    num_sms, implementation, ranks_per_host, timeout_ms};
         kRun(kKind, to_buffers(arguments, results), attributes, group_of(context, attributes, stream));
     });
 }
 
 template <Kind kKind>
-ffi::Error prepare(CollectivesContext context, ffi::Span<const int64_t> ids, int64_t group_size, int64_t, int64_t,
+ffi::Error prepare(CollectivesContext context, DeviceIds groups, int64_t group_size, int64_t, int64_t,
                    int64_t, int64_t, int64_t, int64_t, int64_t) {
-    return guarded(name_of(kKind), [&] { request_communicator(context, {ids, group_size}); });
+    return guarded(name_of(kKind), [&] { request_communicator(context, groups, group_size); });
 }
 
 auto with_attributes(auto binding) {
     return std::move(binding)
-        .template Attr<ffi::Span<const int64_t>>("groups")
+        .template Attr<DeviceIds>("groups")
         .template Attr<int64_t>("group_size")
         .template Attr<int64_t>("input_rows")
         .template Attr<int64_t>("output_rows")

@@ -13,8 +13,8 @@ namespace jaxmagi {
 enum class Kind { kCast, kReduce };
 
 struct Attributes {
-    Groups groups;
-    int64_t input_rows, output_rows, pair_rows, num_sms, implementation, ranks_per_host, timeout_ms;
+    DeviceIds groups;
+    int64_t group_size, input_rows, output_rows, pair_rows, num_sms, implementation, ranks_per_host, timeout_ms;
 };
 
 struct Buffers {
