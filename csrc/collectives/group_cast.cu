@@ -1,22 +1,27 @@
 #include "csrc/collectives/segments.cuh"
 
-// Rows to where they are needed. A CTA is one warp. It loads its chunk piece by piece into shared memory, as far as
-// somebody needs it, and stores every piece to all who do, each lane to another.
+// Rows to where they are needed. Each warp takes chunks of its own. It loads a chunk piece by piece into shared memory, as
+// far as somebody needs it, and stores every piece to all who do, each lane to another.
 //
-// Schedule: kStages buffers in turn. At most kAhead loads are under way beyond the piece that is stored next, so that
-// kStages - kAhead pieces may be on their way out.
+// Schedule of a warp: kStages buffers in turn. Up to kAhead loads are under way, so that kStages - kAhead pieces may be on
+// their way out. Between chunks there is a pause of some microseconds, which the other warps fill.
 
 namespace jaxmagi::collectives {
 namespace {
 
-constexpr int kPiece = 16384, kStages = 7, kAhead = 3;
+constexpr int kWarps = 4, kThreads = kWarps * kWarp;
+constexpr int kPiece = 8192, kStages = 5, kAhead = 2;
 constexpr int kMostChunkBytes = 32 * kPiece;  // a bit for each piece
 
-struct Memory {
+struct WarpMemory {
     alignas(128) char stages[kStages][kPiece];
     Segments segments;
-    Meeting meeting;
     alignas(8) uint64_t arrived[kStages];
+};
+
+struct Memory {
+    WarpMemory warps[kWarps];
+    Meeting meeting;
 };
 
 struct Range {
@@ -28,7 +33,7 @@ struct Range {
 
 class Pusher {
 public:
-    __device__ explicit Pusher(Memory& memory) : memory_(memory) {
+    __device__ explicit Pusher(WarpMemory& memory) : memory_(memory) {
         if (lane_ == 0)
             for (int i = 0; i < kStages; ++i)
                 arrived(i).init(1);
@@ -63,6 +68,7 @@ private:
         return __reduce_or_sync(~0u, wanted);
     }
 
+    // Each lane waits until what it stored from the buffer has been read.
     __device__ void load(const char* from, Range range) {
         sm90::bulk_wait_read<kStages - kAhead>();
         __syncwarp();
@@ -89,34 +95,34 @@ private:
         sm90::bulk_commit();
     }
 
-    Memory& memory_;
+    WarpMemory& memory_;
     const int lane_ = threadIdx.x % kWarp;
     unsigned loaded_ = 0, stored_ = 0;
 };
 
-__global__ void __launch_bounds__(kWarp)
+__global__ void __launch_bounds__(kThreads)
     push(const __grid_constant__ Transfer transfer, const __grid_constant__ Chunks chunks) {
     extern __shared__ __align__(128) char shared[];
     Memory& memory = *reinterpret_cast<Memory*>(shared);
-    Pusher pusher(memory);
+    Pusher pusher(memory.warps[threadIdx.x / kWarp]);
     meet(transfer, memory.meeting);
+    Segments& segments = memory.warps[threadIdx.x / kWarp].segments;
     for (int number; (number = next_chunk(transfer)) < chunks.total;) {
         const Chunk chunk = chunks(transfer, number);
         const Array& array = transfer.arrays[chunk.array];
         const char* const from = array.from + int64_t{chunk.group} * transfer.input_rows * array.row_bytes;
-        for_parts(transfer, memory.meeting, transfer.outgoing, chunk, memory.segments,
+        for_parts(transfer, memory.meeting, transfer.outgoing, chunk, segments,
                   [&](const Chunk& part, int count) { pusher.push(from + part.begin, part.bytes, count); });
     }
     sm90::bulk_wait();
-    __syncwarp();
     leave(transfer, memory.meeting);
 }
 
 }  // namespace
 
 cudaError_t push_rows(const Transfer& transfer, cudaStream_t stream) {
-    const Chunks chunks = cut_into_chunks(transfer, kPiece, kMostChunkBytes);
-    push<<<transfer.num_sms, kWarp, sizeof(Memory), stream>>>(transfer, chunks);
+    const Chunks chunks = cut_into_chunks(transfer, kWarps, kPiece, kMostChunkBytes);
+    push<<<chunks.num_ctas(transfer, kWarps), kThreads, sizeof(Memory), stream>>>(transfer, chunks);
     return cudaGetLastError();
 }
 

@@ -3,36 +3,29 @@
 
 #include "csrc/collectives/segments.cuh"
 
-// Sums of what several ranks have for each row. The first warp of a CTA, the loader, fetches its chunk piece by piece,
-// for each piece what the peers have of it, in the order of the sends. The other warps, the adders, add up in registers
-// and write each piece once.
+// Sums of what several ranks have for each row. Each warp takes chunks of its own. It goes through a chunk piece by piece,
+// for each piece through the segments that meet it, in the order of the sends: loads these from the peers into shared
+// memory, adds them up in registers, and writes the piece once.
 //
-// Schedule: kStages buffers in turn, a segment of a piece in each. A piece that nobody has a part of takes a buffer too,
-// without bytes: its rows are zero.
+// Schedule of a warp: kStages buffers in turn, one for the part of a segment that is in a piece, an item. Loads are ahead
+// of the additions by all buffers.
 
 namespace jaxmagi::collectives {
 namespace {
 
-constexpr int kPiece = 8192, kStages = 14, kMostChunkBytes = 64 * kPiece;
-constexpr int kAdderWarps = 8, kAdders = kAdderWarps * kWarp, kVectorBytes = 16;
-constexpr int kVectors = kPiece / kVectorBytes / kAdders;  // of an adder
+constexpr int kWarps = 8, kThreads = kWarps * kWarp;
+constexpr int kPiece = 2048, kStages = 10, kMostChunkBytes = 128 * kPiece;
+constexpr int kVectorBytes = 16, kVectors = kPiece / kVectorBytes / kWarp;  // of a lane
 
-// Bytes [begin, end) of a piece are in the buffer. After the last segment the sum is complete.
-struct Item {
-    char* sum;  // of the piece; null tells the adders to end
-    int begin, end, piece_bytes;
-    bool is_last;
+struct WarpMemory {
+    alignas(128) char stages[kStages][kPiece];
+    Segments segments;
+    alignas(8) uint64_t arrived[kStages];
 };
 
 struct Memory {
-    alignas(128) char stages[kStages][kPiece];
-    Segments segments;
+    WarpMemory warps[kWarps];
     Meeting meeting;
-    Item items[kStages];
-    alignas(8) uint64_t full[kStages], empty[kStages];
-
-    __device__ sm90::Mbarrier is_full(unsigned stage) { return {sm90::shared_address(&full[stage])}; }
-    __device__ sm90::Mbarrier is_empty(unsigned stage) { return {sm90::shared_address(&empty[stage])}; }
 };
 
 // --- numbers ---
@@ -98,7 +91,7 @@ template <typename To, typename From> __device__ __forceinline__ To rounded(From
 }
 
 template <typename Result, typename Sum, int kNumbers>
-__device__ __forceinline__ void write(char* to, const Sum (&sum)[kNumbers]) {
+__device__ __forceinline__ void write_numbers(char* to, const Sum (&sum)[kNumbers]) {
     struct alignas(16) Results {
         Result numbers[kNumbers];
     } results;
@@ -108,130 +101,160 @@ __device__ __forceinline__ void write(char* to, const Sum (&sum)[kNumbers]) {
     *reinterpret_cast<Results*>(to) = results;
 }
 
-// --- the two roles ---
+// --- items ---
 
-class Loader {
+// Bytes [begin, end) of a piece, which begins at byte `piece` of the chunk, as a peer has them.
+struct Item {
+    const char* from;
+    int piece, begin, end;
+};
+
+// The items of a chunk, one after another. For a whole warp.
+class Items {
 public:
-    __device__ explicit Loader(Memory& memory) : memory_(memory) {}
+    __device__ Items(const Segments& segments, int num_segments, int bytes)
+        : segments_(segments), num_segments_(num_segments), bytes_(bytes) {}
 
-    // `sum` is that of the chunk.
-    __device__ void load(char* sum, int bytes, int num_segments, int widening) {
-        for (int begin = 0; begin < bytes; begin += kPiece)
-            load_piece(sum + int64_t{begin} * widening, begin, min(begin + kPiece, bytes), num_segments);
-    }
-
-    // Returns when the adders have taken everything.
-    __device__ void end() {
-        for (unsigned number = put_; number < put_ + kStages; ++number)
-            wait_for_room(number);
-        put({}, nullptr);
+    // False after the last one.
+    __device__ bool next(Item& item) {
+        while (rest_ == 0)
+            if (not advance())
+                return false;
+        const int lane = __ffs(rest_) - 1;
+        rest_ &= rest_ - 1;
+        item.piece = piece_;
+        item.begin = __shfl_sync(~0u, begin_, lane);
+        item.end = __shfl_sync(~0u, end_, lane);
+        item.from = reinterpret_cast<const char*>(
+            __shfl_sync(~0u, reinterpret_cast<unsigned long long>(from_), lane));
+        return true;
     }
 
 private:
-    // A segment is held back until the next one is found, for the last one is to be known.
-    __device__ void load_piece(char* sum, int piece_begin, int piece_end, int num_segments) {
-        Item held{.sum = sum, .piece_bytes = piece_end - piece_begin};
-        const char* held_from = nullptr;
-        for (int first = 0; first < num_segments; first += kWarp) {
-            Segment segment{};
-            if (first + lane_ < num_segments)
-                segment = memory_.segments.list[first + lane_];
-            const int begin = max(piece_begin, segment.begin), end = min(piece_end, segment.begin + segment.bytes);
-            const char* const from = segment.remote + (begin - segment.begin);
-            for (unsigned rest = __ballot_sync(~0u, begin < end); rest; rest &= rest - 1) {
-                if (held_from)
-                    put(held, held_from);
-                const int lane = __ffs(rest) - 1;
-                held.begin = __shfl_sync(~0u, begin, lane) - piece_begin;
-                held.end = __shfl_sync(~0u, end, lane) - piece_begin;
-                held_from = reinterpret_cast<const char*>(
-                    __shfl_sync(~0u, reinterpret_cast<unsigned long long>(from), lane));
-            }
+    // To the next segments, one for each lane, of the piece or of the next one.
+    __device__ bool advance() {
+        first_ += kWarp;
+        if (first_ >= num_segments_) {
+            first_ = 0;
+            piece_ += kPiece;
         }
-        held.is_last = true;
-        put(held, held_from);
+        if (piece_ >= bytes_)
+            return false;
+        begin_ = end_ = 0;
+        if (const int number = first_ + static_cast<int>(threadIdx.x % kWarp); number < num_segments_) {
+            const Segment& segment = segments_.list[number];
+            const int begin = max(piece_, segment.begin);
+            begin_ = begin - piece_;
+            end_ = min(min(piece_ + kPiece, bytes_), segment.begin + segment.bytes) - piece_;
+            from_ = segment.remote + (begin - segment.begin);
+        }
+        rest_ = __ballot_sync(~0u, begin_ < end_);
+        return true;
     }
 
-    __device__ void wait_for_room(unsigned number) {
-        memory_.is_empty(number % kStages).wait((number / kStages & 1) ^ 1);
-    }
-
-    __device__ void put(const Item& item, const char* from) {
-        wait_for_room(put_);
-        const unsigned stage = put_++ % kStages;
-        if (lane_ != 0)
-            return;
-        memory_.items[stage] = item;
-        if (from == nullptr)
-            return memory_.is_full(stage).arrive();
-        memory_.is_full(stage).arrive_and_expect(item.end - item.begin);
-        sm90::bulk_load(sm90::shared_address(memory_.stages[stage]) + item.begin, from, item.end - item.begin,
-                        memory_.is_full(stage));
-    }
-
-    Memory& memory_;
-    const int lane_ = threadIdx.x % kWarp;
-    unsigned put_ = 0;
+    const Segments& segments_;
+    const int num_segments_, bytes_;
+    int piece_ = -kPiece, first_ = num_segments_;
+    unsigned rest_ = 0;
+    int begin_ = 0, end_ = 0;  // of the lane's segment
+    const char* from_ = nullptr;
 };
 
-template <typename Wire, typename Result> __device__ void add_up(Memory& memory) {
+// --- a warp ---
+
+template <typename Wire, typename Result> class Adder {
+public:
+    static constexpr int kWidening = sizeof(Result) / sizeof(Wire);
+
+    __device__ explicit Adder(WarpMemory& memory) : memory_(memory) {
+        if (lane_ == 0)
+            for (int i = 0; i < kStages; ++i)
+                arrived(i).init(1);
+        sm90::fence_mbarrier_init();
+        __syncwarp();
+    }
+
+    // Sums of a chunk of so many bytes that travel, to where they belong.
+    __device__ void add_up(char* to, int bytes, int num_segments) {
+        Items loading(memory_.segments, num_segments, bytes), adding = loading;
+        Sums sums = {};
+        int piece = 0;
+        bool all_loading = false;
+        for (Item item; adding.next(item);) {
+            for (Item ahead; not all_loading and loaded_ - added_ < kStages;) {
+                all_loading = not loading.next(ahead);
+                if (not all_loading)
+                    load(ahead);
+            }
+            for (; piece < item.piece; piece += kPiece)
+                write(to, piece, bytes, sums);
+            add(item, sums);
+        }
+        for (; piece < bytes; piece += kPiece)
+            write(to, piece, bytes, sums);
+    }
+
+private:
     using Numbers = Vector<Wire>;
-    const int adder = threadIdx.x - kWarp;
-    typename Numbers::Sum sums[kVectors][Numbers::kNumbers] = {};
-    for (unsigned taken = 0;; ++taken) {
-        const unsigned stage = taken % kStages;
-        memory.is_full(stage).wait(taken / kStages & 1);
-        const Item item = memory.items[stage];
-        if (item.sum == nullptr)
-            return;
+    using Sums = typename Numbers::Sum[kVectors][Numbers::kNumbers];
+
+    __device__ sm90::Mbarrier arrived(int stage) const { return {sm90::shared_address(&memory_.arrived[stage])}; }
+    __device__ int place(int vector) const { return (vector * kWarp + lane_) * kVectorBytes; }
+
+    __device__ void load(const Item& item) {
+        const unsigned stage = loaded_++ % kStages;
+        __syncwarp();  // all lanes have read the buffer
+        if (lane_ == 0) {
+            arrived(stage).arrive_and_expect(item.end - item.begin);
+            sm90::bulk_load(sm90::shared_address(memory_.stages[stage]) + item.begin, item.from, item.end - item.begin,
+                            arrived(stage));
+        }
+    }
+
+    __device__ void add(const Item& item, Sums& sums) {
+        const unsigned stage = added_ % kStages;
+        arrived(stage).wait(added_ / kStages & 1);
+        ++added_;
 #pragma unroll
         for (int i = 0; i < kVectors; ++i)
-            if (const int at = (adder + i * kAdders) * kVectorBytes; item.begin <= at and at < item.end)
-                Numbers::add(*reinterpret_cast<const uint4*>(memory.stages[stage] + at), sums[i]);
-        __syncwarp();
-        if (threadIdx.x % kWarp == 0)
-            memory.is_empty(stage).arrive();
-        if (not item.is_last)
-            continue;
+            if (item.begin <= place(i) and place(i) < item.end)
+                Numbers::add(*reinterpret_cast<const uint4*>(memory_.stages[stage] + place(i)), sums[i]);
+    }
+
+    // Leaves zeros.
+    __device__ void write(char* to, int piece, int bytes, Sums& sums) {
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
-            if (const int at = (adder + i * kAdders) * kVectorBytes; at < item.piece_bytes)
-                write<Result>(item.sum + at * static_cast<int>(sizeof(Result) / sizeof(Wire)), sums[i]);
+            if (piece + place(i) < bytes)
+                write_numbers<Result>(to + int64_t{piece + place(i)} * kWidening, sums[i]);
 #pragma unroll
             for (auto& sum : sums[i])
                 sum = 0;
         }
     }
-}
+
+    WarpMemory& memory_;
+    const int lane_ = threadIdx.x % kWarp;
+    unsigned loaded_ = 0, added_ = 0;
+};
 
 template <typename Wire, typename Result>
-__global__ void __launch_bounds__(kWarp + kAdders)
+__global__ void __launch_bounds__(kThreads)
     pull(const __grid_constant__ Transfer transfer, const __grid_constant__ Chunks chunks) {
     extern __shared__ __align__(128) char shared[];
     Memory& memory = *reinterpret_cast<Memory*>(shared);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < kStages; ++i) {
-            memory.is_full(i).init(1);
-            memory.is_empty(i).init(kAdderWarps);
-        }
-        sm90::fence_mbarrier_init();
-    }
-    __syncthreads();
-    if (threadIdx.x >= kWarp)
-        return add_up<Wire, Result>(memory);
-    constexpr int kWidening = sizeof(Result) / sizeof(Wire);
-    Loader loader(memory);
+    Adder<Wire, Result> adder(memory.warps[threadIdx.x / kWarp]);
     meet(transfer, memory.meeting);
+    Segments& segments = memory.warps[threadIdx.x / kWarp].segments;
     for (int number; (number = next_chunk(transfer)) < chunks.total;) {
         const Chunk chunk = chunks(transfer, number);
         const Array& array = transfer.arrays[chunk.array];
-        char* const to = array.to + int64_t{chunk.group} * transfer.input_rows * array.row_bytes * kWidening;
-        for_parts(transfer, memory.meeting, transfer.incoming, chunk, memory.segments,
-                  [&](const Chunk& part, int count) {
-                      loader.load(to + part.begin * kWidening, part.bytes, count, kWidening);
-                  });
+        char* const to =
+            array.to + int64_t{chunk.group} * transfer.input_rows * array.row_bytes * adder.kWidening;
+        for_parts(transfer, memory.meeting, transfer.incoming, chunk, segments, [&](const Chunk& part, int count) {
+            adder.add_up(to + part.begin * adder.kWidening, part.bytes, count);
+        });
     }
-    loader.end();
     leave(transfer, memory.meeting);
 }
 
@@ -246,9 +269,9 @@ constexpr Kernel kPull[][2] = {{pull<__nv_bfloat16, __nv_bfloat16>, pull<__nv_bf
 }  // namespace
 
 cudaError_t pull_sums(const Transfer& transfer, cudaStream_t stream) {
-    const Chunks chunks = cut_into_chunks(transfer, kPiece, kMostChunkBytes);
+    const Chunks chunks = cut_into_chunks(transfer, kWarps, kPiece, kMostChunkBytes);
     const Kernel kernel = kPull[static_cast<int>(transfer.number)][transfer.sum_number != transfer.number];
-    kernel<<<transfer.num_sms, kWarp + kAdders, sizeof(Memory), stream>>>(transfer, chunks);
+    kernel<<<chunks.num_ctas(transfer, kWarps), kThreads, sizeof(Memory), stream>>>(transfer, chunks);
     return cudaGetLastError();
 }
 

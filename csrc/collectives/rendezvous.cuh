@@ -6,7 +6,7 @@
 #include "csrc/common/sm90/bulk.cuh"
 #include "csrc/common/sm90/system_memory.cuh"
 
-// How the ranks of a group come together for a call and part again. All functions are for a whole warp, of each CTA.
+// How the ranks of a group come together for a call and part again. `meet` and `leave` are for all threads of all CTAs.
 //
 //   meet    The first CTA tells the native peers where the rank's buffers lie. Each CTA waits for all peers' news, and
 //           only then touches their memory.
@@ -20,7 +20,9 @@ namespace jaxmagi::collectives {
 
 constexpr int kWarp = 32;
 
-[[noreturn]] __device__ inline void stop() {
+// Says why, and ends the program with an error. Out of line, as calls of printf take registers.
+template <typename... Args> [[noreturn]] __device__ __noinline__ void stop(const char* format, Args... args) {
+    printf(format, args...);
     __trap();
     __builtin_unreachable();
 }
@@ -45,9 +47,8 @@ __device__ inline void wait_for(const Transfer& transfer, const uint32_t* flag, 
     while (static_cast<int32_t>(sm90::load_acquire(flag) - epoch) < 0) {
         if (sm90::nanoseconds() - begin < transfer.timeout_ns)
             continue;
-        printf("jaxmagi: rank %d of %d waited for %d ms until rank %d %s (call %u of its group)\n", transfer.rank,
-               transfer.size, static_cast<int>(transfer.timeout_ns / 1000000), peer, what, epoch);
-        stop();
+        stop("jaxmagi: rank %d of %d waited for %d ms until rank %d %s (call %u of its group)\n", transfer.rank,
+             transfer.size, static_cast<int>(transfer.timeout_ns / 1000000), peer, what, epoch);
     }
 }
 
@@ -85,21 +86,17 @@ __device__ inline void compare(const Transfer& transfer, Meeting& meeting) {
     for_native_peers(transfer, [&](int peer) {
         const Mailbox& box = transfer.controls[transfer.rank]->from[peer];
         const uint64_t rows = sm90::load_relaxed(&box.rows);
-        if (sm90::load_relaxed(&box.call) != transfer.call) {
-            printf("jaxmagi: ranks %d and %d make different calls of a group collective\n", transfer.rank, peer);
-            stop();
-        }
-        if (rows != meeting.rows[peer]) {
-            printf("jaxmagi: the spec of rank %d sends %llu rows to rank %d, whose spec expects %llu\n", transfer.rank,
-                   meeting.rows[peer], peer, static_cast<unsigned long long>(rows));
-            stop();
-        }
+        if (sm90::load_relaxed(&box.call) != transfer.call)
+            stop("jaxmagi: ranks %d and %d make different calls of a group collective\n", transfer.rank, peer);
+        if (rows != meeting.rows[peer])
+            stop("jaxmagi: the spec of rank %d sends %llu rows to rank %d, whose spec expects %llu\n", transfer.rank,
+                 meeting.rows[peer], peer, static_cast<unsigned long long>(rows));
     });
 }
 
-__device__ inline void meet(const Transfer& transfer, Meeting& meeting) {
+__device__ inline void meet_by_warp(const Transfer& transfer, Meeting& meeting) {
     const Control& control = *transfer.controls[transfer.rank];
-    if (threadIdx.x % kWarp == 0) {
+    if (threadIdx.x == 0) {
         meeting.epoch = control.epoch + 1;
         for (int i = 0; i < transfer.num_arrays; ++i)
             meeting.addresses[transfer.rank][i] = address_of(transfer, transfer.places[i], transfer.rank);
@@ -120,12 +117,16 @@ __device__ inline void meet(const Transfer& transfer, Meeting& meeting) {
         compare(transfer, meeting);
 }
 
-// After all that the CTA does with peers' memory is complete.
-__device__ inline void leave(const Transfer& transfer, const Meeting& meeting) {
+__device__ inline void meet(const Transfer& transfer, Meeting& meeting) {
+    if (threadIdx.x < kWarp)
+        meet_by_warp(transfer, meeting);
+    __syncthreads();
+}
+
+__device__ inline void leave_by_warp(const Transfer& transfer, const Meeting& meeting) {
     Control& control = *transfer.controls[transfer.rank];
     unsigned finished = 0;
-    if (threadIdx.x % kWarp == 0) {
-        sm90::fence_global_for_async();
+    if (threadIdx.x == 0) {
         __threadfence_system();
         finished = atomicAdd(&control.finished_ctas, 1);
     }
@@ -139,10 +140,18 @@ __device__ inline void leave(const Transfer& transfer, const Meeting& meeting) {
         wait_for(transfer, &control.from[peer].done, meeting.epoch, peer, "finished the call");
     });
     __syncwarp();
-    if (threadIdx.x % kWarp == 0) {
+    if (threadIdx.x == 0) {
         control.next_chunk = control.finished_ctas = 0;
         control.epoch = meeting.epoch;
     }
+}
+
+// After all that the thread does with peers' memory is complete.
+__device__ inline void leave(const Transfer& transfer, const Meeting& meeting) {
+    sm90::fence_global_for_async();
+    __syncthreads();
+    if (threadIdx.x < kWarp)
+        leave_by_warp(transfer, meeting);
 }
 
 }  // namespace jaxmagi::collectives

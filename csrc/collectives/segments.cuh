@@ -5,7 +5,7 @@
 
 #include "csrc/collectives/rendezvous.cuh"
 
-// How the input rows of a rank are cut into chunks, which CTAs take one after the other, and what a chunk's bytes have to
+// How the input rows of a rank are cut into chunks, which warps take one after the other, and what a chunk's bytes have to
 // do with which peer's memory. All functions are for a whole warp.
 
 namespace jaxmagi::collectives {
@@ -17,7 +17,7 @@ struct Chunk {
     int bytes;
 };
 
-// What a grid has to do. Chunks are taken in steps of `stride`, from `first` on: at any time CTAs work in places that are
+// What a grid has to do. Chunks are taken in steps of `stride`, from `first` on: at any time warps work in places that are
 // far apart, and ranks in different ones, so that all links are busy.
 struct Chunks {
     int chunk_bytes;
@@ -34,6 +34,10 @@ struct Chunks {
         return {index / of_group, array, begin, static_cast<int>(min(size - begin, int64_t{chunk_bytes}))};
     }
 
+    int num_ctas(const Transfer& transfer, int warps) const {
+        return std::min(transfer.num_sms, (total + warps - 1) / warps);
+    }
+
 private:
     static __device__ __forceinline__ int64_t size_of(const Transfer& transfer, int array) {
         return int64_t{transfer.input_rows} * transfer.arrays[array].row_bytes;
@@ -43,12 +47,12 @@ private:
     }
 };
 
-// Four chunks for each CTA at least, of whole units where that leaves more than one for it.
-inline Chunks cut_into_chunks(const Transfer& transfer, int unit, int most_bytes) {
+// Four chunks for each warp at least, of whole units where that leaves more than one for it.
+inline Chunks cut_into_chunks(const Transfer& transfer, int warps, int unit, int most_bytes) {
     int64_t row_bytes = 0;
     for (int i = 0; i < transfer.num_arrays; ++i)
         row_bytes += transfer.arrays[i].row_bytes;
-    const int64_t share = row_bytes * transfer.input_rows * transfer.groups / (4 * transfer.num_sms);
+    const int64_t share = row_bytes * transfer.input_rows * transfer.groups / (4 * transfer.num_sms * warps);
     Chunks chunks{};
     chunks.chunk_bytes = static_cast<int>(std::clamp<int64_t>(share / unit * unit, unit, most_bytes));
     for (int i = 0; i < transfer.num_arrays; ++i) {
@@ -76,7 +80,7 @@ struct Segment {
     int begin, bytes;
 };
 
-constexpr int kMaxSegments = 1024;
+constexpr int kMaxSegments = 512;
 
 struct Segments {
     Segment list[kMaxSegments];
@@ -87,13 +91,11 @@ __device__ inline void check(const Transfer& transfer, const Send& send) {
                       send.peer_row >= 0 and send.length <= transfer.input_rows - send.row and
                       send.length <= transfer.output_rows - send.peer_row and
                       send.length <= transfer.pair_rows - send.slot;
-    if (fits)
-        return;
-    printf("jaxmagi: rank %d has a spec with the entry (dst_rank %d, slot %d, row %d, length %d, dst_row %d), which does "
-           "not fit %d ranks, %d input rows, %d output rows and %d rows of a pair\n",
-           transfer.rank, send.peer, send.slot, send.row, send.length, send.peer_row, transfer.size,
-           transfer.input_rows, transfer.output_rows, transfer.pair_rows);
-    stop();
+    if (not fits)
+        stop("jaxmagi: rank %d has a spec with the entry (dst_rank %d, slot %d, row %d, length %d, dst_row %d), which does "
+             "not fit %d ranks, %d input rows, %d output rows and %d rows of a pair\n",
+             transfer.rank, send.peer, send.slot, send.row, send.length, send.peer_row, transfer.size,
+             transfer.input_rows, transfer.output_rows, transfer.pair_rows);
 }
 
 // The byte where a send's first row is at its peer.
@@ -147,11 +149,9 @@ __device__ __forceinline__ void for_parts(const Transfer& transfer, const Meetin
         part.bytes = chunk.bytes - done;
         int count;
         while ((count = find_segments(transfer, meeting, pair_buffer, part, found)) > kMaxSegments) {
-            if (part.bytes == 16) {
-                printf("jaxmagi: rank %d sends a row to %d places, and the native kernels can to %d\n", transfer.rank,
-                       count, kMaxSegments);
-                stop();
-            }
+            if (part.bytes == 16)
+                stop("jaxmagi: rank %d sends a row to %d places, and the native kernels can to %d\n", transfer.rank,
+                     count, kMaxSegments);
             part.bytes = (part.bytes / 2 + 15) / 16 * 16;
         }
         visit(part, count);
