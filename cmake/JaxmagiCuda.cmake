@@ -49,8 +49,19 @@ endfunction()
 
 file(GLOB_RECURSE kernels CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/*.cu")
 jaxmagi_compile_kernels(kernel_objects ${kernels})
-jaxmagi_add_module(_cuda xla_ffi/attention_cuda.cc xla_ffi/attention_cuda_backward.cc xla_ffi/module_cuda.cc
-                   ${kernel_objects})
+jaxmagi_add_module(
+  _cuda
+  csrc/collectives/identity.cc
+  csrc/collectives/nccl.cc
+  csrc/collectives/peers.cc
+  csrc/collectives/shared_memory.cc
+  xla_ffi/attention_cuda.cc
+  xla_ffi/attention_cuda_backward.cc
+  xla_ffi/collectives_cuda.cc
+  xla_ffi/collectives_transfer.cc
+  xla_ffi/communicator.cc
+  xla_ffi/module_cuda.cc
+  ${kernel_objects})
 target_include_directories(_cuda PRIVATE "${PROJECT_BINARY_DIR}/generated")
 target_include_directories(_cuda SYSTEM PRIVATE ${JAXMAGI_CUDA_INCLUDE_DIRS})
 target_link_libraries(_cuda PRIVATE "${JAXMAGI_CUDART}" dl rt pthread)

@@ -5,16 +5,12 @@
 #include <map>
 #include <mutex>
 
+#include "csrc/common/check_cuda.h"
 #include "xla_ffi/checks.h"
 
 // What handlers on CUDA ask of the runtime and of the device. Failures throw, for `guarded`.
 
 namespace jaxmagi {
-
-inline void check_cuda(cudaError_t error, const std::string& what) {
-    if (error != cudaSuccess)
-        throw std::runtime_error(what + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
-}
 
 struct CudaDevice {
     std::string name;

@@ -1,22 +1,36 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
 
 #include <string>
 
 #include "csrc/attention/sm90/backward.h"
 #include "csrc/attention/sm90/forward.h"
 #include "csrc/attention/sm90/plan.h"
+#include "csrc/collectives/peers.h"
 #include "sources.h"
 #include "xla_ffi/attention_cuda.h"
+#include "xla_ffi/collectives_cuda.h"
 
 namespace nb = nanobind;
 
 namespace {
 
+nb::capsule capsule(XLA_FFI_Handler* handler) {
+    return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
 nb::dict stages(jaxmagi::CudaHandlers handlers) {
-    const auto capsule = [](XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); };
     nb::dict stages;
+    stages["initialize"] = capsule(handlers.initialize);
+    stages["execute"] = capsule(handlers.execute);
+    return stages;
+}
+
+nb::dict stages(jaxmagi::CollectiveHandlers handlers) {
+    nb::dict stages;
+    stages["prepare"] = capsule(handlers.prepare);
     stages["initialize"] = capsule(handlers.initialize);
     stages["execute"] = capsule(handlers.execute);
     return stages;
@@ -27,6 +41,8 @@ nb::dict registrations() {
     targets["jaxmagi_attention_plan"] = stages(jaxmagi::attention_plan_cuda());
     targets["jaxmagi_attention_forward"] = stages(jaxmagi::attention_forward_cuda());
     targets["jaxmagi_attention_backward"] = stages(jaxmagi::attention_backward_cuda());
+    targets["jaxmagi_group_cast"] = stages(jaxmagi::group_cast_cuda());
+    targets["jaxmagi_group_reduce"] = stages(jaxmagi::group_reduce_cuda());
     return targets;
 }
 
@@ -52,6 +68,10 @@ int64_t backward_workspace_bytes(int batch, int q_len, int kv_len, int heads, in
     return jaxmagi::sm90::backward_workspace_bytes(shape, plans, deterministic);
 }
 
+int64_t pair_buffer_bytes(int64_t groups, int64_t size, int64_t pair_rows, const std::vector<int64_t>& row_bytes) {
+    return jaxmagi::pair_buffer_bytes(groups, size, pair_rows, row_bytes);
+}
+
 }  // namespace
 
 NB_MODULE(_cuda, m) {
@@ -66,4 +86,8 @@ NB_MODULE(_cuda, m) {
           "Workspace of the backward pass, a multiple of 16.");
     m.def("plan_workspace_words", jaxmagi::sm90::plan_workspace_words, nb::arg("plans"), nb::arg("capacity"),
           nb::arg("length"), nb::arg("tile_rows"), "Workspace of the plan in words of 8 bytes.");
+    m.def("pair_buffer_bytes", pair_buffer_bytes, nb::arg("groups"), nb::arg("size"), nb::arg("pair_rows"),
+          nb::arg("row_bytes"), "Workspace of a group collective for pairs of ranks over NCCL, a multiple of 16.");
+    m.def("finalize_collectives", jaxmagi::collectives::finalize, nb::call_guard<nb::gil_scoped_release>(),
+          "Frees what the group collectives keep on the devices.");
 }

@@ -26,9 +26,9 @@ namespace {
 
 namespace nb = nanobind;
 using planning::Copy;
-using planning::PlacedCopy;
 using planning::Routing;
 using planning::Staging;
+using planning::Transfer;
 
 template <int kColumns>
 using Table = nb::ndarray<const int32_t, nb::shape<-1, kColumns>, nb::c_contig, nb::device::cpu>;
@@ -57,9 +57,11 @@ Array<int32_t> to_table(std::vector<Band> bands) {
     return to_numpy<int32_t>(std::move(bands), {count, 6});
 }
 
-Array<int32_t> to_table(std::vector<PlacedCopy> copies) {
-    const size_t count = copies.size();
-    return to_numpy<int32_t>(std::move(copies), {count, 5});
+// The sends [n, 6] and the receives [m, 5].
+std::pair<Array<int32_t>, Array<int32_t>> to_tables(Transfer transfer) {
+    const size_t sends = transfer.sends.size(), receives = transfer.receives.size();
+    return {to_numpy<int32_t>(std::move(transfer.sends), {sends, 6}),
+            to_numpy<int32_t>(std::move(transfer.receives), {receives, 5})};
 }
 
 // Computes without the GIL.
@@ -90,10 +92,9 @@ Array<int32_t> token_order(Ints owners, int length, int cp_size, int chunk_size)
     return to_numpy<int32_t>(std::move(tokens), {count});
 }
 
-Array<int32_t> place_copies(Table<4> copies, bool by_row) {
-    const auto order = by_row ? planning::CopyOrder::kByRow : planning::CopyOrder::kBySlot;
+std::pair<Array<int32_t>, Array<int32_t>> place_copies(Table<5> copies) {
     const auto* first = reinterpret_cast<const Copy*>(copies.data());
-    return to_table(released([&] { return planning::place_copies({first, first + copies.shape(0)}, order); }));
+    return to_tables(released([&] { return planning::place_copies({first, first + copies.shape(0)}); }));
 }
 
 // [n, 2]: the full and the partial tiles of each band.
@@ -138,8 +139,7 @@ std::pair<Array<int32_t>, Array<int32_t>> staged_bands(const Staging& staging) {
 }
 
 std::pair<Array<int32_t>, Array<int32_t>> staged_transfer(const Staging& staging, int index) {
-    auto transfer = released([&] { return staging.transfer(index); });
-    return {to_table(std::move(transfer.sends)), to_table(std::move(transfer.receives))};
+    return to_tables(released([&] { return staging.transfer(index); }));
 }
 
 void bind_routing(nb::module_& m) {
@@ -179,7 +179,7 @@ void bind_planning(nb::module_& m) {
     m.def("balanced_owners", balanced_owners, nb::arg("masks"), nb::arg("weights"), nb::arg("length"),
           nb::arg("cp_size"), nb::arg("chunk_size"), nb::arg("cells_per_row"), "The rank of each chunk: int32 [n].");
     m.def("token_order", token_order, nb::arg("owners"), nb::arg("length"), nb::arg("cp_size"), nb::arg("chunk_size"));
-    m.def("place_copies", place_copies, nb::arg("copies"), nb::arg("by_row"));
+    m.def("place_copies", place_copies, nb::arg("copies"));
     bind_routing(m);
 }
 

@@ -7,55 +7,72 @@
 namespace jaxmagi::planning {
 namespace {
 
-// Calls visit(source rank, source row, destination rank, destination row, length) for every copy, by destination.
+// Visits every copy, by destination.
 template <typename Visit>
 void for_each_copy(const Owners& owners, const std::vector<const Runs*>& received, Visit visit) {
     for (int destination = 0; destination < static_cast<int>(received.size()); ++destination)
         for (const Run& wanted : *received[destination]) {
             for (const Run& run : meeting(owners.runs, {wanted.begin, wanted.end})) {
                 const int begin = std::max(run.begin, wanted.begin), end = std::min(run.end, wanted.end);
-                visit(owners.ranks[owners.index_of(run)], run.place + begin - run.begin, destination,
-                      wanted.place + begin - wanted.begin, end - begin);
+                visit(Copy{.source = owners.ranks[owners.index_of(run)],
+                           .destination = destination,
+                           .row = run.place + begin - run.begin,
+                           .destination_row = wanted.place + begin - wanted.begin,
+                           .length = end - begin});
             }
         }
 }
 
-}  // namespace
-
-std::vector<PlacedCopy> place_copies(std::vector<Copy> copies, CopyOrder order) {
-    std::erase_if(copies, [](const Copy& copy) { return copy.length == 0; });
-    std::ranges::stable_sort(copies, {}, [](const Copy& copy) { return std::tuple(copy.rank, copy.peer); });
-    std::vector<PlacedCopy> placed;
-    for (const Copy& copy : copies) {
+std::vector<Send> place_sends(std::vector<Copy> copies) {
+    std::ranges::stable_sort(copies, {}, [](const Copy& copy) { return std::tuple(copy.source, copy.destination); });
+    std::vector<Send> sends;
+    for (const auto& [source, destination, row, destination_row, length] : copies) {
         const bool is_same_pair =
-            not placed.empty() and placed.back().rank == copy.rank and placed.back().peer == copy.peer;
-        if (is_same_pair and placed.back().row + placed.back().length == copy.row) {
-            placed.back().length += copy.length;
+            not sends.empty() and sends.back().rank == source and sends.back().peer == destination;
+        if (is_same_pair and sends.back().row + sends.back().length == row and
+            sends.back().peer_row + sends.back().length == destination_row) {
+            sends.back().length += length;
             continue;
         }
-        const int slot = is_same_pair ? placed.back().slot + placed.back().length : 0;
-        placed.push_back({copy.rank, copy.peer, slot, copy.row, copy.length});
+        const int slot = is_same_pair ? sends.back().slot + sends.back().length : 0;
+        sends.push_back({source, destination, slot, row, length, destination_row});
     }
-    if (order == CopyOrder::kByRow)
-        std::ranges::stable_sort(placed, {}, [](const PlacedCopy& copy) { return std::tuple(copy.rank, copy.row); });
-    return placed;
+    return sends;
+}
+
+std::vector<Receive> receives_of(const std::vector<Send>& sends) {
+    std::vector<Receive> receives;
+    for (const Send& send : sends)
+        if (not receives.empty() and receives.back().rank == send.peer and receives.back().peer == send.rank and
+            receives.back().row + receives.back().length == send.peer_row)
+            receives.back().length += send.length;
+        else
+            receives.push_back({send.peer, send.rank, send.slot, send.peer_row, send.length});
+    std::ranges::stable_sort(receives, {}, [](const Receive& receive) { return std::tuple(receive.rank, receive.row); });
+    return receives;
+}
+
+}  // namespace
+
+Transfer place_copies(std::vector<Copy> copies) {
+    Transfer transfer{.sends = place_sends(std::move(copies)), .receives = {}};
+    transfer.receives = receives_of(transfer.sends);
+    return transfer;
 }
 
 Transfer transfer_tables(const Owners& owners, const std::vector<const Runs*>& received) {
-    std::vector<Copy> sends, receives;
-    for_each_copy(owners, received, [&](int source, int source_row, int destination, int row, int length) {
-        sends.push_back({source, destination, source_row, length});
-        receives.push_back({destination, source, row, length});
-    });
-    return {place_copies(std::move(sends), CopyOrder::kBySlot), place_copies(std::move(receives), CopyOrder::kByRow)};
+    std::vector<Copy> copies;
+    for_each_copy(owners, received, [&](const Copy& copy) { copies.push_back(copy); });
+    return place_copies(std::move(copies));
 }
 
 std::vector<Traffic> count_traffic(const Owners& owners, const std::vector<const Runs*>& received, int ranks_per_host) {
     std::vector<Traffic> traffic(received.size());
-    for_each_copy(owners, received, [&](int source, int, int destination, int, int length) {
-        const bool is_within = source / ranks_per_host == destination / ranks_per_host;
-        (is_within ? traffic[source].sent_within : traffic[source].sent_between) += length;
-        (is_within ? traffic[destination].received_within : traffic[destination].received_between) += length;
+    for_each_copy(owners, received, [&](const Copy& copy) {
+        Traffic &source = traffic[copy.source], &destination = traffic[copy.destination];
+        const bool is_within = copy.source / ranks_per_host == copy.destination / ranks_per_host;
+        (is_within ? source.sent_within : source.sent_between) += copy.length;
+        (is_within ? destination.received_within : destination.received_between) += copy.length;
     });
     return traffic;
 }

@@ -8,25 +8,30 @@
 
 namespace jaxmagi::planning {
 
-// Rows [row, row + length) of a rank that travel to or from a peer.
+// Rows [row, row + length) of a rank that become the rows [destination_row, destination_row + length) of another.
 struct Copy {
-    int rank, peer, row, length;
+    int source, destination, row, destination_row, length;
 };
 
-// The same with its place in the pair's buffer.
-struct PlacedCopy {
+// The same for the rank that sends, with its place in the pair's buffer. The peer has the rows from `peer_row` on.
+struct Send {
+    int rank, peer, slot, row, length, peer_row;
+};
+
+// And for the rank that receives.
+struct Receive {
     int rank, peer, slot, row, length;
 };
 
-enum class CopyOrder { kBySlot, kByRow };
-
-// Slots for copies, given in the order in which they fill each pair's buffer; adjacent ones are joined. Sorted by
-// (rank, peer, slot) or by (rank, row).
-std::vector<PlacedCopy> place_copies(std::vector<Copy> copies, CopyOrder order);
-
+// Sends by (rank, peer, slot), receives by (rank, row).
 struct Transfer {
-    std::vector<PlacedCopy> sends, receives;
+    std::vector<Send> sends;
+    std::vector<Receive> receives;
 };
+
+// Slots for copies, of a row or more each, given in the order in which they fill each pair's buffer. Adjacent ones are
+// joined: sends where the rows of both ranks go on, receives where those of the receiving rank do.
+Transfer place_copies(std::vector<Copy> copies);
 
 // The tables of one transfer: for each rank the tokens that it receives, `place` the output row.
 Transfer transfer_tables(const Owners& owners, const std::vector<const Runs*>& received);

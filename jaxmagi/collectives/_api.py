@@ -16,7 +16,7 @@ _OPS = ("sum", "avg", "lse")
 
 
 class _Transfer(NamedTuple):
-    sends: jax.Array  # [M, 4]
+    sends: jax.Array  # [M, 5]
     receives: jax.Array  # [M, 4]
     route: Route
 
@@ -37,7 +37,7 @@ def group_cast[Tree](x: Tree, spec: GroupCastSpec, *, axis_name: str) -> Tree:
 
     Args:
         x: pytree of local arrays ``[spec.input_rows, ...]``.
-        spec: which rows go where, whole (every table ``[cp, M, 4]``) or sharded over ``axis_name``.
+        spec: which rows go where, whole (tables lead with ``cp``) or sharded over ``axis_name``.
         axis_name: mesh axis whose ranks exchange rows.
 
     Returns:
@@ -157,7 +157,7 @@ def _finish_sum(
 
 def _contributions(transfer: _Transfer, has_own: bool) -> jax.Array:
     """int32 [input_rows]: how many rows arrive for each, with the accumulated one, and 1 at least."""
-    _, _, row, length = transfer.sends.T
+    _, _, row, length, _ = transfer.sends.T
     used = (length > 0).astype(jnp.int32)
     steps = jax.lax.full_like(row, 0, shape=(transfer.route.input_rows + 1,))
     steps = steps.at[row].add(used).at[row + length].add(-used)

@@ -62,12 +62,14 @@ def check_spec(spec: Any) -> None:
     """Raises ValueError unless ``spec`` is a single `GroupCastSpec`."""
     if not isinstance(spec, GroupCastSpec):
         raise ValueError(f"spec must be a jaxmagi.GroupCastSpec, but it is {type(spec).__name__}.")
-    for name, table in (("sends", spec.sends), ("receives", spec.receives)):
+    for name, table, columns in (("sends", spec.sends, 5), ("receives", spec.receives, 4)):
         if table.ndim != 3:
             raise ValueError(
-                f"spec.{name} must be [cp, M, 4], but has shape {table.shape}: "
+                f"spec.{name} must be [cp, M, {columns}], but has shape {table.shape}: "
                 "use jax.vmap for a batch of specs."
             )
+        if table.shape[-1] != columns:
+            raise ValueError(f"spec.{name} must be [cp, M, {columns}], but has shape {table.shape}.")
 
 
 def check_rows(name: str, leaves: list[Any], rows: int) -> None:

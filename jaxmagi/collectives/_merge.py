@@ -20,7 +20,7 @@ def merge_by_lse(
         out: [output_rows, N, D], normalised within its part.
         lse: [output_rows, N]; -inf where the part has nothing to say.
         own: a part that is there already, [input_rows, N, D] and [input_rows, N].
-        sends: int32 [M, 4].
+        sends: int32 [M, 5].
         receives: int32 [M, 4].
         route: the transfer.
     """

@@ -1,7 +1,7 @@
 """Group casts in plain JAX: range tables are expanded to indices, buffers go through ``lax.all_to_all``.
 
-Everything here is the view of one rank: tables are [M, 4], and the rows of an array are its first axis. The
-slots of all pair buffers of a rank are numbered ``peer * pair_rows + slot``.
+Everything here is the view of one rank: sends are [M, 5], receives [M, 4], and the rows of an array are its
+first axis. The slots of all pair buffers of a rank are numbered ``peer * pair_rows + slot``.
 """
 
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def _last_at_most(sorted_: jax.Array, values: jax.Array) -> jax.Array:
 
 def input_row_of_slot(sends: jax.Array, route: Route) -> jax.Array:
     """int32 [slots]: the input row that is sent from each slot, NONE for unused slots."""
-    dst, slot, row, length = sends.T
+    dst, slot, row, length, _ = sends.T
     return _expand(dst * route.pair_rows + slot, length, row, route.slots)
 
 

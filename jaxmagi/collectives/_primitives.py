@@ -1,7 +1,7 @@
 """The two linear primitives, each the transpose of the other.
 
-Operands are any number of arrays x [G, rows, ...] and a rank's tables, sends and receives int32 [G, M, 4]: G
-independent transfers, which travel together. All operands vary over the mesh axis.
+Operands are any number of arrays x [G, rows, ...] and a rank's tables, sends int32 [G, M, 5] and receives
+int32 [G, M, 4]: G independent transfers, which travel together. All operands vary over the mesh axis.
 """
 
 from collections.abc import Callable, Sequence

@@ -144,7 +144,7 @@ class _Draft(NamedTuple):
     Attributes:
         bands: int32 ``[n, 6]``, local bands of all ranks and stages, one after the other.
         bands_per_stage: int32 ``[cp, num_stages]``.
-        tables: of each transfer, sends and receives (see `jaxmagi.planning._spec.copy_table`).
+        tables: of each transfer, sends and receives (see `jaxmagi.planning._spec.pack_spec`).
         output_rows: the most rows that a rank receives in one transfer.
     """
 

@@ -41,32 +41,12 @@ def own_runs(token_order: jax.Array | np.ndarray, cp_size: int) -> TokenRuns:
 
 def received_runs(spec: GroupCastSpec, own: TokenRuns) -> TokenRuns:
     """The tokens in the output rows of a transfer of the ranks' shards."""
-    # Sent rows as positions in the shards of all ranks, one after the other; slots as positions in the
-    # buffers of all pairs.
-    rank, dst, slot, row, length = _entries(spec.sends)
-    begin, own_begin = rank * spec.input_rows + row, own.rank * spec.input_rows + own.row
+    # Rows as positions in the shards of all ranks, one after the other.
+    src, index = np.nonzero(np.asarray(spec.sends)[..., 3])
+    dst, _, row, length, dst_row = np.asarray(spec.sends, np.int64)[src, index].T
+    begin, own_begin = src * spec.input_rows + row, own.rank * spec.input_rows + own.row
     send, run, first, last = meet(begin, begin + length, own_begin, own_begin + own.length)
-    slots = _buffer(rank, dst, spec)[send] + slot[send] + first - begin[send]
-    tokens = own.token[run] + first - own_begin[run]
-    order = np.argsort(slots)
-    slots, tokens, lengths = slots[order], tokens[order], (last - first)[order]
-    rank, src, slot, row, length = _entries(spec.receives)
-    begin = _buffer(src, rank, spec) + slot
-    receive, piece, first, last = meet(begin, begin + length, slots, slots + lengths)
-    return TokenRuns(
-        rank[receive],
-        row[receive] + first - begin[receive],
-        tokens[piece] + first - slots[piece],
-        last - first,
-    )
-
-
-def _entries(table: jax.Array | np.ndarray) -> tuple[np.ndarray, ...]:
-    """The used entries of a table ``[cp, M, 4]`` as columns: the rank, then those of the table."""
-    rank, index = np.nonzero(np.asarray(table)[..., 3])
-    return rank, *np.asarray(table, np.int64)[rank, index].T
-
-
-def _buffer(src: np.ndarray, dst: np.ndarray, spec: GroupCastSpec) -> np.ndarray:
-    """Where the slots of a pair of ranks begin."""
-    return (src * len(spec.sends) + dst) * max(spec.pair_rows, 1)
+    rank, place = dst[send], dst_row[send] + first - begin[send]
+    order = np.lexsort((place, rank))
+    runs = TokenRuns(rank, place, own.token[run] + first - own_begin[run], last - first)
+    return TokenRuns(*(column[order] for column in runs))

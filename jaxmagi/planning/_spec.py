@@ -11,6 +11,7 @@ from ..masks._validation import integer
 from ..masks.geometry import UNBOUNDED
 from ._capacity import PlanCapacity, bucket, frozen, resize_axis, used_length
 from ._compiled import planner
+from ._ranges import meet
 
 
 @jax.tree_util.register_dataclass
@@ -24,9 +25,9 @@ class GroupCastSpec:
     `jaxmagi.ContextPlan.stack`).
 
     Attributes:
-        sends: int32 ``[cp, M, 4]``, rows ``(dst_rank, slot, row, length)`` sorted by ``(dst_rank, slot)``:
-            the input rows ``[row, row + length)`` of this rank go to the slots ``[slot, slot + length)`` for
-            ``dst_rank``.
+        sends: int32 ``[cp, M, 5]``, rows ``(dst_rank, slot, row, length, dst_row)`` sorted by ``(dst_rank,
+            slot)``: the input rows ``[row, row + length)`` of this rank go to the slots ``[slot, slot +
+            length)`` for ``dst_rank``, which has them as its output rows ``[dst_row, dst_row + length)``.
         receives: int32 ``[cp, M, 4]``, rows ``(src_rank, slot, row, length)`` sorted by ``row``: the output
             rows ``[row, row + length)`` of this rank come from the slots ``[slot, slot + length)`` of
             ``src_rank``.
@@ -75,7 +76,7 @@ class GroupCastSpec:
         sources = [[[src] for src in ranks] for ranks in sources]
         received = _split_copies("output_split_sizes", outputs, "src_ranks", sources)
         _check_totals(sent, received, cp_size)
-        sends, receives = copy_table(sent), copy_table(received, by_row=True)
+        sends, receives = planner().place_copies(_link(sent, received))
         return pack_spec(
             sends,
             receives,
@@ -113,20 +114,6 @@ class GroupCastSpec:
         )
 
 
-def copy_table(copies: np.ndarray, *, by_row: bool = False) -> np.ndarray:
-    """Slots for copies, given in the order in which they fill each pair's buffer; adjacent ones are joined.
-
-    Args:
-        copies: ints ``[n, 4]``, row ranges of ranks that travel to or from a peer:
-            ``(rank, peer, row, length)``.
-        by_row: sort by ``(rank, row)`` instead of ``(rank, peer, slot)``.
-
-    Returns:
-        int32 ``[m, 5]``, rows ``(rank, peer, slot, row, length)``.
-    """
-    return planner().place_copies(np.ascontiguousarray(copies, np.int32), by_row)
-
-
 def pack_spec(
     sends: np.ndarray,
     receives: np.ndarray,
@@ -137,7 +124,17 @@ def pack_spec(
     output_rows: int,
     pair_rows: int,
 ) -> GroupCastSpec:
-    """The spec of two tables (see `copy_table`), padded to ``copies`` entries per rank."""
+    """The spec of two tables, padded to ``copies`` entries per rank.
+
+    Args:
+        sends: int32 ``[n, 6]``, the ranks and what `GroupCastSpec.sends` has.
+        receives: int32 ``[m, 5]``, the ranks and what `GroupCastSpec.receives` has.
+        cp_size: ranks.
+        copies: entries of a rank in each table.
+        input_rows: as in `GroupCastSpec`.
+        output_rows: as in `GroupCastSpec`.
+        pair_rows: as in `GroupCastSpec`.
+    """
     return GroupCastSpec(
         sends=_pack_table(sends, cp_size, copies),
         receives=_pack_table(receives, cp_size, copies),
@@ -158,7 +155,7 @@ def largest_pair(table: np.ndarray) -> int:
 
 
 def _pack_table(table: np.ndarray, cp_size: int, copies: int) -> np.ndarray:
-    packed = np.zeros((cp_size, copies, 4), np.int32)
+    packed = np.zeros((cp_size, copies, table.shape[1] - 1), np.int32)
     rank = table[:, 0]
     packed[rank, np.arange(len(rank)) - np.searchsorted(rank, rank)] = table[:, 1:]
     return frozen(packed)
@@ -189,7 +186,10 @@ def _split_copies(
     peers_name: str,
     peers: Sequence[Sequence[Sequence[int]]],
 ) -> np.ndarray:
-    """The copies of all ranks' splits, in order: int64 ``[n, 4]``, ``(rank, peer, row, length)``."""
+    """The copies of all ranks' splits that are not empty, in order: int64 ``[n, 4]``.
+
+    Rows are ``(rank, peer, row, length)``.
+    """
     entries = []
     for rank, (rank_sizes, rank_peers) in enumerate(zip(sizes, peers, strict=True)):
         if len(rank_sizes) != len(rank_peers):
@@ -198,7 +198,7 @@ def _split_copies(
             )
         row = 0
         for size, split_peers in zip(rank_sizes, rank_peers, strict=True):
-            entries += [(rank, peer, row, size) for peer in split_peers]
+            entries += [(rank, peer, row, size) for peer in split_peers if size]
             row += size
     return np.array(entries, np.int64).reshape(-1, 4)
 
@@ -213,3 +213,20 @@ def _check_totals(sent: np.ndarray, received: np.ndarray, cp_size: int) -> None:
             f"rank {src} sends {out[src, dst]} rows to rank {dst}, "
             f"which expects {arriving[src, dst]} rows from it."
         )
+
+
+def _link(sent: np.ndarray, received: np.ndarray) -> np.ndarray:
+    """Which rows become which: int32 ``[n, 5]``, rows ``(src_rank, dst_rank, row, dst_row, length)``.
+
+    Both sides' copies, int64 ``[_, 4]`` as `_split_copies` has them, fill the buffers of all pairs one after
+    the other. Every pair has as many rows on either side.
+    """
+    sent = sent[np.lexsort((sent[:, 1], sent[:, 0]))]
+    received = received[np.lexsort((received[:, 0], received[:, 1]))]
+    sent_end, received_end = sent[:, 3].cumsum(), received[:, 3].cumsum()
+    sent_begin, received_begin = sent_end - sent[:, 3], received_end - received[:, 3]
+    send, receive, begin, end = meet(sent_begin, sent_end, received_begin, received_end)
+    row = sent[send, 2] + begin - sent_begin[send]
+    dst_row = received[receive, 2] + begin - received_begin[receive]
+    columns = (sent[send, 0], sent[send, 1], row, dst_row, end - begin)
+    return np.stack(columns, axis=1).astype(np.int32)

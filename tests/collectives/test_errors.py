@@ -1,5 +1,6 @@
 """What users get told."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -73,8 +74,11 @@ def test_no_spec_or_many() -> None:
     with pytest.raises(ValueError, match=re.escape("spec must be a jaxmagi.GroupCastSpec, but it is tuple")):
         run(cast, spec=())
     stacked = jax.tree.map(lambda table: table[None], SPEC)
-    with pytest.raises(ValueError, match=r"sends must be \[cp, M, 4\], but has shape .*: use jax.vmap"):
+    with pytest.raises(ValueError, match=r"sends must be \[cp, M, 5\], but has shape .*: use jax.vmap"):
         run(cast, spec=stacked)
+    narrow = dataclasses.replace(SPEC, sends=SPEC.sends[..., :4])
+    with pytest.raises(ValueError, match=r"spec.sends must be \[cp, M, 5\], but has shape \(2, \d+, 4\)\."):
+        run(cast, spec=narrow)
 
 
 def test_op() -> None:

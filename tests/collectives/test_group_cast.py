@@ -8,6 +8,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxmagi import GroupCastSpec, group_cast
 
+from ..planning.oracle import check_spec
 from .harness import AXIS, cast_function, make_mesh, normal
 from .routes import INPUT_ROWS, random_transfer
 
@@ -20,6 +21,19 @@ def test_random_specs(cp_size: int, rng: np.random.Generator) -> None:
         x = normal(rng, cp_size, INPUT_ROWS, 3)
         np.testing.assert_array_equal(cast(x, transfer.spec), transfer.cast(x))
     assert cast._cache_size() == 1
+
+
+@pytest.mark.parametrize("cp_size", [1, 3, 8])
+def test_sends_alone_say_where_rows_go(cp_size: int, rng: np.random.Generator) -> None:
+    for _ in range(20):
+        transfer = random_transfer(rng, cp_size)
+        check_spec(transfer.spec)
+        x = normal(rng, cp_size, INPUT_ROWS, 3)
+        out = np.zeros((cp_size, transfer.spec.output_rows, 3), np.float32)
+        for rank, table in enumerate(transfer.spec.sends):
+            for dst, _, row, length, dst_row in table:
+                out[dst, dst_row : dst_row + length] = x[rank, row : row + length]
+        np.testing.assert_array_equal(out, transfer.cast(x))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -119,6 +119,6 @@ def group_reduce(spec: GroupCastSpec, rows: np.ndarray) -> np.ndarray:
         for src, slot, row, length in np.asarray(spec.receives)[dst]:
             buffers[src, dst, slot : slot + length] += rows[dst, row : row + length]
     for src in range(cp):
-        for dst, slot, row, length in np.asarray(spec.sends)[src]:
+        for dst, slot, row, length, _ in np.asarray(spec.sends)[src]:
             sums[src, row : row + length] += buffers[src, dst, slot : slot + length]
     return sums

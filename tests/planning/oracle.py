@@ -46,7 +46,7 @@ def group_cast(spec: GroupCastSpec, shards: np.ndarray, fill: int = 0) -> np.nda
     buffers = np.full((cp, cp, spec.pair_rows), -2)
     output = np.full((cp, spec.output_rows), fill)
     for src in range(cp):
-        for dst, slot, row, length in spec.sends[src]:
+        for dst, slot, row, length, _ in spec.sends[src]:
             buffers[src, dst, slot : slot + length] = shards[src, row : row + length]
     for dst in range(cp):
         for src, slot, row, length in spec.receives[dst]:
@@ -56,25 +56,40 @@ def group_cast(spec: GroupCastSpec, shards: np.ndarray, fill: int = 0) -> np.nda
 
 
 def check_spec(spec: GroupCastSpec) -> None:
-    """The tables agree: the same dense slots, sorted entries, no output row filled twice."""
+    """The tables agree: the same dense slots to the same rows, sorted entries, no output row filled twice."""
     cp = len(spec.sends)
     filled = np.zeros((2, cp, cp, spec.pair_rows), int)
     outputs = np.zeros((cp, spec.output_rows), int)
-    for side, table in enumerate((spec.sends, spec.receives)):
+    arriving = np.full(filled.shape, -1)  # output rows of slots, as the tables of either side have them
+    for side, table in enumerate(map(np.asarray, (spec.sends, spec.receives))):
         for rank in range(cp):
             used = table[rank, table[rank, :, 3] > 0]
             assert not table[rank, len(used) :].any(), "unused entries must be zero and last"
             keys = [tuple(row) for row in (used[:, :2] if side == 0 else used[:, 2:3])]
             assert keys == sorted(keys)
-            for peer, slot, row, length in used:
-                pair = (rank, peer) if side == 0 else (peer, rank)
-                filled[side][pair][slot : slot + length] += 1
+            for entry in used:
+                peer, slot, row, length = entry[:4]
+                pair, slots = (rank, peer) if side == 0 else (peer, rank), slice(slot, slot + length)
+                filled[side][pair][slots] += 1
+                arriving[side][pair][slots] = np.arange(length) + (entry[4] if side == 0 else row)
                 assert row + length <= (spec.input_rows if side == 0 else spec.output_rows)
                 if side == 1:
                     outputs[rank, row : row + length] += 1
+            assert not _can_be_joined(used[np.lexsort((used[:, 1], used[:, 0]))]), "entries are not joined"
     np.testing.assert_array_equal(filled[0], filled[1])
+    np.testing.assert_array_equal(arriving[0], arriving[1])
     assert filled.max(initial=0) <= 1 and outputs.max(initial=0) <= 1
     assert (np.diff(filled[0], axis=-1) <= 0).all(), "slots must be filled without gaps"
+
+
+def _can_be_joined(entries: np.ndarray) -> bool:
+    """Whether all rows of an entry go on in the next one: those by slot that a rank has in a table."""
+    first, second = entries[:-1], entries[1:]
+    same = first[:, 0] == second[:, 0]
+    goes_on = first[:, 2:3] + first[:, 3:4] == second[:, 2:3]
+    if entries.shape[1] == 5:
+        goes_on = goes_on & (first[:, 4:] + first[:, 3:4] == second[:, 4:])
+    return bool((same & goes_on[:, 0]).any())
 
 
 def key_tokens(plan: ContextPlan) -> list[list[np.ndarray]]:

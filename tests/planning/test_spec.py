@@ -45,9 +45,17 @@ def test_random_splits(seed: int) -> None:
 
 def test_adjacent_ranges_are_joined() -> None:
     spec = GroupCastSpec.from_splits([[2, 3], [4]], [[[1], [1]], [[]]], [[], [1, 4]], [[], [0, 0]])
-    np.testing.assert_array_equal(spec.sends[0, :2], [[1, 0, 0, 5], [0, 0, 0, 0]])
+    np.testing.assert_array_equal(spec.sends[0, :2], [[1, 0, 0, 5, 0], [0, 0, 0, 0, 0]])
     np.testing.assert_array_equal(spec.receives[1, :2], [[0, 0, 0, 5], [0, 0, 0, 0]])
     assert (spec.input_rows, spec.output_rows) == (5, 5)
+
+
+def test_sends_are_cut_where_either_side_is() -> None:
+    spec = GroupCastSpec.from_splits([[6], [1]], [[[1]], [[1]]], [[], [2, 1, 4]], [[], [0, 1, 0]])
+    np.testing.assert_array_equal(spec.sends[0, :3], [[1, 0, 0, 2, 0], [1, 2, 2, 4, 3], [0, 0, 0, 0, 0]])
+    spec = GroupCastSpec.from_splits([[2, 1, 4]], [[[0], [], [0]]], [[6]], [[0]])
+    np.testing.assert_array_equal(spec.sends[0, :3], [[0, 0, 0, 2, 0], [0, 2, 3, 4, 2], [0, 0, 0, 0, 0]])
+    np.testing.assert_array_equal(spec.receives[0, :2], [[0, 0, 0, 6], [0, 0, 0, 0]])
 
 
 def test_a_row_may_go_to_a_rank_twice() -> None:
@@ -65,13 +73,13 @@ def test_unsigned_sizes_do_not_wrap() -> None:
     sizes, ranks = np.array([[200, 100]], np.uint8), np.array([[0, 0]], np.uint8)
     spec = GroupCastSpec.from_splits(list(sizes), [[[0], [0]]], list(sizes), list(ranks))
     assert (spec.input_rows, spec.output_rows) == (300, 300)
-    np.testing.assert_array_equal(spec.sends[0, 0], [0, 0, 0, 300])
+    np.testing.assert_array_equal(spec.sends[0, 0], [0, 0, 0, 300, 0])
 
 
 def test_padded_keeps_what_is_sent() -> None:
     spec = GroupCastSpec.from_splits([[3], [0]], [[[1]], [[]]], [[], [3]], [[], [0]])
     tight = spec.padded(copies=1, output_rows=3, pair_rows=3)
-    assert tight.sends.shape == (2, 1, 4)
+    assert (tight.sends.shape, tight.receives.shape) == ((2, 1, 5), (2, 1, 4))
     check_spec(tight)
     with pytest.raises(ValueError, match=r"too small: copies=0 \(needs 1\), pair_rows=2 \(needs 3\)"):
         spec.padded(copies=0, output_rows=3, pair_rows=2)

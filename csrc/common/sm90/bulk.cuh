@@ -14,6 +14,11 @@ __device__ __forceinline__ void bulk_load(SharedAddress to, const void* from, in
         : "memory");
 }
 
+__device__ __forceinline__ void bulk_store(void* to, SharedAddress from, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+                 : "memory");
+}
+
 // to[i] += from[i], each an atomic operation in the L2 cache.
 __device__ __forceinline__ void bulk_add(float* to, SharedAddress from, int bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),

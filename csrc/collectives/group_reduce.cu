@@ -1,0 +1,289 @@
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "csrc/collectives/segments.cuh"
+
+// Sums of what several ranks have for each row. Each warp takes chunks of its own. It goes through a chunk piece by piece,
+// for each piece through the segments that meet it, in the order of the sends: loads these from the peers into shared
+// memory, adds them up in registers, and writes the piece once.
+//
+// Schedule of a warp: kStages buffers in turn, one for the part of a segment that is in a piece, an item. Loads are ahead
+// of the additions by all buffers.
+
+namespace jaxmagi::collectives {
+namespace {
+
+constexpr int kWarps = 8, kThreads = kWarps * kWarp;
+constexpr int kPiece = 2048, kStages = 10, kMostChunkBytes = 128 * kPiece;
+constexpr int kVectorBytes = 16, kVectors = kPiece / kVectorBytes / kWarp;  // of a lane
+
+struct WarpMemory {
+    alignas(128) char stages[kStages][kPiece];
+    Segments segments;
+    alignas(8) uint64_t arrived[kStages];
+};
+
+struct Memory {
+    WarpMemory warps[kWarps];
+    Meeting meeting;
+};
+
+// --- numbers ---
+
+// A vector of what travels, as the numbers that are added.
+template <typename Wire> struct Vector;
+
+template <> struct Vector<__nv_bfloat16> {
+    using Sum = float;
+    static constexpr int kNumbers = 8;
+    static __device__ void add(const uint4& x, float (&sum)[8]) {
+        const uint32_t words[] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            sum[2 * i] += __uint_as_float(words[i] << 16);
+            sum[2 * i + 1] += __uint_as_float(words[i] & 0xffff0000u);
+        }
+    }
+};
+
+template <> struct Vector<__half> {
+    using Sum = float;
+    static constexpr int kNumbers = 8;
+    static __device__ void add(const uint4& x, float (&sum)[8]) {
+        const __half2* const halves = reinterpret_cast<const __half2*>(&x);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 two = __half22float2(halves[i]);
+            sum[2 * i] += two.x;
+            sum[2 * i + 1] += two.y;
+        }
+    }
+};
+
+template <> struct Vector<float> {
+    using Sum = float;
+    static constexpr int kNumbers = 4;
+    static __device__ void add(const uint4& x, float (&sum)[4]) {
+        const float* const numbers = reinterpret_cast<const float*>(&x);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            sum[i] += numbers[i];
+    }
+};
+
+template <> struct Vector<double> {
+    using Sum = double;
+    static constexpr int kNumbers = 2;
+    static __device__ void add(const uint4& x, double (&sum)[2]) {
+        const double* const numbers = reinterpret_cast<const double*>(&x);
+        sum[0] += numbers[0];
+        sum[1] += numbers[1];
+    }
+};
+
+template <typename To, typename From> __device__ __forceinline__ To rounded(From x) {
+    if constexpr (std::is_same_v<To, __nv_bfloat16>)
+        return __float2bfloat16_rn(x);
+    else if constexpr (std::is_same_v<To, __half>)
+        return __float2half_rn(x);
+    else
+        return x;
+}
+
+template <typename Result, typename Sum, int kNumbers>
+__device__ __forceinline__ void write_numbers(char* to, const Sum (&sum)[kNumbers]) {
+    struct alignas(16) Results {
+        Result numbers[kNumbers];
+    } results;
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i)
+        results.numbers[i] = rounded<Result>(sum[i]);
+    *reinterpret_cast<Results*>(to) = results;
+}
+
+// --- items ---
+
+// Bytes [begin, end) of a piece, which begins at byte `piece` of the chunk, as a peer has them.
+struct Item {
+    const char* from;
+    int piece, begin, end;
+};
+
+// The items of a chunk, one after another. For a whole warp.
+class Items {
+public:
+    __device__ Items(const Segments& segments, int num_segments, int bytes)
+        : segments_(segments), num_segments_(num_segments), bytes_(bytes) {}
+
+    // False after the last one.
+    __device__ bool next(Item& item) {
+        while (rest_ == 0)
+            if (not advance())
+                return false;
+        const int lane = __ffs(rest_) - 1;
+        rest_ &= rest_ - 1;
+        item.piece = piece_;
+        item.begin = __shfl_sync(~0u, begin_, lane);
+        item.end = __shfl_sync(~0u, end_, lane);
+        item.from = reinterpret_cast<const char*>(
+            __shfl_sync(~0u, reinterpret_cast<unsigned long long>(from_), lane));
+        return true;
+    }
+
+private:
+    // To the next segments, one for each lane, of the piece or of the next one.
+    __device__ bool advance() {
+        first_ += kWarp;
+        if (first_ >= num_segments_) {
+            first_ = 0;
+            piece_ += kPiece;
+        }
+        if (piece_ >= bytes_)
+            return false;
+        begin_ = end_ = 0;
+        if (const int number = first_ + static_cast<int>(threadIdx.x % kWarp); number < num_segments_) {
+            const Segment& segment = segments_.list[number];
+            const int begin = max(piece_, segment.begin);
+            begin_ = begin - piece_;
+            end_ = min(min(piece_ + kPiece, bytes_), segment.begin + segment.bytes) - piece_;
+            from_ = segment.remote + (begin - segment.begin);
+        }
+        rest_ = __ballot_sync(~0u, begin_ < end_);
+        return true;
+    }
+
+    const Segments& segments_;
+    const int num_segments_, bytes_;
+    int piece_ = -kPiece, first_ = num_segments_;
+    unsigned rest_ = 0;
+    int begin_ = 0, end_ = 0;  // of the lane's segment
+    const char* from_ = nullptr;
+};
+
+// --- a warp ---
+
+template <typename Wire, typename Result> class Adder {
+public:
+    static constexpr int kWidening = sizeof(Result) / sizeof(Wire);
+
+    __device__ explicit Adder(WarpMemory& memory) : memory_(memory) {
+        if (lane_ == 0)
+            for (int i = 0; i < kStages; ++i)
+                arrived(i).init(1);
+        sm90::fence_mbarrier_init();
+        __syncwarp();
+    }
+
+    // Sums of a chunk of so many bytes that travel, to where they belong.
+    __device__ void add_up(char* to, int bytes, int num_segments) {
+        Items loading(memory_.segments, num_segments, bytes), adding = loading;
+        Sums sums = {};
+        int piece = 0;
+        bool all_loading = false;
+        for (Item item; adding.next(item);) {
+            for (Item ahead; not all_loading and loaded_ - added_ < kStages;) {
+                all_loading = not loading.next(ahead);
+                if (not all_loading)
+                    load(ahead);
+            }
+            for (; piece < item.piece; piece += kPiece)
+                write(to, piece, bytes, sums);
+            add(item, sums);
+        }
+        for (; piece < bytes; piece += kPiece)
+            write(to, piece, bytes, sums);
+    }
+
+private:
+    using Numbers = Vector<Wire>;
+    using Sums = typename Numbers::Sum[kVectors][Numbers::kNumbers];
+
+    __device__ sm90::Mbarrier arrived(int stage) const { return {sm90::shared_address(&memory_.arrived[stage])}; }
+    __device__ int place(int vector) const { return (vector * kWarp + lane_) * kVectorBytes; }
+
+    __device__ void load(const Item& item) {
+        const unsigned stage = loaded_++ % kStages;
+        __syncwarp();  // all lanes have read the buffer
+        if (lane_ == 0) {
+            arrived(stage).arrive_and_expect(item.end - item.begin);
+            sm90::bulk_load(sm90::shared_address(memory_.stages[stage]) + item.begin, item.from, item.end - item.begin,
+                            arrived(stage));
+        }
+    }
+
+    __device__ void add(const Item& item, Sums& sums) {
+        const unsigned stage = added_ % kStages;
+        arrived(stage).wait(added_ / kStages & 1);
+        ++added_;
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i)
+            if (item.begin <= place(i) and place(i) < item.end)
+                Numbers::add(*reinterpret_cast<const uint4*>(memory_.stages[stage] + place(i)), sums[i]);
+    }
+
+    // Leaves zeros.
+    __device__ void write(char* to, int piece, int bytes, Sums& sums) {
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+            if (piece + place(i) < bytes)
+                write_numbers<Result>(to + int64_t{piece + place(i)} * kWidening, sums[i]);
+#pragma unroll
+            for (auto& sum : sums[i])
+                sum = 0;
+        }
+    }
+
+    WarpMemory& memory_;
+    const int lane_ = threadIdx.x % kWarp;
+    unsigned loaded_ = 0, added_ = 0;
+};
+
+template <typename Wire, typename Result>
+__global__ void __launch_bounds__(kThreads)
+    pull(const __grid_constant__ Transfer transfer, const __grid_constant__ Chunks chunks) {
+    extern __shared__ __align__(128) char shared[];
+    Memory& memory = *reinterpret_cast<Memory*>(shared);
+    Adder<Wire, Result> adder(memory.warps[threadIdx.x / kWarp]);
+    meet(transfer, memory.meeting);
+    Segments& segments = memory.warps[threadIdx.x / kWarp].segments;
+    for (int number; (number = next_chunk(transfer)) < chunks.total;) {
+        const Chunk chunk = chunks(transfer, number);
+        const Array& array = transfer.arrays[chunk.array];
+        char* const to =
+            array.to + int64_t{chunk.group} * transfer.input_rows * array.row_bytes * adder.kWidening;
+        for_parts(transfer, memory.meeting, transfer.incoming, chunk, segments, [&](const Chunk& part, int count) {
+            adder.add_up(to + part.begin * adder.kWidening, part.bytes, count);
+        });
+    }
+    leave(transfer, memory.meeting);
+}
+
+using Kernel = void (*)(Transfer, Chunks);
+
+// In the order of `Number`: sums as they travel, and in float.
+constexpr Kernel kPull[][2] = {{pull<__nv_bfloat16, __nv_bfloat16>, pull<__nv_bfloat16, float>},
+                               {pull<__half, __half>, pull<__half, float>},
+                               {pull<float, float>, pull<float, float>},
+                               {pull<double, double>, nullptr}};
+
+}  // namespace
+
+cudaError_t pull_sums(const Transfer& transfer, cudaStream_t stream) {
+    const Chunks chunks = cut_into_chunks(transfer, kWarps, kPiece, kMostChunkBytes);
+    const Kernel kernel = kPull[static_cast<int>(transfer.number)][transfer.sum_number != transfer.number];
+    kernel<<<chunks.num_ctas(transfer, kWarps), kThreads, sizeof(Memory), stream>>>(transfer, chunks);
+    return cudaGetLastError();
+}
+
+cudaError_t preload_pull() {
+    for (const auto& kernels : kPull)
+        for (const Kernel kernel : kernels)
+            if (kernel)
+                if (const cudaError_t error =
+                        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Memory));
+                    error != cudaSuccess)
+                    return error;
+    return cudaSuccess;
+}
+
+}  // namespace jaxmagi::collectives

@@ -1,0 +1,273 @@
+#include "csrc/collectives/peers.h"
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#include "csrc/collectives/identity.h"
+#include "csrc/collectives/shared_memory.h"
+#include "csrc/common/check_cuda.h"
+#include "csrc/common/math.h"
+
+// NOTES: while a thread is in cudaFree, the driver may wait for kernels of other devices in its process and keep their
+// threads from launching. So nothing is freed while such a device may run a kernel that waits for this rank. What an
+// error leaves behind stays allocated, since peers may have it open.
+
+namespace jaxmagi::collectives {
+namespace {
+
+// --- exchanges between the hosts, through device memory ---
+
+constexpr size_t kLargestRecord = 256, kScratchBytes = (kMaxRanks + 1) * kLargestRecord;
+
+// What each rank has. The host waits for the stream before it copies to pageable memory, since a copy that has to wait
+// may keep other threads from the device.
+template <typename Record>
+std::vector<Record> gather(const Peers& peers, nccl::Communicator communicator, cudaStream_t stream,
+                           const Record& own) {
+    static_assert(std::is_trivially_copyable_v<Record> and sizeof(Record) <= kLargestRecord);
+    Record* const all = reinterpret_cast<Record*>(peers.scratch);
+    std::vector<Record> records(peers.size);
+    check_cuda(cudaMemcpyAsync(all + peers.size, &own, sizeof own, cudaMemcpyHostToDevice, stream),
+               "copying a record to the device");
+    nccl::all_gather(all + peers.size, all, sizeof own, communicator, stream);
+    check_cuda(cudaStreamSynchronize(stream), "gathering the ranks' records");
+    check_cuda(cudaMemcpyAsync(records.data(), all, peers.size * sizeof own, cudaMemcpyDeviceToHost, stream),
+               "copying the ranks' records to the host");
+    check_cuda(cudaStreamSynchronize(stream), "copying the ranks' records to the host");
+    return records;
+}
+
+void wait_for_all(const Peers& peers, nccl::Communicator communicator, cudaStream_t stream) {
+    gather(peers, communicator, stream, char{});
+}
+
+// --- connecting ---
+
+struct Introduction {
+    Identity identity;
+    SharedMemory control;
+};
+
+// Which ranks' memory a rank can use.
+struct View {
+    bool has_opened[kMaxRanks];
+};
+
+void allocate_control(Peers& peers, cudaStream_t stream, size_t control_bytes) {
+    const size_t offset = round_up(control_bytes, 256);
+    char* const block = allocate_shared(offset + kScratchBytes);
+    if (block == nullptr)
+        throw std::runtime_error("no device memory is left for the collectives' control block of " +
+                                 std::to_string(offset + kScratchBytes) + " bytes");
+    peers.control[peers.rank] = block;
+    peers.scratch = block + offset;
+    check_cuda(cudaMemsetAsync(block, 0, control_bytes, stream), "clearing the control block");
+}
+
+// Of another rank; null where this device has no access.
+char* open_control(const Identity& own, const Introduction& other) {
+    if (own.shares_process(other.identity))
+        return enable_access(own.ordinal, other.identity.ordinal) ? other.control.pointer : nullptr;
+    return own.shares_host(other.identity) ? open_shared(other.control) : nullptr;
+}
+
+View open_controls(Peers& peers, const Identity& own, const std::vector<Introduction>& introductions) {
+    View view{};
+    for (int peer = 0; peer < peers.size; ++peer) {
+        const Introduction& other = introductions[peer];
+        peers.is_same_process[peer] = own.shares_process(other.identity);
+        peers.ordinals[peer] = peers.is_same_process[peer] ? other.identity.ordinal : -1;
+        if (peer != peers.rank)
+            peers.control[peer] = open_control(own, other);
+        view.has_opened[peer] = peers.control[peer] != nullptr;
+    }
+    return view;
+}
+
+// Of another rank, in `control` or `arena`.
+void close(const Peers& peers, int peer, char*& pointer) {
+    char* const opened = std::exchange(pointer, nullptr);
+    if (opened != nullptr and not peers.is_same_process[peer])
+        close_shared(opened);
+}
+
+void agree(Peers& peers, const std::vector<Introduction>& introductions, const std::vector<View>& views) {
+    const auto reach = [&](int a, int b) { return views[a].has_opened[b] and views[b].has_opened[a]; };
+    for (int a = 0; a < peers.size; ++a)
+        for (int b = 0; b < a; ++b)
+            if (reach(a, b) and not introductions[a].identity.shares_process(introductions[b].identity))
+                peers.shares_process = false;
+    for (int peer = 0; peer < peers.size; ++peer) {
+        peers.is_reachable[peer] = reach(peers.rank, peer);
+        if (not peers.is_reachable[peer])
+            close(peers, peer, peers.control[peer]);
+    }
+}
+
+std::unique_ptr<Peers> connect(int ordinal, nccl::Communicator communicator, cudaStream_t stream,
+                               size_t control_bytes) {
+    auto peers = std::make_unique<Peers>();
+    peers->rank = nccl::rank(communicator);
+    peers->size = nccl::size(communicator);
+    peers->shares_process = true;
+    if (peers->size > kMaxRanks)
+        return peers;
+    // An allocation that has to wait for kernels could keep the threads of those that they wait for from launching.
+    check_cuda(cudaDeviceSynchronize(), "waiting for the device");
+    allocate_control(*peers, stream, control_bytes);
+    const Introduction own{.identity = identity_of(ordinal), .control = describe(peers->control[peers->rank])};
+    const auto introductions = gather(*peers, communicator, stream, own);
+    const View view = open_controls(*peers, own.identity, introductions);
+    agree(*peers, introductions, gather(*peers, communicator, stream, view));
+    return peers;
+}
+
+// --- the registry ---
+
+struct Registry {
+    using Entries = std::map<std::pair<int, nccl::Communicator>, std::unique_ptr<Peers>>;
+
+    std::mutex mutex;
+    Entries entries;
+};
+
+Registry& registry() {
+    static auto* const registry = new Registry;  // never destroyed: at exit CUDA may be gone
+    return *registry;
+}
+
+// --- arenas ---
+
+void close_arenas(Peers& peers) {
+    peers.arena_bytes = 0;
+    for (int peer = 0; peer < peers.size; ++peer)
+        if (peer != peers.rank)
+            close(peers, peer, peers.arena[peer]);
+}
+
+// Frees the own arena, which no other rank has open, or puts it aside where others of the group are in this process.
+void release_arena(Peers& peers) {
+    char* const arena = std::exchange(peers.arena[peers.rank], nullptr);
+    if (std::count(peers.is_same_process, peers.is_same_process + peers.size, true) == 1)
+        check_cuda(cudaFree(arena), "freeing an arena");
+    else if (arena != nullptr)
+        peers.retired.push_back(arena);
+}
+
+// Throws on all ranks alike.
+void check_allocated(const std::vector<SharedMemory>& arenas, size_t bytes) {
+    const auto failed = std::ranges::find(arenas, nullptr, &SharedMemory::pointer);
+    if (failed != arenas.end())
+        throw std::runtime_error("rank " + std::to_string(failed - arenas.begin()) + " of the group has no " +
+                                 std::to_string(bytes) +
+                                 " bytes of device memory left for its arena, beside JAX's own pool (which "
+                                 "XLA_PYTHON_CLIENT_MEM_FRACTION sizes)");
+}
+
+View open_arenas(Peers& peers, const std::vector<SharedMemory>& arenas) {
+    View view{};
+    for (int peer = 0; peer < peers.size; ++peer) {
+        if (peer != peers.rank and peers.is_reachable[peer])
+            peers.arena[peer] = peers.is_same_process[peer] ? arenas[peer].pointer : open_shared(arenas[peer]);
+        view.has_opened[peer] = peers.arena[peer] != nullptr or not peers.is_reachable[peer];
+    }
+    return view;
+}
+
+// Throws on all ranks alike.
+void check_opened(const Peers& peers, const std::vector<View>& views) {
+    for (int rank = 0; rank < peers.size; ++rank)
+        for (int peer = 0; peer < peers.size; ++peer)
+            if (not views[rank].has_opened[peer])
+                throw std::runtime_error("rank " + std::to_string(rank) + " of the group could not open the arena of " +
+                                         "rank " + std::to_string(peer));
+}
+
+// --- the end ---
+
+void disconnect(Peers& peers) {
+    check_cuda(cudaDeviceSynchronize(), "waiting for the device");
+    close_arenas(peers);
+    for (int peer = 0; peer < peers.size; ++peer)
+        if (peer != peers.rank)
+            close(peers, peer, peers.control[peer]);
+}
+
+void free_all(Peers& peers) {
+    peers.retired.insert(peers.retired.end(), {peers.arena[peers.rank], peers.control[peers.rank]});
+    for (char* const memory : peers.retired)
+        check_cuda(cudaFree(memory), "freeing the memory of the collectives");
+}
+
+// With the device of each as the current one.
+template <typename Visit> void for_each_connected(const Registry::Entries& entries, Visit visit) {
+    for (const auto& [key, peers] : entries)
+        if (peers->size <= kMaxRanks) {
+            check_cuda(cudaSetDevice(key.first), "choosing a device");
+            visit(*peers);
+        }
+}
+
+}  // namespace
+
+Peers& peers_of(int ordinal, nccl::Communicator communicator, cudaStream_t stream, size_t control_bytes) {
+    Registry& known = registry();
+    const std::pair key(ordinal, communicator);
+    {
+        const std::lock_guard lock(known.mutex);
+        const auto found = known.entries.find(key);
+        if (found != known.entries.end())
+            return *found->second;
+    }
+    // Unlocked, since this waits for other devices of the process that come here as well. Nobody else connects the same
+    // key: XLA runs one program at a time on a communicator.
+    auto peers = connect(ordinal, communicator, stream, control_bytes);
+    const std::lock_guard lock(known.mutex);
+    return *known.entries.emplace(key, std::move(peers)).first->second;
+}
+
+void grow_arena(Peers& peers, nccl::Communicator communicator, cudaStream_t stream, size_t bytes) {
+    if (peers.shares_process or bytes <= peers.arena_bytes)
+        return;
+    check_cuda(cudaDeviceSynchronize(), "waiting for the device");
+    wait_for_all(peers, communicator, stream);  // now no kernel of any rank uses an arena,
+    close_arenas(peers);
+    wait_for_all(peers, communicator, stream);  // and nobody else has this rank's open
+    release_arena(peers);
+    peers.arena[peers.rank] = allocate_shared(bytes);
+    const auto arenas = gather(peers, communicator, stream, describe(peers.arena[peers.rank]));
+    check_allocated(arenas, bytes);
+    const View view = open_arenas(peers, arenas);
+    check_opened(peers, gather(peers, communicator, stream, view));
+    peers.arena_bytes = bytes;
+}
+
+bool is_accessible(const Peers& peers, const void* xla_buffer) {
+    for (int peer = 0; peer < std::min(peers.size, kMaxRanks); ++peer)
+        if (peers.is_reachable[peer] and peers.is_same_process[peer] and
+            not can_access(peers.ordinals[peer], xla_buffer))
+            return false;
+    return true;
+}
+
+void finalize() {
+    Registry::Entries entries;
+    {
+        const std::lock_guard lock(registry().mutex);
+        entries.swap(registry().entries);
+    }
+    if (entries.empty())
+        return;  // also without a GPU
+    int current = 0;
+    check_cuda(cudaGetDevice(&current), "the current device");
+    for_each_connected(entries, disconnect);
+    for_each_connected(entries, free_all);  // only now that no device of this process uses another's memory
+    check_cuda(cudaSetDevice(current), "choosing a device");
+}
+
+}  // namespace jaxmagi::collectives

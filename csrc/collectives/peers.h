@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <vector>
+
+#include "csrc/collectives/nccl.h"
+
+// The memory of other ranks that a rank's kernels load from and store to.
+
+namespace jaxmagi::collectives {
+
+constexpr int kMaxRanks = 64;  // of a group that the native kernels serve
+
+// What a rank knows of its group, ranks being those of the communicator. In a larger group than kMaxRanks no rank is
+// reachable, not even the own one.
+struct Peers {
+    int rank, size;
+    bool is_reachable[kMaxRanks];     // kernels of both can use each other's memory; of the own rank true
+    bool is_same_process[kMaxRanks];  // reachable or not
+    bool shares_process;              // in the whole group reachable ranks share a process; the same on all ranks
+    int ordinals[kMaxRanks];          // of their devices, as this process numbers them; -1 in another process
+    char* control[kMaxRanks];         // control blocks, as this device addresses them; null where unreachable
+    char* arena[kMaxRanks];           // staging arenas likewise; all null until the first growth
+    size_t arena_bytes;
+
+    // For the exchanges between the hosts.
+    char* scratch;               // behind the own control block
+    std::vector<char*> retired;  // arenas that could not be freed yet
+};
+
+// Collective over the group, and blocks the host: only for Initialize, with the rank's CUDA device, `ordinal`, current.
+// Asks the group once per device and communicator; what it returns lives until `finalize`. Control blocks have
+// `control_bytes` (the same on all ranks), are aligned to 256 and zero at first.
+//
+// NOTES: XLA keeps its communicators until its backend is cleared. A communicator made after that may have the address
+// of an old one, so `finalize` comes before.
+Peers& peers_of(int ordinal, nccl::Communicator communicator, cudaStream_t stream, size_t control_bytes);
+
+// Makes all arenas of the group at least so large, with undefined contents; does nothing where `shares_process` holds
+// (there, kernels address the buffers themselves) or they are. Collective and blocking like `peers_of`, with the same
+// `bytes` on all ranks. Throws on all ranks where one has too little memory or access; `arena_bytes` is 0 then.
+void grow_arena(Peers& peers, nccl::Communicator communicator, cudaStream_t stream, size_t bytes);
+
+// Whether all reachable ranks in this process can use a buffer of this rank. False for memory that is not of CUDA's
+// virtual memory management, of which nothing is known.
+bool is_accessible(const Peers& peers, const void* xla_buffer);
+
+// Frees everything of this process; later calls start anew. To be called on all processes, after their last collective
+// call has ended and before the next begins.
+void finalize();
+
+}  // namespace jaxmagi::collectives

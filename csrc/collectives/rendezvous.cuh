@@ -1,0 +1,157 @@
+#pragma once
+
+#include <cstdio>
+
+#include "csrc/collectives/transfer.h"
+#include "csrc/common/sm90/bulk.cuh"
+#include "csrc/common/sm90/system_memory.cuh"
+
+// How the ranks of a group come together for a call and part again. `meet` and `leave` are for all threads of all CTAs.
+//
+//   meet    The first CTA tells the native peers where the rank's buffers lie. Each CTA waits for all peers' news, and
+//           only then touches their memory.
+//   leave   When the last CTA is done, it tells the peers that their buffers are no more needed, and waits until they
+//           have all said the same. Buffers are then free, and complete.
+//
+// Flags are epochs, which only grow, so that nothing has to be reset. A rank that waits for too long, or hears of another
+// call than its own, stops the program: it cannot go on, and its results must not be used.
+
+namespace jaxmagi::collectives {
+
+constexpr int kWarp = 32;
+
+// Says why, and ends the program with an error. Out of line, as calls of printf take registers.
+template <typename... Args> [[noreturn]] __device__ __noinline__ void stop(const char* format, Args... args) {
+    printf(format, args...);
+    __trap();
+    __builtin_unreachable();
+}
+
+// What a CTA knows of the call, in shared memory.
+struct Meeting {
+    uint64_t addresses[kMaxRanks][kMaxArrays];  // of the native peers' sides of the arrays
+    unsigned long long rows[kMaxRanks];
+    uint32_t epoch;
+};
+
+// Calls visit(peer) on some lane for each native peer, the rank itself left out.
+template <typename Visit> __device__ __forceinline__ void for_native_peers(const Transfer& transfer, Visit visit) {
+    for (int peer = threadIdx.x % kWarp; peer < min(transfer.size, kMaxRanks); peer += kWarp)
+        if (peer != transfer.rank and transfer.is_native(peer))
+            visit(peer);
+}
+
+__device__ inline void wait_for(const Transfer& transfer, const uint32_t* flag, uint32_t epoch, int peer,
+                                const char* what) {
+    const uint64_t begin = sm90::nanoseconds();
+    while (static_cast<int32_t>(sm90::load_acquire(flag) - epoch) < 0) {
+        if (sm90::nanoseconds() - begin < transfer.timeout_ns)
+            continue;
+        stop("jaxmagi: rank %d of %d waited for %d ms until rank %d %s (call %u of its group)\n", transfer.rank,
+             transfer.size, static_cast<int>(transfer.timeout_ns / 1000000), peer, what, epoch);
+    }
+}
+
+__device__ __forceinline__ uint64_t address_of(const Transfer& transfer, uint64_t place, int peer) {
+    return place & kInArena ? reinterpret_cast<uint64_t>(transfer.arenas[peer]) + (place & ~kInArena) : place;
+}
+
+// The rows that each peer has to do with, by a table of ranges of rows.
+template <typename Range>
+__device__ inline void count_rows(const Transfer& transfer, const Range* ranges, Meeting& meeting) {
+    for (int peer = threadIdx.x % kWarp; peer < kMaxRanks; peer += kWarp)
+        meeting.rows[peer] = 0;
+    __syncwarp();
+    for (int64_t i = threadIdx.x % kWarp; i < int64_t{transfer.groups} * transfer.entries; i += kWarp)
+        if (const Range range = ranges[i]; range.length > 0 and static_cast<unsigned>(range.peer) < kMaxRanks)
+            atomicAdd(&meeting.rows[range.peer], static_cast<unsigned long long>(range.length));
+    __syncwarp();
+}
+
+__device__ inline void tell_peers(const Transfer& transfer, Meeting& meeting) {
+    count_rows(transfer, transfer.receives, meeting);
+    for_native_peers(transfer, [&](int peer) {
+        Mailbox& box = transfer.controls[peer]->from[transfer.rank];
+        for (int i = 0; i < transfer.num_arrays; ++i)
+            sm90::store_relaxed(&box.arrays[i], transfer.places[i]);
+        sm90::store_relaxed(&box.call, transfer.call);
+        sm90::store_relaxed(&box.rows, meeting.rows[peer]);
+        sm90::store_release(&box.ready, meeting.epoch);
+    });
+}
+
+// Whether the peers, whose news are there, mean the same call and the same rows.
+__device__ inline void compare(const Transfer& transfer, Meeting& meeting) {
+    count_rows(transfer, transfer.sends, meeting);
+    for_native_peers(transfer, [&](int peer) {
+        const Mailbox& box = transfer.controls[transfer.rank]->from[peer];
+        const uint64_t rows = sm90::load_relaxed(&box.rows);
+        if (sm90::load_relaxed(&box.call) != transfer.call)
+            stop("jaxmagi: ranks %d and %d make different calls of a group collective\n", transfer.rank, peer);
+        if (rows != meeting.rows[peer])
+            stop("jaxmagi: the spec of rank %d sends %llu rows to rank %d, whose spec expects %llu\n", transfer.rank,
+                 meeting.rows[peer], peer, static_cast<unsigned long long>(rows));
+    });
+}
+
+__device__ inline void meet_by_warp(const Transfer& transfer, Meeting& meeting) {
+    const Control& control = *transfer.controls[transfer.rank];
+    if (threadIdx.x == 0) {
+        meeting.epoch = control.epoch + 1;
+        for (int i = 0; i < transfer.num_arrays; ++i)
+            meeting.addresses[transfer.rank][i] = address_of(transfer, transfer.places[i], transfer.rank);
+    }
+    __syncwarp();
+    if (not transfer.has_native_peers())
+        return;
+    if (blockIdx.x == 0)
+        tell_peers(transfer, meeting);
+    for_native_peers(transfer, [&](int peer) {
+        const Mailbox& box = control.from[peer];
+        wait_for(transfer, &box.ready, meeting.epoch, peer, "came to the same call");
+        for (int i = 0; i < transfer.num_arrays; ++i)
+            meeting.addresses[peer][i] = address_of(transfer, sm90::load_relaxed(&box.arrays[i]), peer);
+    });
+    __syncwarp();
+    if (blockIdx.x == 0)
+        compare(transfer, meeting);
+}
+
+__device__ inline void meet(const Transfer& transfer, Meeting& meeting) {
+    if (threadIdx.x < kWarp)
+        meet_by_warp(transfer, meeting);
+    __syncthreads();
+}
+
+__device__ inline void leave_by_warp(const Transfer& transfer, const Meeting& meeting) {
+    Control& control = *transfer.controls[transfer.rank];
+    unsigned finished = 0;
+    if (threadIdx.x == 0) {
+        __threadfence_system();
+        finished = atomicAdd(&control.finished_ctas, 1);
+    }
+    if (__shfl_sync(~0u, finished, 0) + 1 < gridDim.x)
+        return;
+    __threadfence_system();
+    for_native_peers(transfer, [&](int peer) {
+        sm90::store_release(&transfer.controls[peer]->from[transfer.rank].done, meeting.epoch);
+    });
+    for_native_peers(transfer, [&](int peer) {
+        wait_for(transfer, &control.from[peer].done, meeting.epoch, peer, "finished the call");
+    });
+    __syncwarp();
+    if (threadIdx.x == 0) {
+        control.next_chunk = control.finished_ctas = 0;
+        control.epoch = meeting.epoch;
+    }
+}
+
+// After all that the thread does with peers' memory is complete.
+__device__ inline void leave(const Transfer& transfer, const Meeting& meeting) {
+    sm90::fence_global_for_async();
+    __syncthreads();
+    if (threadIdx.x < kWarp)
+        leave_by_warp(transfer, meeting);
+}
+
+}  // namespace jaxmagi::collectives

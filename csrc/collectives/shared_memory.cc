@@ -1,0 +1,76 @@
+#include "csrc/collectives/shared_memory.h"
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "csrc/common/check_cuda.h"
+#include "csrc/common/math.h"
+
+namespace jaxmagi::collectives {
+namespace {
+
+// An error is forgotten, for it not to surface at another call.
+bool succeeds(cudaError_t error) {
+    if (error != cudaSuccess)
+        cudaGetLastError();
+    return error == cudaSuccess;
+}
+
+using GetAccess = decltype(&cuMemGetAccess);
+
+// From the runtime, so that the module needs no link to the driver's library.
+GetAccess find_get_access() {
+    constexpr unsigned kFirstVersion = 12000;
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult status;
+    check_cuda(cudaGetDriverEntryPointByVersion("cuMemGetAccess", &found, kFirstVersion, cudaEnableDefault, &status),
+               "finding cuMemGetAccess");
+    if (status != cudaDriverEntryPointSuccess)
+        throw std::runtime_error("the driver has no cuMemGetAccess");
+    return reinterpret_cast<GetAccess>(found);
+}
+
+}  // namespace
+
+// In whole pages of the driver, since other processes get access to all of a page.
+char* allocate_shared(size_t bytes) {
+    constexpr int kPageBytes = 2 << 20;
+    void* memory = nullptr;
+    return succeeds(cudaMalloc(&memory, round_up(bytes, kPageBytes))) ? static_cast<char*>(memory) : nullptr;
+}
+
+SharedMemory describe(char* pointer) {
+    SharedMemory memory{.pointer = pointer, .handle = {}, .has_handle = false};
+    memory.has_handle = pointer != nullptr and succeeds(cudaIpcGetMemHandle(&memory.handle, pointer));
+    return memory;
+}
+
+char* open_shared(const SharedMemory& memory) {
+    void* opened = nullptr;
+    const bool is_open =
+        memory.has_handle and succeeds(cudaIpcOpenMemHandle(&opened, memory.handle, cudaIpcMemLazyEnablePeerAccess));
+    return is_open ? static_cast<char*>(opened) : nullptr;
+}
+
+void close_shared(char* opened) {
+    check_cuda(cudaIpcCloseMemHandle(opened), "closing another process' device memory");
+}
+
+bool enable_access(int ordinal, int other_ordinal) {
+    int can_access = 0;
+    if (not succeeds(cudaDeviceCanAccessPeer(&can_access, ordinal, other_ordinal)) or not can_access)
+        return false;
+    const cudaError_t error = cudaDeviceEnablePeerAccess(other_ordinal, 0);
+    return succeeds(error) or error == cudaErrorPeerAccessAlreadyEnabled;
+}
+
+bool can_access(int ordinal, const void* buffer) {
+    static const GetAccess get_access = find_get_access();
+    const CUmemLocation device{.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = ordinal};
+    unsigned long long flags = 0;
+    return get_access(&flags, &device, reinterpret_cast<CUdeviceptr>(buffer)) == CUDA_SUCCESS and
+           flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+}
+
+}  // namespace jaxmagi::collectives

@@ -1,0 +1,15 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace jaxmagi {
+
+inline void check_cuda(cudaError_t error, const std::string& what) {
+    if (error != cudaSuccess)
+        throw std::runtime_error(what + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
+}
+
+}  // namespace jaxmagi

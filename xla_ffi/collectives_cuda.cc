@@ -1,0 +1,187 @@
+#include "xla_ffi/collectives_cuda.h"
+
+#include <numeric>
+
+#include "xla_ffi/collectives_transfer.h"
+
+// Handlers come in three stages: Prepare asks XLA for the group's communicator; Initialize gets to know the peers, which
+// takes an exchange between all ranks the first time; Execute launches. They are not for command buffers: a graph may run
+// branches side by side and in any order, while all ranks have to make their calls in one order.
+
+namespace jaxmagi {
+namespace {
+
+namespace ffi = xla::ffi;
+using namespace collectives;
+
+// What a call works on, beside its buffers.
+struct Group {
+    nccl::Communicator communicator;
+    Peers& peers;
+    cudaStream_t stream;
+};
+
+Group group_of(const CollectivesContext& context, const Attributes& attributes, cudaStream_t stream) {
+    int ordinal;
+    check_cuda(cudaGetDevice(&ordinal), "the current device");
+    const nccl::Communicator communicator =
+        get_communicator(context, attributes.groups, attributes.group_size);
+    return {communicator, peers_of(ordinal, communicator, stream, sizeof(Control)), stream};
+}
+
+void exchange_pair_buffers(const Transfer& transfer, const Group& group) {
+    if (transfer.outgoing == nullptr or transfer.pair_bytes == 0)
+        return;
+    const size_t bytes = static_cast<size_t>(transfer.pair_bytes);
+    std::vector<nccl::Message> sends, receives;
+    for (int peer = 0; peer < transfer.size; ++peer)
+        if (not transfer.is_native(peer)) {
+            sends.push_back({transfer.outgoing + peer * transfer.pair_bytes, bytes, peer});
+            receives.push_back({transfer.incoming + peer * transfer.pair_bytes, bytes, peer});
+        }
+    nccl::exchange(sends, receives, group.communicator, group.stream);
+}
+
+enum class Direction { kIntoArena, kOutOfArena };
+
+void copy_through_arena(Direction direction, const Transfer& transfer, const std::vector<ffi::AnyBuffer>& shared,
+                        const Group& group) {
+    if (not uses_arena(transfer.native, group.peers))
+        return;
+    for (size_t i = 0; i < shared.size(); ++i) {
+        void* const in_arena = transfer.arenas[transfer.rank] + (transfer.places[i] & ~kInArena);
+        void* const in_xla = shared[i].untyped_data();
+        const bool is_into = direction == Direction::kIntoArena;
+        check_cuda(cudaMemcpyAsync(is_into ? in_arena : in_xla, is_into ? in_xla : in_arena, shared[i].size_bytes(),
+                                   cudaMemcpyDeviceToDevice, group.stream),
+                   "copying between the arena and the memory of XLA");
+    }
+}
+
+void group_cast(const Transfer& transfer, const Buffers& buffers, const Group& group) {
+    check_cuda(push_rows(transfer, group.stream), "launching the kernel that pushes rows");
+    copy_through_arena(Direction::kOutOfArena, transfer, buffers.to, group);
+    exchange_pair_buffers(transfer, group);
+    check_cuda(fill_rows(transfer, group.stream), "launching the kernel that fills rows");
+}
+
+// The arrays from the i-th one on that are added up as it is, unless an earlier one is too.
+Transfer of_one_kind(const Transfer& transfer, const Buffers& buffers, int i) {
+    const auto kind = [&](int j) { return std::pair(number_of(buffers.from[j]), number_of(buffers.to[j])); };
+    Transfer part = transfer;
+    part.num_arrays = 0;
+    std::tie(part.number, part.sum_number) = kind(i);
+    check(part.sum_number == part.number or (part.sum_number == Number::kF32 and part.number != Number::kF64),
+          "sums of " + type_name(buffers.from[i].element_type()) + " must be of that type or f32, got " +
+              type_name(buffers.to[i].element_type()));
+    for (int j = 0; j < i; ++j)
+        if (kind(j) == kind(i))
+            return part;
+    for (int j = i; j < transfer.num_arrays; ++j)
+        if (kind(j) == kind(i)) {
+            part.places[part.num_arrays] = transfer.places[j];
+            part.arrays[part.num_arrays++] = transfer.arrays[j];
+        }
+    return part;
+}
+
+void group_reduce(const Transfer& transfer, const Buffers& buffers, const Group& group) {
+    copy_through_arena(Direction::kIntoArena, transfer, buffers.from, group);
+    if (transfer.outgoing)
+        check_cuda(pack_partials(transfer, group.stream), "launching the kernel that packs rows");
+    exchange_pair_buffers(transfer, group);
+    for (int i = 0; i < transfer.num_arrays; ++i)
+        if (const Transfer part = of_one_kind(transfer, buffers, i); part.num_arrays > 0)
+            check_cuda(pull_sums(part, group.stream), "launching the kernel that adds up rows");
+}
+
+// --- the stages ---
+
+void initialize(Kind kind, const Buffers& buffers, const Attributes& attributes, const Group& group) {
+    for (const auto preload : {preload_push, preload_pair_rows, preload_pull})
+        check_cuda(preload(), "loading the kernels");
+    if (not uses_arena(native_ranks(group.peers, attributes), group.peers))
+        return;
+    size_t bytes = 0;
+    for (const ffi::AnyBuffer& buffer : shared_side(kind, buffers))
+        bytes += buffer.size_bytes();
+    grow_arena(group.peers, group.communicator, group.stream, bytes);
+}
+
+void execute(Kind kind, const Buffers& buffers, const Attributes& attributes, const Group& group) {
+    const Transfer transfer = to_transfer(kind, buffers, attributes, group.peers);
+    (kind == Kind::kCast ? group_cast : group_reduce)(transfer, buffers, group);
+}
+
+constexpr const char* name_of(Kind kind) {
+    return kind == Kind::kCast ? "jaxmagi_group_cast" : "jaxmagi_group_reduce";
+}
+
+template <Kind kKind, auto kRun>
+ffi::Error stage(cudaStream_t stream, CollectivesContext context, ffi::RemainingArgs arguments,
+                 ffi::RemainingRets results, DeviceIds groups, int64_t group_size, int64_t input_rows,
+                 int64_t output_rows, int64_t pair_rows, int64_t num_sms, int64_t implementation,
+                 int64_t ranks_per_host, int64_t timeout_ms) {
+    return guarded(name_of(kKind), [&] {
+        hopper_device();
+        const Attributes attributes{groups,  group_size,     input_rows,     output_rows, pair_rows,
+                                    num_sms, implementation, ranks_per_host, timeout_ms};
+        kRun(kKind, to_buffers(arguments, results), attributes, group_of(context, attributes, stream));
+    });
+}
+
+template <Kind kKind>
+ffi::Error prepare(CollectivesContext context, DeviceIds groups, int64_t group_size, int64_t, int64_t,
+                   int64_t, int64_t, int64_t, int64_t, int64_t) {
+    return guarded(name_of(kKind), [&] { request_communicator(context, groups, group_size); });
+}
+
+auto with_attributes(auto binding) {
+    return std::move(binding)
+        .template Attr<DeviceIds>("groups")
+        .template Attr<int64_t>("group_size")
+        .template Attr<int64_t>("input_rows")
+        .template Attr<int64_t>("output_rows")
+        .template Attr<int64_t>("pair_rows")
+        .template Attr<int64_t>("num_sms")
+        .template Attr<int64_t>("implementation")
+        .template Attr<int64_t>("ranks_per_host")
+        .template Attr<int64_t>("timeout_ms");
+}
+
+template <ffi::ExecutionStage kStage> auto bind() {
+    return with_attributes(ffi::Ffi::Bind<kStage>()
+                               .template Ctx<ffi::PlatformStream<cudaStream_t>>()
+                               .template Ctx<ffi::Extension<Collectives>>()
+                               .RemainingArgs()
+                               .RemainingRets());
+}
+
+auto bind_prepare() {
+    return with_attributes(ffi::Ffi::BindPrepare().Ctx<ffi::Extension<Collectives>>());
+}
+
+XLA_FFI_DEFINE_HANDLER(kPrepareCast, prepare<Kind::kCast>, bind_prepare());
+XLA_FFI_DEFINE_HANDLER(kInitializeCast, (stage<Kind::kCast, initialize>), bind<ffi::ExecutionStage::kInitialize>());
+XLA_FFI_DEFINE_HANDLER(kExecuteCast, (stage<Kind::kCast, execute>), bind<ffi::ExecutionStage::kExecute>());
+
+XLA_FFI_DEFINE_HANDLER(kPrepareReduce, prepare<Kind::kReduce>, bind_prepare());
+XLA_FFI_DEFINE_HANDLER(kInitializeReduce, (stage<Kind::kReduce, initialize>),
+                       bind<ffi::ExecutionStage::kInitialize>());
+XLA_FFI_DEFINE_HANDLER(kExecuteReduce, (stage<Kind::kReduce, execute>), bind<ffi::ExecutionStage::kExecute>());
+
+}  // namespace
+
+CollectiveHandlers group_cast_cuda() {
+    return {kPrepareCast, kInitializeCast, kExecuteCast};
+}
+
+CollectiveHandlers group_reduce_cuda() {
+    return {kPrepareReduce, kInitializeReduce, kExecuteReduce};
+}
+
+int64_t pair_buffer_bytes(int64_t groups, int64_t size, int64_t pair_rows, std::span<const int64_t> row_bytes) {
+    return 2 * groups * size * pair_rows * std::accumulate(row_bytes.begin(), row_bytes.end(), int64_t{0});
+}
+
+}  // namespace jaxmagi

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxmagi {
+
+struct CollectiveHandlers {
+    XLA_FFI_Handler *prepare, *initialize, *execute;
+};
+
+CollectiveHandlers group_cast_cuda();
+CollectiveHandlers group_reduce_cuda();
+
+// Of the buffers of all pairs of a rank, in which rows of so many bytes travel: what the calls take as workspace.
+int64_t pair_buffer_bytes(int64_t groups, int64_t size, int64_t pair_rows, std::span<const int64_t> row_bytes);
+
+}  // namespace jaxmagi

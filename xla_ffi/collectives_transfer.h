@@ -1,0 +1,47 @@
+#pragma once
+
+#include <vector>
+
+#include "csrc/collectives/transfer.h"
+#include "xla_ffi/communicator.h"
+#include "xla_ffi/cuda_checks.h"
+
+// From the buffers and attributes of a call to what the kernels take.
+
+namespace jaxmagi {
+
+enum class Kind { kCast, kReduce };
+
+struct Attributes {
+    DeviceIds groups;
+    int64_t group_size, input_rows, output_rows, pair_rows, num_sms, implementation, ranks_per_host, timeout_ms;
+};
+
+struct Buffers {
+    xla::ffi::AnyBuffer sends, receives;
+    std::vector<xla::ffi::AnyBuffer> from, to;
+    xla::ffi::AnyBuffer workspace;
+};
+
+Buffers to_buffers(const xla::ffi::RemainingArgs& arguments, const xla::ffi::RemainingRets& results);
+
+inline int64_t bytes_of(const xla::ffi::AnyBuffer& buffer) {
+    return static_cast<int64_t>(buffer.size_bytes());
+}
+
+// What peers read or write of a call: the results of a cast, the operands of a reduction.
+const std::vector<xla::ffi::AnyBuffer>& shared_side(Kind kind, const Buffers& buffers);
+
+// A bit for each rank that the kernels serve; the others are left to NCCL.
+uint64_t native_ranks(const collectives::Peers& peers, const Attributes& attributes);
+
+// Buffers of XLA are known in their own process only: for others, the shared side is in the arena.
+bool uses_arena(uint64_t native, const collectives::Peers& peers);
+
+collectives::Transfer to_transfer(Kind kind, const Buffers& buffers, const Attributes& attributes,
+                                  const collectives::Peers& peers);
+
+// The numbers of an array that is added up.
+collectives::Number number_of(const xla::ffi::AnyBuffer& buffer);
+
+}  // namespace jaxmagi
