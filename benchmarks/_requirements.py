@@ -1,4 +1,4 @@
-"""What is required of the benchmark of attention, beside its peers."""
+"""What is required of the benchmark of attention, beside its peers, and what a check of a figure is."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -71,23 +71,38 @@ def checks(direction: Direction, rows: Iterable[Row | Failure]) -> list[Check]:
     speedups = {(row.workload, row.implementation): row.speedup for row in rows if isinstance(row, Row)}
     measured_workloads = {row.workload for row in rows}
     return [
-        _check(direction, workload, requirement, speedups.get((workload, requirement.implementation)))
+        check(
+            workload,
+            direction,
+            requirement.kind,
+            requirement.implementation,
+            speedups.get((workload, requirement.implementation)),
+            at_least=requirement.at_least,
+            at_most=requirement.at_most,
+        )
         for requirement in REQUIREMENTS[direction]
         for workload in requirement.workloads
         if workload in measured_workloads
     ]
 
 
-def _check(direction: Direction, workload: str, requirement: Requirement, measured: float | None) -> Check:
-    at_least, at_most = requirement.at_least, requirement.at_most
+def check(
+    workload: str,
+    direction: str,
+    kind: str,
+    implementation: str,
+    measured: float | None,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> Check:
+    """Whether what was measured keeps its bounds."""
     met = (
         measured is not None
         and (at_least is None or measured >= at_least)
         and (at_most is None or measured <= at_most)
     )
-    return Check(
-        workload, direction, requirement.kind, requirement.implementation, at_least, at_most, measured, met
-    )
+    return Check(workload, direction, kind, implementation, at_least, at_most, measured, met)
 
 
 def show_checks(checks: Iterable[Check]) -> None:

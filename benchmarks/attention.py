@@ -24,7 +24,6 @@ With --out, writes attention_h200.json (attention_backward_h200.json) there afte
 import argparse
 import gc
 import importlib.util
-import json
 import math
 import os
 import re
@@ -34,6 +33,7 @@ from typing import Any
 
 from benchmarks import _jax_attention, _torch_attention
 from benchmarks._measure import DeviceWork, Timing, gpu_environment, save, time_on_device
+from benchmarks._plot import plot
 from benchmarks._requirements import checks, show_checks
 from benchmarks._rows import Failure, Row, show
 from benchmarks._workloads import Direction, Workload, held_against, workloads
@@ -181,44 +181,12 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="only draw the plot of the JSON there")
     arguments = parser.parse_args()
     if arguments.plot:
-        return plot(arguments.direction, arguments.plot)
+        return plot(arguments.plot, NAMES[arguments.direction], arguments.direction)
     # Read when JAX first looks for a GPU. Otherwise, it would leave no memory to PyTorch.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     run(arguments.direction, arguments.rows, arguments.peers, arguments.repeats, arguments.out)
     if arguments.out:
-        plot(arguments.direction, arguments.out)
-
-
-def plot(direction: Direction, folder: Path) -> None:
-    """Bars of TFLOP/s by workload, if matplotlib is there."""
-    if not importlib.util.find_spec("matplotlib"):
-        return
-    import matplotlib.pyplot as plt
-
-    saved = json.loads((folder / f"{NAMES[direction]}.json").read_text())
-    rows = [row for row in saved["rows"] if "tflops" in row]
-    names = list(dict.fromkeys(row["workload"] for row in rows))
-    implementations = list(dict.fromkeys(row["implementation"] for row in rows))
-    groups = [[row for row in rows if row["workload"] == name] for name in names]
-    height = 0.85 / max(map(len, groups), default=1)
-    places = {
-        (row["workload"], row["implementation"]): i + (rank - (len(group) - 1) / 2) * height
-        for i, group in enumerate(groups)
-        for rank, row in enumerate(group)
-    }
-    figure, axes = plt.subplots(figsize=(9, 0.6 * len(names) + 1), layout="constrained")
-    for implementation in implementations:
-        chosen = [row for row in rows if row["implementation"] == implementation]
-        at = [places[row["workload"], implementation] for row in chosen]
-        axes.barh(at, [row["tflops"] for row in chosen], height, label=implementation)
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.margins(y=0.01)
-    axes.set_xlabel(f"TFLOP/s, {direction}, {saved['environment']['gpu']}")
-    axes.grid(axis="x", alpha=0.3)
-    if rows:
-        figure.legend(loc="outside upper center", ncols=len(implementations), fontsize="small")
-    figure.savefig(folder / f"{NAMES[direction]}.png", dpi=120)
+        plot(arguments.out, NAMES[arguments.direction], arguments.direction)
 
 
 if __name__ == "__main__":

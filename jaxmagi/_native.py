@@ -1,9 +1,14 @@
 """Loads the compiled extensions and registers their handlers with XLA."""
 
 import importlib
+import os
 from types import ModuleType
 
 import jax
+
+# NCCL kernels of two communicators, XLA's and that of the collectives here, may only be in flight together if
+# all devices launch them in one order. NCCL reads this when it is loaded.
+os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
 def _load(name: str, platform: str) -> ModuleType | None:

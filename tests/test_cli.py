@@ -3,16 +3,16 @@
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 import pytest
 
-from jaxmagi import ContextPlan, CostModel, _native, masks, plan_context
+from jaxmagi import ContextPlan, CostModel, _hopper, _native, masks, plan_context
 from jaxmagi._cli import _doctor, main
 from jaxmagi._cli._table import format_bytes
-from jaxmagi.attention import _lowering
 from jaxmagi.planning._report import schedule_stages
 
 from .cases import DATA, document_lengths
@@ -321,24 +321,37 @@ class Gpu:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "built", "line"),
+    ("gpu", "built", "reason"),
     [
-        (Gpu("NVIDIA H200", "9.0"), True, r"runs \(bfloat16"),
-        (Gpu("NVIDIA H200", "9.0"), False, "cannot run: jaxmagi was built without CUDA"),
-        (Gpu("NVIDIA A100", "8.0"), True, "cannot run: NVIDIA A100 has compute capability 8.0"),
+        (Gpu("NVIDIA H200", "9.0"), True, None),
+        (Gpu("NVIDIA H200", "9.0"), False, "jaxmagi was built without CUDA"),
+        (Gpu("NVIDIA A100", "8.0"), True, "NVIDIA A100 has compute capability 8.0"),
     ],
 )
 def test_doctor_judges_gpus(
-    gpu: Gpu, built: bool, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpu: Gpu,
+    built: bool,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """On devices that are not there, as the checks of the lowering see them."""
-    monkeypatch.setitem(_native._EXTENSIONS, "cuda", _native.extension("cpu") if built else None)
-    monkeypatch.setattr(_lowering._cuda, "_local_gpus", lambda: [gpu])
+    handlers = {"jaxmagi_group_cast": {}, "jaxmagi_group_reduce": {}}
+    module = types.SimpleNamespace(registrations=lambda: handlers, __file__="_cuda.abi3.so")
+    monkeypatch.setitem(
+        _native._EXTENSIONS,
+        "cuda",
+        module if built else None,  # pyright: ignore[reportArgumentType]
+    )
+    monkeypatch.setattr(_hopper, "local_gpus", lambda: [gpu])
     monkeypatch.setattr(_doctor, "_devices", lambda: {"cpu": [], "cuda": [gpu, gpu]})
     printed = run(capsys, "doctor")
     assert f"2 x {gpu.device_kind}, compute capability {gpu.compute_capability}" in printed
-    assert re.search(rf'"ffi" on cuda +{line}', printed)
-    assert re.search(r'"xla" on cuda +runs\n', printed)
+    for name, limits in (("ffi", r"bfloat16"), ("native", "between GPUs of one host")):
+        line = rf"runs \({limits}" if reason is None else f"cannot run: {reason}"
+        assert re.search(rf'"{name}" on cuda +{line}', printed)
+    assert re.search(rf'"nccl" on cuda +{f"cannot run: {reason}" if reason else "runs"}', printed)
+    assert len(re.findall(r'"xla" on cuda +runs\n', printed)) == 2
 
 
 def test_doctor_as_a_program() -> None:

@@ -1,4 +1,4 @@
-"""``doctor``: what is installed, which implementations of attention can run here, and why not."""
+"""``doctor``: what is installed, which implementations can run here, and why not."""
 
 import importlib.metadata
 import os
@@ -12,12 +12,13 @@ import jax
 import jax.extend.backend
 
 from .. import _native
-from ..attention._lowering import compiled_misfit
+from ..attention._lowering import compiled_misfit as attention_misfit
+from ..collectives._cuda import platform_misfit as collectives_misfit
 
 HELP = "what is installed, which implementations can run, and why not"
 DESCRIPTION = (
-    "Says what is installed, which implementations of attention run on which devices, and why not. The exit "
-    "status is 1 where the CPU module or JAX's devices are missing, and 0 otherwise."
+    "Says what is installed, which implementations of attention and of the collectives run on which devices, "
+    "and why not. The exit status is 1 where the CPU module or JAX's devices are missing, and 0 otherwise."
 )
 _PACKAGES = ("jaxmagi", "jax", "jaxlib", "flax", "numpy")
 _OPTIONAL = {"rich": "cli", "matplotlib": "plot"}
@@ -37,7 +38,8 @@ def run() -> int:
         "Installed": [*_versions(), *_cuda_tools()],
         "Compiled modules": [(f"jaxmagi._{name}", _module(name)) for name in _PLATFORMS],
         "Devices": [("error", complaint)] if complaint else list(_device_lines(devices)),
-        "jaxmagi.attention": [] if complaint else list(_implementations(devices)),
+        "jaxmagi.attention": [] if complaint else list(_attention(devices)),
+        "jaxmagi.collectives": [] if complaint else list(_collectives(devices)),
     }
     for title, lines in sections.items():
         _print_section(title, lines)
@@ -117,10 +119,29 @@ def _device_lines(devices: dict[str, list[Any]]) -> Iterator[_Line]:
         yield "cuda", "none that JAX sees"
 
 
-def _implementations(devices: dict[str, list[Any]]) -> Iterator[_Line]:
-    for name in dict.fromkeys([*_PLATFORMS, *devices]):
-        absent = None if devices.get(name) else f"JAX sees no {name} device"
-        reasons = [reason for reason in (absent, compiled_misfit(name)) if reason]
+def _attention(devices: dict[str, list[Any]]) -> Iterator[_Line]:
+    for name in _all_platforms(devices):
         limits = " (bfloat16, float16; head dimensions up to 256)" if name == "cuda" else ""
-        yield f'"ffi" on {name}', f"cannot run: {'; '.join(reasons)}" if reasons else f"runs{limits}"
-        yield f'"xla" on {name}', f"cannot run: {absent}" if absent else "runs"
+        yield f'"ffi" on {name}', _verdict(_absence(name, devices), attention_misfit(name), limits=limits)
+        yield f'"xla" on {name}', _verdict(_absence(name, devices))
+
+
+def _collectives(devices: dict[str, list[Any]]) -> Iterator[_Line]:
+    misfits = _absence("cuda", devices), collectives_misfit()
+    yield '"native" on cuda', _verdict(*misfits, limits=" (between GPUs of one host)")
+    yield '"nccl" on cuda', _verdict(*misfits)
+    for name in _all_platforms(devices):
+        yield f'"xla" on {name}', _verdict(_absence(name, devices))
+
+
+def _all_platforms(devices: dict[str, list[Any]]) -> list[str]:
+    return list(dict.fromkeys([*_PLATFORMS, *devices]))
+
+
+def _absence(name: str, devices: dict[str, list[Any]]) -> str | None:
+    return None if devices.get(name) else f"JAX sees no {name} device"
+
+
+def _verdict(*misfits: str | None, limits: str = "") -> str:
+    reasons = [reason for reason in misfits if reason]
+    return f"cannot run: {'; '.join(reasons)}" if reasons else f"runs{limits}"

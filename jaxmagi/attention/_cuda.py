@@ -16,14 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _native
+from .. import _hopper, _native
 from ._dtypes import is_positive_normal
 
 PLAN = "jaxmagi_attention_plan"
 FORWARD = "jaxmagi_attention_forward"
 BACKWARD = "jaxmagi_attention_backward"
 
-_CAPABILITY = "9.0"
 _LOG2E = math.log2(math.e)
 _DTYPES = ("bfloat16", "float16")
 _OUT, _LSE = 0, 1  # among the results
@@ -32,39 +31,7 @@ _PREVIOUS_OUT, _PREVIOUS_LSE = 6, 7  # among the operands
 
 def misfit(operands: Sequence[Any], *, scale: float, soft_cap: float, **_: Any) -> str | None:
     """Why the kernels, of either pass, cannot run these operands here; None if they can."""
-    return platform_misfit() or _operand_misfit(operands, scale, soft_cap)
-
-
-def platform_misfit() -> str | None:
-    """Why the kernels cannot run here, whatever the operands; None if they can."""
-    return _module_misfit() or _device_misfit()
-
-
-def _module_misfit() -> str | None:
-    if _native.extension("cuda") is not None:
-        return None
-    return (
-        "jaxmagi was built without CUDA (the compiled extension jaxmagi._cuda is missing): install it where "
-        "there is nvcc >= 12.8, with JAXMAGI_CUDA=ON in the environment to learn what the build lacks"
-    )
-
-
-def _device_misfit() -> str | None:
-    """None also when lowering for CUDA where no GPU is: the handlers check the device that they run on."""
-    for gpu in _local_gpus():
-        if gpu.compute_capability != _CAPABILITY:
-            return (
-                f"{gpu.device_kind} has compute capability {gpu.compute_capability}, and the kernels are for "
-                f"{_CAPABILITY} (H100, H200)"
-            )
-    return None
-
-
-def _local_gpus() -> Sequence[Any]:
-    try:
-        return jax.local_devices(backend="cuda")
-    except RuntimeError:
-        return ()
+    return _hopper.platform_misfit() or _operand_misfit(operands, scale, soft_cap)
 
 
 def _operand_misfit(operands: Sequence[Any], scale: float, soft_cap: float) -> str | None:
@@ -92,8 +59,8 @@ def _is_within_range(scale: float, soft_cap: float) -> bool:
 
 def warn_of_plain_xla() -> None:
     """Says, once per process, that attention on a GPU runs on plain XLA, because of the GPU or the build."""
-    misfit = _device_misfit() or _module_misfit()
-    if misfit is not None and _local_gpus():
+    misfit = _hopper.device_misfit() or _hopper.module_misfit()
+    if misfit is not None and _hopper.local_gpus():
         _warn_once(f'jaxmagi.attention runs on plain XLA (implementation="xla"): {misfit}.')
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from .. import _native
+from .. import _hopper, _native
 from . import _cuda, _xla
 from ._dtypes import accumulator_dtype
 from ._partial import Partial, accumulate
@@ -48,7 +48,7 @@ def register_backward(primitive: Primitive) -> None:
 def compiled_misfit(platform: str) -> str | None:
     """Why ``implementation="ffi"`` cannot run on a platform, whatever the operands; None if it can."""
     if platform == "cuda":
-        return _cuda.platform_misfit()
+        return _hopper.platform_misfit()
     return _cpu_misfit("jaxmagi_attention_forward", ()) if platform == "cpu" else _no_kernel(())
 
 

@@ -4,3 +4,4 @@ from ..planning import GroupCastSpec as GroupCastSpec
 from ._api import group_cast as group_cast, group_reduce as group_reduce
 from ._arguments import axis_size as axis_size, on_this_rank as on_this_rank
 from ._primitives import group_cast_p as group_cast_p, group_reduce_p as group_reduce_p
+from ._process import finalize as finalize, set_timeout as set_timeout

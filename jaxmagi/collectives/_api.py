@@ -7,10 +7,11 @@ import jax.numpy as jnp
 
 from .._varying import vary_alike
 from ..planning import GroupCastSpec
-from ._arguments import check_rows, check_spec, on_this_rank
+from ._arguments import check_rows, check_spec, make_route, on_this_rank
 from ._merge import merge_by_lse
-from ._portable import Route, accumulator_dtype
+from ._portable import accumulator_dtype
 from ._primitives import group_cast_p, group_reduce_p
+from ._route import NUM_SMS, Implementation, Route
 
 _OPS = ("sum", "avg", "lse")
 
@@ -21,33 +22,57 @@ class _Transfer(NamedTuple):
     route: Route
 
 
-def _transfer(spec: GroupCastSpec, axis_name: str) -> _Transfer:
+def _transfer(
+    spec: GroupCastSpec,
+    axis_name: str,
+    implementation: Implementation,
+    num_sms: int,
+    ranks_per_host: int | None,
+) -> _Transfer:
     """This rank's view of a spec."""
     check_spec(spec)
     sends, receives = on_this_rank((spec.sends, spec.receives), axis_name, "the spec")
-    route = Route(axis_name, spec.input_rows, spec.output_rows, spec.pair_rows)
+    route = make_route(spec, axis_name, implementation, num_sms, ranks_per_host)
     return _Transfer(sends[0], receives[0], route)
 
 
-def group_cast[Tree](x: Tree, spec: GroupCastSpec, *, axis_name: str) -> Tree:
+def group_cast[Tree](
+    x: Tree,
+    spec: GroupCastSpec,
+    *,
+    axis_name: str,
+    implementation: Implementation = None,
+    num_sms: int = NUM_SMS,
+    ranks_per_host: int | None = None,
+) -> Tree:
     """Sends rows to the ranks that need them. Call it inside ``jax.shard_map``.
 
-    Linear and differentiable (the transpose is `group_reduce`), also under ``jax.vmap`` over x, over the spec
-    or over both. The arrays of one pytree travel together.
+    Linear and differentiable (the transpose is `group_reduce` with the same options), also under ``jax.vmap``
+    over x, over the spec or over both. The arrays of one pytree travel together.
+
+    "native" and "nccl" are custom calls for GPUs: over NVLink straight into the memory of peers on the same
+    host, and by NCCL to any peer. They see what a device has: where x is sharded over a mesh axis of Explicit
+    type that ``shard_map`` leaves out they do not fit, and over one of Auto type XLA gathers it.
 
     Args:
         x: pytree of local arrays ``[spec.input_rows, ...]``.
         spec: which rows go where, whole (tables lead with ``cp``) or sharded over ``axis_name``.
         axis_name: mesh axis whose ranks exchange rows.
+        implementation: "native", "nccl" or "xla" (plain JAX, on any platform). None: on GPUs, for every two
+            ranks, "native" within a host and "nccl" between hosts; "xla" where that does not fit. Static.
+        num_sms: multiprocessors that "native" takes, from 1 to 132. Static.
+        ranks_per_host: ranks of the axis with the same ``rank // ranks_per_host`` are taken to share a host.
+            None: what the hardware says. Static.
 
     Returns:
         Arrays ``[spec.output_rows, ...]``. Rows that nobody sends are zero.
 
     Raises:
-        ValueError: the axis is unknown, the spec is for another number of ranks, or x has another number of
-            rows.
+        ValueError: the axis is unknown, the spec is for another number of ranks, x has another number of
+            rows, or an option is none of the above.
+        NotImplementedError: when compiled, for an explicit implementation that cannot run.
     """
-    sends, receives, route = _transfer(spec, axis_name)
+    sends, receives, route = _transfer(spec, axis_name, implementation, num_sms, ranks_per_host)
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
     check_rows("x", leaves, route.input_rows)
     if not leaves:
@@ -64,6 +89,9 @@ def group_reduce(
     op: Literal["sum", "avg", "lse"] = "sum",
     lse: jax.Array | None = None,
     accumulate: Any = None,
+    implementation: Implementation = None,
+    num_sms: int = NUM_SMS,
+    ranks_per_host: int | None = None,
 ) -> Any:
     """Sends rows back along the routes of a `group_cast` and combines what arrives for each row.
 
@@ -82,21 +110,25 @@ def group_reduce(
         lse: for "lse" only, ``[spec.output_rows, N]``. Parts with -inf contribute nothing.
         accumulate: what is there already, as one more contribution (the first): a pytree like x of arrays
             ``[spec.input_rows, ...]``; for "lse" a pair (output, log-sum-exp).
+        implementation: as in `group_cast`. "native" and "nccl" add up bfloat16, float16, float32 and float64.
+        num_sms: as in `group_cast`.
+        ranks_per_host: as in `group_cast`.
 
     Returns:
         Arrays ``[spec.input_rows, ...]``, in the dtypes of ``accumulate`` where given and of x elsewhere; for
         "lse" the pair (output, log-sum-exp). Rows without any contribution are 0, with log-sum-exp -inf.
 
     Raises:
-        ValueError: the axis or the op is unknown, the spec is for another number of ranks, lse is missing or
-            superfluous, or shapes do not fit.
+        ValueError: the axis, the op or an option is unknown, the spec is for another number of ranks, lse is
+            missing or superfluous, or shapes do not fit.
+        NotImplementedError: when compiled, for an explicit implementation that cannot run.
     """
     if op not in _OPS:
         raise ValueError(f"op must be one of {_OPS}, but it is {op!r}.")
     if (lse is None) == (op == "lse"):
         given = "None" if lse is None else f"an array of shape {jnp.shape(lse)}"
         raise ValueError(f"lse goes with op='lse' and only with it, but op={op!r} and lse is {given}.")
-    transfer = _transfer(spec, axis_name)
+    transfer = _transfer(spec, axis_name, implementation, num_sms, ranks_per_host)
     if lse is not None:
         return _reduce_lse(jnp.asarray(x), jnp.asarray(lse), accumulate, transfer)
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))

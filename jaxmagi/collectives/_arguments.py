@@ -7,7 +7,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from .._varying import varying_axes
+from ..masks._validation import integer
 from ..planning import GroupCastSpec
+from ._route import IMPLEMENTATIONS, MOST_SMS, Route
 
 
 def axis_size(axis_name: str) -> int:
@@ -70,6 +72,25 @@ def check_spec(spec: Any) -> None:
             )
         if table.shape[-1] != columns:
             raise ValueError(f"spec.{name} must be [cp, M, {columns}], but has shape {table.shape}.")
+
+
+def make_route(
+    spec: GroupCastSpec, axis_name: str, implementation: Any, num_sms: Any, ranks_per_host: Any
+) -> Route:
+    """The static side of a spec's transfer. Raises ValueError for options that no collective has."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, but it is {implementation!r}.")
+    if ranks_per_host is not None:
+        ranks_per_host = integer(ranks_per_host, "ranks_per_host", minimum=1)
+    return Route(
+        axis_name,
+        spec.input_rows,
+        spec.output_rows,
+        spec.pair_rows,
+        implementation=implementation,
+        num_sms=integer(num_sms, "num_sms", minimum=1, maximum=MOST_SMS),
+        ranks_per_host=ranks_per_host,
+    )
 
 
 def check_rows(name: str, leaves: list[Any], rows: int) -> None:

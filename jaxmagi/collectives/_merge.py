@@ -1,9 +1,14 @@
 """Partial attention outputs to the ranks that own the queries, merged there by log-sum-exp."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
-from ._portable import NONE, Route, accumulator_dtype, add_in_order, input_row_of_slot, send_back
+from .._varying import vary_alike
+from ._portable import NONE, accumulator_dtype, add_in_order, input_row_of_slot
+from ._primitives import group_cast_p
+from ._route import Route
 
 
 def merge_by_lse(
@@ -25,7 +30,7 @@ def merge_by_lse(
         route: the transfer.
     """
     rows = input_row_of_slot(sends, route)
-    out, lse = send_back((out, lse.astype(accumulator_dtype(lse.dtype))), receives, route)
+    out, lse = _back_to_slots((out, lse.astype(accumulator_dtype(lse.dtype))), sends, receives, route)
     out = out.astype(accumulator_dtype(out.dtype))
     lse = jnp.where((rows == NONE)[:, None], -jnp.inf, lse)
     sharding = jax.typeof(lse).sharding  # gathers over Explicit axes need to be told the result's
@@ -42,6 +47,23 @@ def merge_by_lse(
         weight, weighted = _weigh(own[0].astype(sum_.dtype), own[1].astype(peak.dtype), peak)
         total, sum_ = total + weight, sum_ + weighted
     return _normalise(sum_, total, peak)
+
+
+def _back_to_slots(
+    xs: Sequence[jax.Array], sends: jax.Array, receives: jax.Array, route: Route
+) -> list[jax.Array]:
+    """[output_rows, ...] → [slots, ...] of the ranks that the rows came from; unused slots are zero.
+
+    A cast whose outputs are slots, as GPUs have a fast one.
+    """
+    src, slot, row, length = receives.T
+    here = jax.lax.axis_index(route.axis_name) * route.pair_rows
+    leaving = jnp.stack([src, slot, row, length, here + slot], axis=1)
+    order = jnp.argsort(jnp.where(length > 0, src * route.pair_rows + slot, route.slots))
+    dst, slot, _, length, _ = sends.T
+    arriving = jnp.stack([dst, slot, dst * route.pair_rows + slot, length], axis=1)
+    operands = vary_alike([x[None] for x in (*xs, leaving[order], arriving)])
+    return [y[0] for y in group_cast_p.bind(*operands, route=route.back_to_slots)]
 
 
 def _weigh(out: jax.Array, lse: jax.Array, peak: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -5,26 +5,13 @@ first axis. The slots of all pair buffers of a rank are numbered ``peer * pair_r
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from ._route import Route
+
 NONE = -1
-
-
-class Route(NamedTuple):
-    """The static side of a transfer."""
-
-    axis_name: str
-    input_rows: int
-    output_rows: int
-    pair_rows: int
-
-    @property
-    def slots(self) -> int:
-        """The slots of all pair buffers of a rank."""
-        return jax.lax.axis_size(self.axis_name) * self.pair_rows
 
 
 def accumulator_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
@@ -123,7 +110,7 @@ def cast(xs: Sequence[jax.Array], sends: jax.Array, receives: jax.Array, route: 
     return [_take_or_zero(x, slots) for x in received]
 
 
-def send_back(xs: Sequence[jax.Array], receives: jax.Array, route: Route) -> list[jax.Array]:
+def _send_back(xs: Sequence[jax.Array], receives: jax.Array, route: Route) -> list[jax.Array]:
     """[output_rows, ...] → [slots, ...] of the ranks that the rows came from; unused slots hold anything."""
     rows = _output_row_of_slot(receives, route)
     return _exchange([_take(x, rows) for x in xs], route)
@@ -155,5 +142,5 @@ def reduce_sum(
 ) -> list[jax.Array]:
     """[output_rows, ...] → [input_rows, ...], added up in `accumulator_dtype`; the transpose of `cast`."""
     rows = input_row_of_slot(sends, route)
-    received = send_back(xs, receives, route)
+    received = _send_back(xs, receives, route)
     return [add_in_order(x, rows, route).astype(dtype) for x, dtype in zip(received, out_dtypes, strict=True)]

@@ -10,9 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
-from ._portable import Route, cast, reduce_sum
+from . import _cuda
+from ._lowering import register
+from ._portable import cast, reduce_sum
+from ._route import Route
 
 group_cast_p = Primitive("jaxmagi_group_cast")
 group_reduce_p = Primitive("jaxmagi_group_reduce")
@@ -132,7 +135,6 @@ def _define(
     primitive: Primitive,
     types: Callable[..., list[Any]],
     transpose: Callable[..., list[Any]],
-    portable: Callable[..., list[jax.Array]],
     static: Sequence[str],
 ) -> None:
     primitive.multiple_results = True
@@ -141,8 +143,9 @@ def _define(
     ad.primitive_jvps[primitive] = _jvp(primitive)
     ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = _batch(primitive)
-    mlir.register_lowering(primitive, mlir.lower_fun(portable, multiple_results=True))
 
 
-_define(group_cast_p, _cast_types, _transpose_cast, _portable_cast, ("route",))
-_define(group_reduce_p, _reduce_types, _transpose_reduce, _portable_reduce, ("route", "out_dtypes"))
+_define(group_cast_p, _cast_types, _transpose_cast, ("route",))
+_define(group_reduce_p, _reduce_types, _transpose_reduce, ("route", "out_dtypes"))
+register(group_cast_p, _portable_cast, _cuda.cast, _cuda.cast_misfit)
+register(group_reduce_p, _portable_reduce, _cuda.reduce, _cuda.reduce_misfit)

@@ -1,6 +1,5 @@
 """What the op lowers to for GPUs, seen from a machine that may have none."""
 
-import re
 import types
 import warnings
 from collections.abc import Iterator
@@ -11,17 +10,15 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from jaxmagi import _native, masks
+from jaxmagi import _hopper, _native, masks
 from jaxmagi.attention import Partial, _cuda, attention, attention_backward, attention_forward
 from jaxmagi.masks import AttnMask
+
+from ..custom_calls import Call, custom_calls, lower
 
 ROWS, WORDS = 128, 77
 BACKWARD_TILE, WORKSPACE = (64, 128), 16 * 99
 PLAN_BY_KEYS = f"{_cuda.PLAN} by keys"
-CALL = re.compile(r"custom_call @(jaxmagi_attention_\w+)\(.*")
-TENSOR = re.compile(r"tensor<([^>]*)>")
-ATTRIBUTE = re.compile(r"(\w+) = (\S+) : [fi]64")
-FLAG = re.compile(r"(\w+) = (true|false)")
 
 
 class Gpu(types.SimpleNamespace):
@@ -29,20 +26,6 @@ class Gpu(types.SimpleNamespace):
 
     compute_capability: str
     device_kind: str
-
-
-class Call:
-    """A custom call: its attributes and flags, and the types of operands and results as in "2x8xbf16"."""
-
-    def __init__(self, line: str) -> None:
-        attributes = re.search(r"mhlo.backend_config = \{([^}]*)\}", line)
-        assert attributes
-        self.attributes = {name: float(value) for name, value in ATTRIBUTE.findall(attributes[1])}
-        self.flags = {name: value == "true" for name, value in FLAG.findall(attributes[1])}
-        operands, results = line.rsplit(" : (", 1)[1].split(" -> ")
-        self.operands, self.results = TENSOR.findall(operands), TENSOR.findall(results)
-        aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d)", line)
-        self.aliases = {int(operand): int(result) for result, operand in aliases}
 
 
 HOPPER = Gpu(compute_capability="9.0", device_kind="NVIDIA H200")
@@ -59,11 +42,11 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> None:
         backward_workspace_bytes=lambda *sizes: WORKSPACE,
     )
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", stand_in)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(_cuda, "_local_gpus", lambda: ())
+    monkeypatch.setattr(_hopper, "local_gpus", lambda: ())
 
 
 def _with_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: Gpu) -> Iterator[None]:
-    monkeypatch.setattr(_cuda, "_local_gpus", lambda: gpus)
+    monkeypatch.setattr(_hopper, "local_gpus", lambda: gpus)
     _cuda._warn_once.cache_clear()
     yield
     _cuda._warn_once.cache_clear()
@@ -97,16 +80,11 @@ def operands(
     }
 
 
-def lower(function: Any, *args: Any) -> str:
-    return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-
-
 def calls_in(text: str) -> dict[str, Call]:
     """The custom calls of a program, at most one for each target, and one plan of either kind."""
     found = {}
-    for match in CALL.finditer(text):
-        call = Call(match[0])
-        name = PLAN_BY_KEYS if call.flags.get("by_keys") else match[1]
+    for call in custom_calls(text):
+        name = PLAN_BY_KEYS if call.flags.get("by_keys") else call.target
         assert name not in found
         found[name] = call
     return found
@@ -392,4 +370,5 @@ def test_the_extension_knows_its_tiles() -> None:
         assert compiled.forward_tile(*dims) is None and compiled.backward_tile(*dims) is None
         with pytest.raises(ValueError, match=f"no kernel for the head dimensions {dims[0]} and {dims[1]}"):
             compiled.backward_workspace_bytes(3, 5000, 7000, 8, *dims, 1, False)
-    assert sorted(compiled.registrations()) == [_cuda.BACKWARD, _cuda.FORWARD, _cuda.PLAN]
+    ours = sorted(name for name in compiled.registrations() if name.startswith("jaxmagi_attention"))
+    assert ours == [_cuda.BACKWARD, _cuda.FORWARD, _cuda.PLAN]

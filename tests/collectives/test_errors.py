@@ -114,3 +114,23 @@ def test_accumulate() -> None:
 def test_average_of_integers() -> None:
     with pytest.raises(ValueError, match="op='avg' needs floating-point arrays, but has int32"):
         run(lambda x, lse, spec: group_reduce(x.astype(np.int32), spec, axis_name=AXIS, op="avg"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"implementation": "ring"},
+            "implementation must be one of ('native', 'nccl', 'xla', None), but it is",
+        ),
+        ({"num_sms": 0}, "num_sms must be between 1 and 132, but it is 0"),
+        ({"num_sms": 133}, "num_sms must be between 1 and 132, but it is 133"),
+        ({"num_sms": 8.0}, "num_sms must be an integer, but it is 8.0"),
+        ({"ranks_per_host": 0}, "ranks_per_host must be between 1 and"),
+        ({"ranks_per_host": "all"}, "ranks_per_host must be an integer, but it is 'all'"),
+    ],
+)
+@pytest.mark.parametrize("function", [group_cast, group_reduce])
+def test_options(function: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run(lambda x, lse, spec: function(x, spec, axis_name=AXIS, **options))

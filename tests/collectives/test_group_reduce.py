@@ -126,6 +126,17 @@ def test_reruns_are_bitwise_equal(rng: np.random.Generator) -> None:
         assert first.tobytes() == second.tobytes()
 
 
+def test_merge_of_a_row_sent_twice_to_one_rank(rng: np.random.Generator) -> None:
+    spec = GroupCastSpec.from_splits([[1, 1], []], [[[1, 1], [0]], []], [[1], [2]], [[0], [0]])
+    y, lse = normal(rng, 2, 2, 2, 4), normal(rng, 2, 2, 2)
+    out, out_lse = reduce_function(2, "lse")(y, spec, lse, None)
+    weights = np.exp(lse[1])
+    expected = (weights[..., None] * y[1]).sum(0) / weights.sum(0)[..., None]
+    np.testing.assert_allclose(out[0, 0], expected, rtol=1e-5)
+    np.testing.assert_allclose(out_lse[0, 0], np.log(weights.sum(0)), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(out[0, 1], y[0, 0], rtol=1e-6)
+
+
 def test_row_sent_twice_to_one_rank(rng: np.random.Generator) -> None:
     spec = GroupCastSpec.from_splits([[1, 1], []], [[[1, 1], [0]], []], [[1], [2]], [[0], [0]])
     y = normal(rng, 2, 2, 3)

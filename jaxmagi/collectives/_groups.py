@@ -1,0 +1,20 @@
+"""Which devices exchange rows: the one place that asks JAX's internals for the groups of a mesh axis."""
+
+from typing import Any
+
+import numpy as np
+from jax._src.lax.parallel import _replica_groups
+from jax.interpreters import mlir
+
+
+def replica_groups(ctx: mlir.LoweringRuleContext, axis_name: str) -> np.ndarray:
+    """The groups of devices along a mesh axis, for a lowering rule inside ``shard_map``.
+
+    Devices are numbered by their position in ``mesh.devices.flat``, whatever their ids, as custom calls know
+    them.
+
+    Returns:
+        int64 ``[groups, size of the axis]``, each in the order of its ranks.
+    """
+    axis_context: Any = ctx.module_context.axis_context
+    return np.array(_replica_groups(axis_context, axis_name, None), np.int64)

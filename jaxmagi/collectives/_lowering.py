@@ -1,0 +1,65 @@
+"""How the primitives are lowered: to custom calls where they fit, else to plain JAX."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from ._groups import replica_groups
+from ._route import Route
+
+type _Function = Callable[..., Sequence[jax.Array]]
+type _Misfit = Callable[..., str | None]  # of operand types and params: why custom calls cannot run them
+type _Rule = Callable[..., Any]
+
+
+def register(primitive: Primitive, portable: _Function, compiled: _Function, misfit: _Misfit) -> None:
+    """Registers the lowerings of a primitive.
+
+    Args:
+        primitive: what to lower.
+        portable: the primitive in plain JAX.
+        compiled: the primitive by custom calls for CUDA; gets the ``groups`` of devices too.
+        misfit: why operand types and params do not fit these; None if they do.
+    """
+    otherwise = _portable_rule(primitive, portable, misfit)
+    mlir.register_lowering(primitive, _portable_rule(primitive, portable, _no_kernel))
+    mlir.register_lowering(primitive, _cuda_rule(compiled, misfit, otherwise), platform="cuda")
+
+
+def _portable_rule(primitive: Primitive, function: _Function, misfit: _Misfit) -> _Rule:
+    """Lowers the function, unless something else was asked for."""
+    lower = mlir.lower_fun(function, multiple_results=True)
+
+    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, route: Route, **params: Any) -> Any:
+        if route.implementation in (None, "xla"):
+            return lower(ctx, *operands, route=route, **params)
+        platforms = ", ".join(ctx.platforms or ctx.module_context.platforms)
+        raise NotImplementedError(
+            f'implementation="{route.implementation}": {primitive.name} cannot run on platform {platforms}: '
+            f'{misfit(ctx.avals_in, **params)}. Use implementation="xla", or None for what fits.'
+        )
+
+    return rule
+
+
+def _cuda_rule(function: _Function, misfit: _Misfit, otherwise: _Rule) -> _Rule:
+    """Lowers the function, which makes custom calls, where they fit and are not declined."""
+
+    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, route: Route, **params: Any) -> Any:
+        if route.implementation == "xla" or misfit(ctx.avals_in, **params) is not None:
+            return otherwise(ctx, *operands, route=route, **params)
+        # Functions to be lowered do not see the context.
+        on_groups = functools.partial(function, groups=replica_groups(ctx, route.axis_name))
+        lower = mlir.lower_fun(on_groups, multiple_results=True)
+        return lower(ctx, *operands, route=route, **params)
+
+    return rule
+
+
+def _no_kernel(operands: Sequence[Any], **_: Any) -> str:
+    del operands
+    return "there is no compiled code for it"

@@ -1,0 +1,41 @@
+"""What the collectives on GPUs have for the whole process: a time limit, and memory."""
+
+import math
+
+from .. import _native
+
+_LONGEST = 10**6  # seconds, more than eleven days
+_timeout_ms = 300_000
+
+
+def set_timeout(seconds: float) -> None:
+    """Sets how long a collective on GPUs waits for its peers before it reports an error: 300 s by default.
+
+    It holds for what is compiled from now on, and must be the same in all processes.
+
+    Args:
+        seconds: from 0.001 to 1,000,000.
+
+    Raises:
+        ValueError: the number is out of range.
+    """
+    global _timeout_ms
+    if not 1e-3 <= seconds <= _LONGEST:
+        raise ValueError(f"the time limit must be between 0.001 and {_LONGEST} seconds, but it is {seconds}.")
+    _timeout_ms = math.ceil(seconds * 1000)
+
+
+def timeout_ms() -> int:
+    """The time limit in milliseconds."""
+    return _timeout_ms
+
+
+def finalize() -> None:
+    """Frees the memory that collectives on GPUs keep between calls.
+
+    Call it on every process, when nothing that uses them runs any more. It does nothing where jaxmagi was
+    built without CUDA.
+    """
+    compiled = _native.extension("cuda")
+    if compiled is not None:
+        compiled.finalize_collectives()

@@ -1,0 +1,312 @@
+"""What the collectives lower to for GPUs, seen from a machine that may have none."""
+
+import functools
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+from jaxmagi import GroupCastSpec, _hopper, _native, group_cast, group_reduce
+from jaxmagi.collectives import _cuda, _process
+
+from ..custom_calls import Call, custom_calls, lower
+from .harness import AXIS, make_mesh
+
+ROWS, PAIR_ROWS, WORKSPACE = 5, 8, 96
+SPEC = GroupCastSpec.from_splits([[3, 2], [5]], [[[1], [0, 1]], [[0]]], [[2, 5], [5]], [[0, 1], [0]])
+OUTPUT_ROWS = SPEC.output_rows
+TABLES = ["1x8x5xi32", "1x8x4xi32"]
+
+
+@pytest.fixture(autouse=True)
+def workspaces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Something in place of jaxmagi._cuda on a machine without a GPU, and the workspaces it was asked for."""
+    asked: list[tuple[Any, ...]] = []
+
+    def collective_workspace_bytes(*sizes: Any) -> int:
+        asked.append(sizes)
+        return WORKSPACE
+
+    stand_in = types.SimpleNamespace(
+        registrations=lambda: {_cuda.CAST: {}, _cuda.REDUCE: {}},
+        collective_workspace_bytes=collective_workspace_bytes,
+    )
+    monkeypatch.setitem(_native._EXTENSIONS, "cuda", stand_in)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(_hopper, "local_gpus", lambda: ())
+    return asked
+
+
+def array(rows: int, *row: int, dtype: Any = jnp.float32, ranks: int = 2) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((ranks * rows, *row), dtype)
+
+
+def text_of(function: Any, *args: Any, mesh: Any = None, **options: Any) -> str:
+    """The program of a collective whose arrays lead with the ranks."""
+    mapped = jax.shard_map(
+        functools.partial(function, axis_name=AXIS, **options),
+        mesh=mesh or make_mesh(2),
+        in_specs=P(AXIS),
+        out_specs=P(AXIS),
+    )
+    return lower(mapped, *args)
+
+
+def cast(x: Any, **options: Any) -> Any:
+    return group_cast(x, SPEC, **options)
+
+
+def reduce(x: Any, *lse: Any, **options: Any) -> Any:
+    return group_reduce(x, SPEC, lse=lse[0] if lse else None, **options)
+
+
+def the_call(text: str, target: str) -> Call:
+    (call,) = custom_calls(text)
+    assert call.target == target
+    return call
+
+
+def test_cast(workspaces: list[tuple[Any, ...]]) -> None:
+    x = (array(ROWS, 2, 4, dtype=jnp.bfloat16), array(ROWS, 16, dtype=jnp.int8))
+    text = text_of(cast, x)
+    call = the_call(text, _cuda.CAST)
+    assert call.operands == [*TABLES, "1x5x8xbf16", "1x5x16xi8"]
+    assert call.results == ["1x7x8xbf16", "1x7x16xi8", f"{WORKSPACE}xui8"]
+    assert call.arrays == {"groups": [0, 1]}
+    assert call.attributes == {
+        "group_size": 2,
+        "input_rows": ROWS,
+        "output_rows": OUTPUT_ROWS,
+        "pair_rows": PAIR_ROWS,
+        "num_sms": 16,
+        "implementation": 0,
+        "ranks_per_host": 0,
+        "timeout_ms": 300_000,
+    }
+    assert workspaces == [("cast", 1, 2, PAIR_ROWS, [16, 16], 0, 0)]
+    assert "all_to_all" not in text
+
+
+@pytest.mark.parametrize(("implementation", "number"), [("native", 1), ("nccl", 2)])
+@pytest.mark.parametrize("target", [_cuda.CAST, _cuda.REDUCE])
+def test_options(target: str, implementation: str, number: int, workspaces: list[tuple[Any, ...]]) -> None:
+    function, rows = (cast, ROWS) if target == _cuda.CAST else (reduce, OUTPUT_ROWS)
+    options = {"implementation": implementation, "num_sms": np.int64(24), "ranks_per_host": 4}
+    call = the_call(text_of(function, array(rows, 4), **options), target)
+    numbers = {"implementation": number, "num_sms": 24, "ranks_per_host": 4}
+    assert numbers.items() <= call.attributes.items()
+    assert [sizes[-2:] for sizes in workspaces] == [(number, 4)]
+
+
+def test_calls_are_collectives_to_the_scheduler() -> None:
+    (line,) = [line for line in text_of(cast, array(ROWS, 4)).splitlines() if "call @compute_on" in line]
+    assert '_xla_stream_annotation = "collective"' in line
+
+
+def test_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_process, "_timeout_ms", 1500)
+    assert the_call(text_of(cast, array(ROWS, 4)), _cuda.CAST).attributes["timeout_ms"] == 1500
+
+
+DTYPES = [
+    (jnp.bfloat16, "bf16", "f32"),
+    (jnp.float16, "f16", "f32"),
+    (jnp.float32, "f32", "f32"),
+    (jnp.float64, "f64", "f64"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "wire", "sum_"), DTYPES)
+def test_reduce(x64: None, dtype: Any, wire: str, sum_: str, workspaces: list[tuple[Any, ...]]) -> None:
+    call = the_call(text_of(reduce, array(OUTPUT_ROWS, 3, 8, dtype=dtype)), _cuda.REDUCE)
+    assert call.operands == [*TABLES, f"1x7x24x{wire}"]
+    assert call.results == [f"1x5x24x{sum_}", f"{WORKSPACE}xui8"]
+    assert workspaces == [("reduce", 1, 2, PAIR_ROWS, [24 * jnp.dtype(dtype).itemsize], 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "row", "padded"),
+    [
+        (jnp.bfloat16, (3, 5), "16xbf16"),
+        (jnp.float32, (), "4xf32"),
+        (jnp.bool_, (33,), "48xi1"),
+        (jnp.complex64, (3,), "4xcomplex<f32>"),
+    ],
+)
+def test_rows_become_multiples_of_16_bytes(dtype: Any, row: tuple[int, ...], padded: str) -> None:
+    text = text_of(cast, array(ROWS, *row, dtype=dtype))
+    (line,) = [line for line in text.splitlines() if "custom_call @jaxmagi" in line]
+    assert f"tensor<1x5x{padded}>) -> (tensor<1x7x{padded}>," in line
+    result = "x".join(map(str, (2 * OUTPUT_ROWS, *row)))
+    assert f"-> (tensor<{result}x{padded.split('x', 1)[1]}> {{jax.result_info" in text
+
+
+def test_eight_arrays_a_call() -> None:
+    calls = custom_calls(text_of(cast, [array(ROWS, 4 * (i + 1)) for i in range(19)]))
+    assert [len(call.operands) - 2 for call in calls] == [8, 8, 3]
+    assert [call.operands[2] for call in calls] == ["1x5x4xf32", "1x5x36xf32", "1x5x68xf32"]
+    assert [call.results[0] for call in calls] == ["1x7x4xf32", "1x7x36xf32", "1x7x68xf32"]
+
+
+def test_empty_arrays_stay_out() -> None:
+    text = text_of(cast, [array(ROWS, 0), array(ROWS, 4), array(ROWS, 3, 0)])
+    assert the_call(text, _cuda.CAST).operands == [*TABLES, "1x5x4xf32"]
+    assert "tensor<14x0xf32> {jax" in text and "tensor<14x3x0xf32> {jax" in text
+
+
+@pytest.mark.parametrize("empty", ["input_rows", "output_rows", "copies", "pair_rows"])
+def test_nothing_to_call(empty: str) -> None:
+    sizes = {"input_rows": 4, "output_rows": 4, "copies": 8, "pair_rows": 8} | {empty: 0}
+    copies = sizes.pop("copies")
+    spec = GroupCastSpec(np.zeros((2, copies, 5), np.int32), np.zeros((2, copies, 4), np.int32), **sizes)
+    text = text_of(functools.partial(group_cast, spec=spec), array(sizes["input_rows"], 4))
+    assert not custom_calls(text) and "all_to_all" not in text
+
+
+def test_one_rank_is_no_exception() -> None:
+    spec = GroupCastSpec.from_splits([[4]], [[[0]]], [[4]], [[0]])
+    text = text_of(functools.partial(group_cast, spec=spec), array(4, 4, ranks=1), mesh=make_mesh(1))
+    call = the_call(text, _cuda.CAST)
+    assert call.attributes["group_size"] == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_gradients(dtype: Any) -> None:
+    """The gradient of a cast travels in its own dtype and is added up in float32 on the way."""
+
+    def loss(x: jax.Array) -> jax.Array:
+        mapped = jax.shard_map(
+            functools.partial(cast, axis_name=AXIS, implementation="native"),
+            mesh=make_mesh(2),
+            in_specs=P(AXIS),
+            out_specs=P(AXIS),
+        )
+        return (mapped(x).astype(jnp.float32) ** 2).sum()
+
+    forward, backward = custom_calls(lower(jax.grad(loss), array(ROWS, 8, dtype=dtype)))
+    assert (forward.target, backward.target) == (_cuda.CAST, _cuda.REDUCE)
+    assert backward.results[0] == forward.operands[2] and backward.operands[2] == forward.results[0]
+    assert backward.attributes == forward.attributes | {"implementation": 1}
+
+
+def test_vmap_becomes_more_columns_or_more_transfers() -> None:
+    specs = jax.tree.map(lambda table: np.stack([table] * 3), SPEC)
+
+    def local(x: jax.Array, spec: GroupCastSpec, axis: int | None) -> jax.Array:
+        function = functools.partial(group_cast, axis_name=AXIS)
+        return jax.vmap(function, in_axes=(0, axis), out_axes=1)(x, spec)
+
+    for spec, axis, operands in (
+        (SPEC, None, [*TABLES, "1x5x12xf32"]),
+        (specs, 0, ["3x8x5xi32", "3x8x4xi32", "3x5x4xf32"]),
+    ):
+        mapped = jax.shard_map(
+            functools.partial(local, spec=spec, axis=axis),
+            mesh=make_mesh(2),
+            in_specs=P(None, AXIS),
+            out_specs=P(AXIS),
+        )
+        call = the_call(lower(mapped, jax.ShapeDtypeStruct((3, 2 * ROWS, 4), jnp.float32)), _cuda.CAST)
+        assert call.operands == operands
+
+
+def test_merge_is_a_cast_to_slots(workspaces: list[tuple[Any, ...]]) -> None:
+    x, lse = array(OUTPUT_ROWS, 4, 8, dtype=jnp.bfloat16), array(OUTPUT_ROWS, 4)
+    text = text_of(reduce, x, lse, op="lse", implementation="native")
+    call = the_call(text, _cuda.CAST)
+    assert call.operands == [*TABLES, "1x7x32xbf16", "1x7x4xf32"]
+    assert call.results[:2] == [f"1x{2 * PAIR_ROWS}x32xbf16", f"1x{2 * PAIR_ROWS}x4xf32"]
+    sizes = {"input_rows": OUTPUT_ROWS, "output_rows": 2 * PAIR_ROWS, "implementation": 1}
+    assert sizes.items() <= call.attributes.items()
+    assert workspaces == [("cast", 1, 2, PAIR_ROWS, [64, 16], 1, 0)]
+    assert "all_to_all" not in text
+
+
+def test_one_axis_of_a_mesh() -> None:
+    mesh = jax.make_mesh((2, 2), ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
+    call = the_call(text_of(cast, array(ROWS, 4), mesh=mesh), _cuda.CAST)
+    assert call.arrays == {"groups": [0, 1, 2, 3]} and call.attributes["group_size"] == 2
+    mesh = jax.make_mesh((2, 2), (AXIS, "data"), axis_types=(AxisType.Auto,) * 2)
+    assert the_call(text_of(cast, array(ROWS, 4), mesh=mesh), _cuda.CAST).arrays == {"groups": [0, 2, 1, 3]}
+
+
+def test_declined() -> None:
+    text = text_of(cast, array(ROWS, 4), implementation="xla")
+    assert not custom_calls(text) and "all_to_all" in text
+
+
+MISFITS = [
+    (reduce, array(OUTPUT_ROWS, 4, dtype=jnp.int32), "the array is int32, and the kernels add up bfloat16"),
+    (reduce, array(OUTPUT_ROWS, 4, dtype=jnp.complex64), "the array is complex64"),
+    (cast, array(ROWS, 4, dtype=jnp.int4), "int4 takes less than a byte"),
+]
+
+
+@pytest.mark.parametrize(("function", "x", "message"), MISFITS)
+def test_misfits(function: Any, x: Any, message: str) -> None:
+    for implementation in ("native", "nccl"):
+        refusal = (
+            rf'implementation="{implementation}": jaxmagi_group_\w+ cannot run on platform cuda: {message}'
+        )
+        with pytest.raises(NotImplementedError, match=refusal):
+            text_of(function, x, implementation=implementation)
+    assert not custom_calls(text_of(function, x))
+
+
+def test_sums_that_the_kernels_do_not_make() -> None:
+    """As in a second derivative: a sum in another dtype than the parts'."""
+    bfloat16, half, single, double = map(jnp.dtype, ("bfloat16", "float16", "float32", "float64"))
+    for pair in ((bfloat16, half), (single, double), (single, bfloat16), (bfloat16, double)):
+        message = _cuda._sum_misfit([single, pair[0]], [single, pair[1]])
+        assert message == f"the kernels do not add up {pair[0].name} to {pair[1].name}"
+    for pair in ((bfloat16, single), (half, single), (half, half), (double, double)):
+        assert _cuda._sum_misfit([pair[0]], [pair[1]]) is None
+
+
+def test_arrays_sharded_over_explicit_axes() -> None:
+    mesh = jax.make_mesh((2, 2), (AXIS, "tensor"))
+    with jax.set_mesh(mesh):
+        sharding = jax.NamedSharding(mesh, P(AXIS, "tensor"))
+        x = jax.ShapeDtypeStruct((2 * ROWS, 4, 8), jnp.float32, sharding=sharding)
+
+        def mapped(implementation: Any) -> Any:
+            local = functools.partial(cast, axis_name=AXIS, implementation=implementation)
+            return jax.shard_map(local, in_specs=P(AXIS), out_specs=P(AXIS), axis_names={AXIS})
+
+        assert not custom_calls(lower(mapped(None), x))
+        with pytest.raises(NotImplementedError, match=r"sharded over Explicit mesh axes, .*'tensor'"):
+            lower(mapped("native"), x)
+
+
+def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    for extension, message in (
+        (None, "jaxmagi was built without CUDA"),
+        (types.SimpleNamespace(registrations=lambda: {_cuda.CAST: {}}), "older than these sources"),
+    ):
+        monkeypatch.setitem(_native._EXTENSIONS, "cuda", extension)  # pyright: ignore[reportArgumentType]
+        assert not custom_calls(text_of(cast, array(ROWS, 4)))
+        with pytest.raises(NotImplementedError, match=f"cannot run on platform cuda: .*{message}"):
+            text_of(cast, array(ROWS, 4), implementation="nccl")
+
+
+def test_on_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    ampere = types.SimpleNamespace(compute_capability="8.0", device_kind="NVIDIA A100")
+    monkeypatch.setattr(_hopper, "local_gpus", lambda: [ampere])
+    assert not custom_calls(text_of(cast, array(ROWS, 4)))
+    with pytest.raises(NotImplementedError, match=r"NVIDIA A100 has compute capability 8\.0"):
+        text_of(cast, array(ROWS, 4), implementation="native")
+
+
+@pytest.mark.parametrize("implementation", ["native", "nccl"])
+def test_on_the_cpu(implementation: Any) -> None:
+    mapped = jax.shard_map(
+        functools.partial(cast, axis_name=AXIS, implementation=implementation),
+        mesh=make_mesh(2),
+        in_specs=P(AXIS),
+        out_specs=P(AXIS),
+    )
+    with pytest.raises(NotImplementedError, match="cannot run on platform cpu: there is no compiled code"):
+        jax.jit(mapped).lower(array(ROWS, 4))
