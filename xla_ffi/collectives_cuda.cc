@@ -180,8 +180,8 @@ CollectiveHandlers group_reduce_cuda() {
     return {kPrepareReduce, kInitializeReduce, kExecuteReduce};
 }
 
-int64_t pair_buffer_bytes(int64_t groups, int64_t size, int64_t pair_rows, std::span<const int64_t> row_bytes) {
-    return 2 * groups * size * pair_rows * std::accumulate(row_bytes.begin(), row_bytes.end(), int64_t{0});
+int64_t pair_buffer_bytes(int64_t transfers, int64_t cp_size, int64_t pair_rows, std::span<const int64_t> row_bytes) {
+    return 2 * transfers * cp_size * pair_rows * std::accumulate(row_bytes.begin(), row_bytes.end(), int64_t{0});
 }
 
 }  // namespace jaxmagi

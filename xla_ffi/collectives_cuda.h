@@ -15,6 +15,6 @@ CollectiveHandlers group_cast_cuda();
 CollectiveHandlers group_reduce_cuda();
 
 // Of the buffers of all pairs of a rank, in which rows of so many bytes travel: what the calls take as workspace.
-int64_t pair_buffer_bytes(int64_t groups, int64_t size, int64_t pair_rows, std::span<const int64_t> row_bytes);
+int64_t pair_buffer_bytes(int64_t transfers, int64_t cp_size, int64_t pair_rows, std::span<const int64_t> row_bytes);
 
 }  // namespace jaxmagi

@@ -68,8 +68,9 @@ int64_t backward_workspace_bytes(int batch, int q_len, int kv_len, int heads, in
     return jaxmagi::sm90::backward_workspace_bytes(shape, plans, deterministic);
 }
 
-int64_t pair_buffer_bytes(int64_t groups, int64_t size, int64_t pair_rows, const std::vector<int64_t>& row_bytes) {
-    return jaxmagi::pair_buffer_bytes(groups, size, pair_rows, row_bytes);
+int64_t pair_buffer_bytes(int64_t transfers, int64_t cp_size, int64_t pair_rows,
+                          const std::vector<int64_t>& row_bytes) {
+    return jaxmagi::pair_buffer_bytes(transfers, cp_size, pair_rows, row_bytes);
 }
 
 }  // namespace
@@ -86,7 +87,7 @@ NB_MODULE(_cuda, m) {
           "Workspace of the backward pass, a multiple of 16.");
     m.def("plan_workspace_words", jaxmagi::sm90::plan_workspace_words, nb::arg("plans"), nb::arg("capacity"),
           nb::arg("length"), nb::arg("tile_rows"), "Workspace of the plan in words of 8 bytes.");
-    m.def("pair_buffer_bytes", pair_buffer_bytes, nb::arg("groups"), nb::arg("size"), nb::arg("pair_rows"),
+    m.def("pair_buffer_bytes", pair_buffer_bytes, nb::arg("transfers"), nb::arg("cp_size"), nb::arg("pair_rows"),
           nb::arg("row_bytes"), "Workspace of a group collective for pairs of ranks over NCCL, a multiple of 16.");
     m.def("finalize_collectives", jaxmagi::collectives::finalize, nb::call_guard<nb::gil_scoped_release>(),
           "Frees what the group collectives keep on the devices.");

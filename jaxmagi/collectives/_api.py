@@ -166,8 +166,11 @@ def _sum(
     leaves: list[jax.Array], own: list[jax.Array | None], transfer: _Transfer, divisor: jax.Array | None
 ) -> list[jax.Array]:
     operands = vary_alike([x[None] for x in (*leaves, transfer.sends, transfer.receives)])
-    wide = tuple(accumulator_dtype(x.dtype) for x in leaves)
-    sums = group_reduce_p.bind(*operands, route=transfer.route, out_dtypes=wide)
+    dtypes = tuple(
+        x.dtype if first is None and divisor is None else accumulator_dtype(x.dtype)
+        for x, first in zip(leaves, own, strict=True)
+    )
+    sums = group_reduce_p.bind(*operands, route=transfer.route, out_dtypes=dtypes)
     return [
         _finish_sum(total[0], x.dtype, first, divisor)
         for total, x, first in zip(sums, leaves, own, strict=True)

@@ -131,15 +131,10 @@ def _call(
     ranks_per_host = route.ranks_per_host or 0
     compiled = _native.extension("cuda")
     assert compiled is not None
-    workspace = compiled.collective_workspace_bytes(
-        kind,
-        transfers,
-        cp_size,
-        route.pair_rows,
-        [x.shape[2] * x.dtype.itemsize for x in xs],
-        implementation,
-        ranks_per_host,
-    )
+    workspace = _UNIT  # anything but nothing
+    if _may_use_nccl(route):
+        row_bytes = [x.shape[2] * x.dtype.itemsize for x in xs]
+        workspace = compiled.pair_buffer_bytes(transfers, cp_size, route.pair_rows, row_bytes)
     results = [
         *(
             jax.ShapeDtypeStruct((transfers, rows, x.shape[2]), dtype)
@@ -160,6 +155,12 @@ def _call(
     call = jax.ffi.ffi_call(CAST if kind == "cast" else REDUCE, results)
     attributes = {name: np.int64(number) for name, number in numbers.items()}
     return list(call(sends, receives, *xs, groups=groups.reshape(-1), **attributes))[:-1]
+
+
+def _may_use_nccl(route: Route) -> bool:
+    """Whether there may be pairs of ranks that need buffers: in one process GPUs reach each other's memory."""
+    several_hosts = jax.process_count() > 1 or route.ranks_per_host is not None
+    return route.implementation == "nccl" or (route.implementation is None and several_hosts)
 
 
 def _flatten(x: jax.Array) -> jax.Array:

@@ -27,13 +27,13 @@ def workspaces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Something in place of jaxmagi._cuda on a machine without a GPU, and the workspaces it was asked for."""
     asked: list[tuple[Any, ...]] = []
 
-    def collective_workspace_bytes(*sizes: Any) -> int:
+    def pair_buffer_bytes(*sizes: Any) -> int:
         asked.append(sizes)
         return WORKSPACE
 
     stand_in = types.SimpleNamespace(
         registrations=lambda: {_cuda.CAST: {}, _cuda.REDUCE: {}},
-        collective_workspace_bytes=collective_workspace_bytes,
+        pair_buffer_bytes=pair_buffer_bytes,
     )
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", stand_in)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(_hopper, "local_gpus", lambda: ())
@@ -74,7 +74,7 @@ def test_cast(workspaces: list[tuple[Any, ...]]) -> None:
     text = text_of(cast, x)
     call = the_call(text, _cuda.CAST)
     assert call.operands == [*TABLES, "1x5x8xbf16", "1x5x16xi8"]
-    assert call.results == ["1x7x8xbf16", "1x7x16xi8", f"{WORKSPACE}xui8"]
+    assert call.results == ["1x7x8xbf16", "1x7x16xi8", "16xui8"]
     assert call.arrays == {"groups": [0, 1]}
     assert call.attributes == {
         "group_size": 2,
@@ -86,8 +86,16 @@ def test_cast(workspaces: list[tuple[Any, ...]]) -> None:
         "ranks_per_host": 0,
         "timeout_ms": 300_000,
     }
-    assert workspaces == [("cast", 1, 2, PAIR_ROWS, [16, 16], 0, 0)]
+    assert not workspaces
     assert "all_to_all" not in text
+
+
+@pytest.mark.parametrize("options", [{"implementation": "nccl"}, {"ranks_per_host": 1}])
+def test_pair_buffers(options: dict[str, Any], workspaces: list[tuple[Any, ...]]) -> None:
+    """Where ranks may exchange rows by NCCL."""
+    x = (array(ROWS, 2, 4, dtype=jnp.bfloat16), array(ROWS, 16, dtype=jnp.int8))
+    assert the_call(text_of(cast, x, **options), _cuda.CAST).results[-1] == f"{WORKSPACE}xui8"
+    assert workspaces == [(1, 2, PAIR_ROWS, [16, 16])]
 
 
 @pytest.mark.parametrize(("implementation", "number"), [("native", 1), ("nccl", 2)])
@@ -98,7 +106,7 @@ def test_options(target: str, implementation: str, number: int, workspaces: list
     call = the_call(text_of(function, array(rows, 4), **options), target)
     numbers = {"implementation": number, "num_sms": 24, "ranks_per_host": 4}
     assert numbers.items() <= call.attributes.items()
-    assert [sizes[-2:] for sizes in workspaces] == [(number, 4)]
+    assert len(workspaces) == (implementation == "nccl")
 
 
 def test_calls_are_collectives_to_the_scheduler() -> None:
@@ -120,11 +128,14 @@ DTYPES = [
 
 
 @pytest.mark.parametrize(("dtype", "wire", "sum_"), DTYPES)
-def test_reduce(x64: None, dtype: Any, wire: str, sum_: str, workspaces: list[tuple[Any, ...]]) -> None:
-    call = the_call(text_of(reduce, array(OUTPUT_ROWS, 3, 8, dtype=dtype)), _cuda.REDUCE)
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_reduce(x64: None, op: str, dtype: Any, wire: str, sum_: str, workspaces: list[tuple[Any, ...]]) -> None:
+    """Sums leave the kernel as what comes of them, wide only where something is done to them."""
+    x = array(OUTPUT_ROWS, 3, 8, dtype=dtype)
+    call = the_call(text_of(reduce, x, op=op, implementation="nccl"), _cuda.REDUCE)
     assert call.operands == [*TABLES, f"1x7x24x{wire}"]
-    assert call.results == [f"1x5x24x{sum_}", f"{WORKSPACE}xui8"]
-    assert workspaces == [("reduce", 1, 2, PAIR_ROWS, [24 * jnp.dtype(dtype).itemsize], 0, 0)]
+    assert call.results == [f"1x5x24x{wire if op == 'sum' else sum_}", f"{WORKSPACE}xui8"]
+    assert workspaces == [(1, 2, PAIR_ROWS, [24 * jnp.dtype(dtype).itemsize])]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +224,7 @@ def test_vmap_becomes_more_columns_or_more_transfers() -> None:
         assert call.operands == operands
 
 
-def test_merge_is_a_cast_to_slots(workspaces: list[tuple[Any, ...]]) -> None:
+def test_merge_is_a_cast_to_slots() -> None:
     x, lse = array(OUTPUT_ROWS, 4, 8, dtype=jnp.bfloat16), array(OUTPUT_ROWS, 4)
     text = text_of(reduce, x, lse, op="lse", implementation="native")
     call = the_call(text, _cuda.CAST)
@@ -221,7 +232,6 @@ def test_merge_is_a_cast_to_slots(workspaces: list[tuple[Any, ...]]) -> None:
     assert call.results[:2] == [f"1x{2 * PAIR_ROWS}x32xbf16", f"1x{2 * PAIR_ROWS}x4xf32"]
     sizes = {"input_rows": OUTPUT_ROWS, "output_rows": 2 * PAIR_ROWS, "implementation": 1}
     assert sizes.items() <= call.attributes.items()
-    assert workspaces == [("cast", 1, 2, PAIR_ROWS, [64, 16], 1, 0)]
     assert "all_to_all" not in text
 
 
