@@ -129,7 +129,9 @@ DTYPES = [
 
 @pytest.mark.parametrize(("dtype", "wire", "sum_"), DTYPES)
 @pytest.mark.parametrize("op", ["sum", "avg"])
-def test_reduce(x64: None, op: str, dtype: Any, wire: str, sum_: str, workspaces: list[tuple[Any, ...]]) -> None:
+def test_reduce(
+    x64: None, op: str, dtype: Any, wire: str, sum_: str, workspaces: list[tuple[Any, ...]]
+) -> None:
     """Sums leave the kernel as what comes of them, wide only where something is done to them."""
     x = array(OUTPUT_ROWS, 3, 8, dtype=dtype)
     call = the_call(text_of(reduce, x, op=op, implementation="nccl"), _cuda.REDUCE)
