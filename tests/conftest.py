@@ -1,6 +1,8 @@
 """Session set-up: eight CPU devices, strict promotion, GPU tests skipped where there is no GPU and logged."""
 
+import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,6 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu_log
+
+from . import launcher
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -60,3 +64,9 @@ def compilations() -> Iterator[list[str]]:
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator seeded by the test's own name: fresh inputs per test, the same on every run."""
     return np.random.default_rng(list(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> launcher.Launch:
+    """Starts several processes of a function: see `launcher.launch`."""
+    return functools.partial(launcher.launch, directory=tmp_path)
