@@ -1,6 +1,7 @@
 """Session set-up: eight CPU devices, strict promotion, GPU tests skipped where there is no GPU and logged."""
 
 import functools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """``-m gpu`` runs on the GPUs that there are, everything else on the CPU, also where there are GPUs."""
     if config.option.markexpr == "gpu":
+        # Off here and in the processes that tests start: NVLink multicast does not work on all hosts.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         gpu_log.record(config)
     else:
         jax.config.update("jax_platforms", "cpu")

@@ -20,7 +20,7 @@ import jax
 ROOT = Path(__file__).parent.parent
 GRACE = 2.0
 """Seconds that the others have to end by themselves after a rank has failed: their logs may say more."""
-TAIL_LINES = 60
+TAIL_LINES = 100
 
 
 class RankFailed(Exception):
@@ -82,7 +82,9 @@ def launch(
     finally:
         _kill(ranks)
     codes = [rank.returncode for rank in ranks]
-    failed = [f"rank {i}: exit code {code}" for i, code in enumerate(codes) if code not in (0, -signal.SIGKILL)]
+    failed = [
+        f"rank {i}: exit code {code}" for i, code in enumerate(codes) if code not in (0, -signal.SIGKILL)
+    ]
     if failed:
         raise RankFailed(_report(", ".join(failed), logs))
     if timed_out:
@@ -104,7 +106,6 @@ def _environment(devices_each: int) -> dict[str, str]:
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         # Most of the GPUs' memory is the caller's.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "NCCL_NVLS_ENABLE": "0",
     }
 
 

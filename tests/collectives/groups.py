@@ -1,7 +1,7 @@
 """Groups of ranks that the same checks run on: of any implementation, in one process or in several.
 
-What a check gives to a program it puts on the devices by `place`, and what it gets it compares by `local_parts`:
-in a group of several processes none of them sees the whole arrays.
+Checks put what they give to a program on its devices by `place`, and compare what they get by `local_parts`:
+in a group of several processes none of them sees whole arrays.
 """
 
 import functools
@@ -62,13 +62,17 @@ class Group:
             devices=jax.devices()[: self.size],
         )
 
-    def program(self, function: Callable[..., Any], in_specs: Any, out_specs: Any = P(AXIS)) -> Any:
-        """A function of one rank, as a compiled one of the group."""
-        return jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs))
+    def program(self, function: Callable[..., Any], in_specs: Any) -> Any:
+        """A function of one rank, as a compiled one of the group, whose results lead with the ranks."""
+        return jax.jit(jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=P(AXIS)))
 
-    def place(self, tree: Any, spec: P = P(AXIS)) -> Any:
-        """Arrays of the host, the same on all processes, on the devices of the group."""
-        return place(tree, self.mesh, spec)
+    def shard(self, tree: Any) -> Any:
+        """Arrays of the host that lead with the ranks, to the devices of these."""
+        return place(tree, self.mesh, P(AXIS))
+
+    def replicate(self, tree: Any) -> Any:
+        """Arrays of the host, to all devices of the group."""
+        return place(tree, self.mesh, P())
 
 
 def place(tree: Any, mesh: Mesh, spec: P) -> Any:
@@ -80,6 +84,12 @@ def place(tree: Any, mesh: Mesh, spec: P) -> Any:
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
     return jax.tree.map(put, tree)
+
+
+def require_devices(count: int) -> None:
+    """Skips the test where there are fewer."""
+    if count > len(jax.devices()):
+        pytest.skip(f"needs {count} devices, and there are {len(jax.devices())}")
 
 
 def local_parts(got: jax.Array, want: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -117,7 +127,9 @@ def on_groups(*groups: Group) -> pytest.MarkDecorator:
     """Runs a test on these groups of GPUs, and on three CPU devices in the ordinary suite."""
     on_gpus = [pytest.param(group, id=str(group), marks=pytest.mark.gpu) for group in groups]
     on_cpu = Group("xla", 3)
-    return pytest.mark.parametrize("group", [pytest.param(on_cpu, id=f"cpu-{on_cpu}"), *on_gpus], indirect=True)
+    return pytest.mark.parametrize(
+        "group", [pytest.param(on_cpu, id=f"cpu-{on_cpu}"), *on_gpus], indirect=True
+    )
 
 
 KINDS: tuple[Implementation, ...] = ("native", "nccl", None)

@@ -80,7 +80,9 @@ def random_transfer(
     """
     sizes = [_random_split(rng, int(rng.choice([0, 1, most_rows]))) for _ in range(cp_size)]
     deaf = rng.random(cp_size) < 0.2
-    targets = [[[d for d in _random_targets(rng, cp_size, repeats) if not deaf[d]] for _ in own] for own in sizes]
+    targets = [
+        [[d for d in _random_targets(rng, cp_size, repeats) if not deaf[d]] for _ in own] for own in sizes
+    ]
     transfer = make_transfer(rng, sizes, targets)
     most = 3 if repeats else 1
     spec = dataclasses.replace(transfer.spec, input_rows=INPUT_ROWS)

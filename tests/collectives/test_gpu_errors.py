@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmagi import GroupCastSpec, collectives
 
 from ..launcher import Launch, RankFailed
-from .conftest import require_devices
-from .groups import Group, Implementation
+from .groups import Group, Implementation, require_devices
 from .harness import AXIS
 from .routes import INPUT_ROWS, random_transfer
 
@@ -61,10 +60,10 @@ def disagree(implementation: Implementation) -> None:
     collectives.set_timeout(SECONDS)
     group = Group(implementation, jax.device_count())
     run = cast_program(group)
-    x = group.place(np.ones((group.size, INPUT_ROWS, 8), np.float32))
+    x = group.shard(np.ones((group.size, INPUT_ROWS, 8), np.float32))
     good, bad = specs_that_disagree(group.size)
-    jax.block_until_ready(run(x, group.place(good)))
-    run_in_time(run, x, group.place(bad))
+    jax.block_until_ready(run(x, group.shard(good)))
+    run_in_time(run, x, group.shard(bad))
 
 
 def stay_away(implementation: Implementation) -> None:
@@ -72,8 +71,8 @@ def stay_away(implementation: Implementation) -> None:
     collectives.set_timeout(SECONDS)
     group = Group(implementation, jax.device_count())
     run = cast_program(group)
-    x = group.place(np.ones((group.size, INPUT_ROWS, 8), np.float32))
-    spec = group.place(random_transfer(np.random.default_rng(0), group.size).spec)
+    x = group.shard(np.ones((group.size, INPUT_ROWS, 8), np.float32))
+    spec = group.shard(random_transfer(np.random.default_rng(0), group.size).spec)
     jax.block_until_ready(run(x, spec))
     if jax.process_index() == group.size - 1:
         time.sleep(600)
@@ -83,9 +82,9 @@ def stay_away(implementation: Implementation) -> None:
 def reach_beyond_the_host() -> None:
     """By NVLink to a rank of another host."""
     group = Group("native", jax.device_count(), ranks_per_host=1)
-    x = group.place(np.ones((group.size, INPUT_ROWS, 8), np.float32))
+    x = group.shard(np.ones((group.size, INPUT_ROWS, 8), np.float32))
     spec = random_transfer(np.random.default_rng(0), group.size).spec
-    jax.block_until_ready(cast_program(group)(x, group.place(spec)))
+    jax.block_until_ready(cast_program(group)(x, group.shard(spec)))
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -42,7 +42,7 @@ def check_exchange(group: Group, transfer: Transfer) -> None:
 
     run = group.program(local, (P(AXIS), P(AXIS), P()))
     counts = transfer.counts().astype(jnp.bfloat16)
-    results = run(*group.place((transfer.source_numbers(), counts)), group.place(transfer.spec, P()))
+    results = run(*group.shard((transfer.source_numbers(), counts)), group.replicate(transfer.spec))
     assert_equal(results, np.ones((group.size, 2), np.bool_))
 
 

@@ -76,11 +76,11 @@ def program(group: Group) -> Any:
 
 
 def check_sums(got: dict[str, jax.Array], y: dict[str, np.ndarray], transfer: Transfer, start: Any) -> None:
-    """Sums of y, onto ``start`` where there is one, and of what it has else."""
+    """Sums of y, onto ``start`` where there is one."""
     for name, total in got.items():
-        first = np.float64(start[name]) if start else None
-        want = transfer.reduce_sum(y[name].astype(np.float64), first)
-        size = transfer.reduce_sum(np.abs(y[name].astype(np.float64)), None if first is None else np.abs(first))
+        exact = y[name].astype(np.float64)
+        first = start[name].astype(np.float64) if start else np.zeros(total.shape)
+        want, size = transfer.reduce_sum(exact, first), transfer.reduce_sum(np.abs(exact), np.abs(first))
         for shard in total.addressable_shards:
             error = np.abs(np.asarray(shard.data).astype(np.float64) - want[shard.index])
             assert (error <= RELATIVE_ERROR[total.dtype.name] * size[shard.index]).all(), name
@@ -110,7 +110,7 @@ def check_patterns(group: Group, rounds: int) -> None:
         for _ in range(rounds):
             transfer = random_transfer(rng, group.size, repeats=True)
             host = payload(rng, transfer)
-            operands = group.place(host), group.place(transfer.spec, P())
+            operands = group.shard(host), group.replicate(transfer.spec)
             results = run(*operands)
             check_results(results, host, transfer)
             assert_same_bits(run(*operands), results)

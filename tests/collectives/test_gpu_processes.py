@@ -1,11 +1,14 @@
 """The collectives between processes, one GPU each; and on the CPU."""
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from ..launcher import Launch
-from .conftest import require_devices
-from .groups import Group, Implementation
+from .groups import Group, Implementation, assert_equal, require_devices
+from .harness import AXIS, normal
+from .routes import INPUT_ROWS, random_transfer
 from .test_gpu_patterns import check_patterns
 from .test_gpu_soak import CALLS, check_soak
 from .test_gpu_transforms import check_scan_and_remat, check_transposes, check_vmap
@@ -17,8 +20,13 @@ def everyone(implementation: Implementation, ranks_per_host: int | None = None) 
     return Group(implementation, jax.device_count(), ranks_per_host=ranks_per_host)
 
 
-def check_one(implementation: Implementation) -> None:
-    check_transposes(everyone(implementation))
+def check_cast(implementation: Implementation) -> None:
+    """Against the simulation."""
+    group = everyone(implementation)
+    rng = np.random.default_rng(0)
+    transfer, x = random_transfer(rng, group.size), normal(rng, group.size, INPUT_ROWS, 3)
+    run = group.program(lambda x, spec: group.cast(x[0], spec)[None], (P(AXIS), P()))
+    assert_equal(run(group.shard(x), group.replicate(transfer.spec)), transfer.cast(x))
 
 
 def check_all() -> None:
@@ -36,7 +44,7 @@ def soak(implementation: Implementation) -> None:
 
 
 def test_two_processes_on_the_cpu(launch: Launch) -> None:
-    launch(check_one, "xla", processes=2)
+    launch(check_cast, "xla", processes=2)
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmagi import GroupCastSpec
 
-from ..attention.gpu_harness import has_command_buffers
+from ..attention.gpu_harness import has_command_buffers, with_command_buffers
 from .groups import SEVERAL, Group, assert_close, assert_equal, on_groups
 from .harness import AXIS, normal
 from .routes import INPUT_ROWS, random_transfer
@@ -50,19 +50,13 @@ def test_beside_collectives_of_xla(
     group: Group, kinds: str, rng: np.random.Generator, tmp_path: Path
 ) -> None:
     """Ours run outside of command buffers, whatever is in them."""
-    options = {
-        "xla_gpu_enable_command_buffer": kinds,
-        "xla_gpu_graph_min_graph_size": 1,
-        "xla_dump_to": str(tmp_path),
-    }
-    run = jax.jit(beside_others(group), compiler_options=options)
-    weights = group.place(normal(rng, WIDTH, WIDTH), P())
+    run = with_command_buffers(beside_others(group), kinds, tmp_path)
+    weights = group.replicate(normal(rng, WIDTH, WIDTH))
     for _ in range(3):
         transfer = random_transfer(rng, group.size)
         x = normal(rng, group.size, INPUT_ROWS, WIDTH)
-        operands = group.place(x), weights, group.place(transfer.spec, P())
-        for _ in range(3):
-            results = run(*operands)
+        operands = group.shard(x), weights, group.replicate(transfer.spec)
+        results = [run(*operands) for _ in range(3)][-1]
         cast, total = transfer.cast(x), x.sum(0)[:1]
         assert_equal(results["cast"], cast)
         assert_equal(results["gathered"], np.stack([x.reshape(-1, WIDTH)] * group.size))
@@ -99,7 +93,7 @@ def test_rows_that_nobody_sends_are_zero_in_dirty_memory(group: Group, rng: np.r
     for _ in range(3):
         transfer = random_transfer(rng, group.size, most_rows=8)
         x = tuple(normal(rng, *lead, width) for width in widths)
-        operands = group.place(x), group.place(transfer.spec, P())
+        operands = group.shard(x), group.replicate(transfer.spec)
         dirty = set[range]()
         for rows in (transfer.spec.output_rows, INPUT_ROWS):
             for width in widths:

@@ -18,7 +18,7 @@ CALLS = 10_000
 
 
 def make_program(group: Group, steps: int, dtype: Any) -> Any:
-    """Compiled: x, routes → (x after some steps, what was wrong in them), by a scan.
+    """Compiled: x, routes → (x after some steps, what the matmuls gave, what was wrong), by a scan.
 
     In each step x goes to the next rank. x holds small integers, so that all sums are exact.
     """
@@ -45,8 +45,8 @@ def make_program(group: Group, steps: int, dtype: Any) -> Any:
 
         zeros = jax.lax.pcast((jnp.zeros((256, 256)), jnp.zeros(3, jnp.int32)), AXIS, to="varying")
         order = jnp.arange(steps, dtype=jnp.int32) % SPECS
-        (x, _, wrong), _ = jax.lax.scan(step, (x[0], *zeros), order)
-        return x[None], wrong[None]
+        results, _ = jax.lax.scan(step, (x[0], *zeros), order)
+        return jax.tree.map(lambda leaf: leaf[None], results)
 
     return group.program(local, (P(AXIS), P(), P(AXIS), P(AXIS)))
 
@@ -56,8 +56,8 @@ def check_soak(group: Group, calls: int) -> None:
     steps = min(calls // 4, 125)
     rng = np.random.default_rng(group.size)
     transfers = [random_transfer(rng, group.size) for _ in range(SPECS)]
-    specs = group.place(jax.tree.map(lambda *tables: np.stack(tables), *(t.spec for t in transfers)), P())
-    routes = group.place(
+    specs = group.replicate(jax.tree.map(lambda *tables: np.stack(tables), *(t.spec for t in transfers)))
+    routes = group.shard(
         (
             np.stack([t.source_numbers() for t in transfers], 1),
             np.stack([t.counts() for t in transfers], 1).astype(np.int32),
@@ -65,12 +65,12 @@ def check_soak(group: Group, calls: int) -> None:
     )
     programs = [make_program(group, steps, dtype) for dtype in (jnp.float32, jnp.bfloat16)]
     states = [
-        group.place(rng.integers(-8, 9, (group.size, INPUT_ROWS, width)).astype(dtype))
+        group.shard(rng.integers(-8, 9, (group.size, INPUT_ROWS, width)).astype(dtype))
         for dtype, width in ((np.float32, 24), (jnp.bfloat16, 8))
     ]
     errors = []
     for i in range(calls // (2 * steps)):
-        states[i % 2], wrong = programs[i % 2](states[i % 2], specs, *routes)
+        states[i % 2], _, wrong = programs[i % 2](states[i % 2], specs, *routes)
         errors.append(wrong)
     for wrong in errors:
         assert_equal(wrong, np.zeros((group.size, 3), np.int32))

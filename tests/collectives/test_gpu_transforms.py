@@ -29,7 +29,7 @@ def check_transposes(group: Group) -> None:
         return jax.tree.map(lambda leaf: leaf[None], results)
 
     run = group.program(local, (P(AXIS), P(AXIS), P(AXIS)))
-    cast, cast_again, reduced, reduced_again = run(*group.place((x, y, transfer.spec)))
+    cast, cast_again, reduced, reduced_again = run(*group.shard((x, y, transfer.spec)))
     assert_equal(cast, tuple(transfer.cast(z) for z in x))
     assert_same_bits(cast_again, cast)
     assert_close(reduced[0], transfer.reduce_sum(y[0]), 1e-6)
@@ -58,8 +58,12 @@ def check_vmap(group: Group) -> None:
         ]
         return jax.tree.map(lambda leaf: leaf[None], results)
 
-    results = group.program(local, (P(AXIS), P()))(group.place(x), group.place(specs, P()))
-    batches = [[(first, 0), (first, 1)], [(t, 0) for t in transfers], list(zip(transfers, (0, 1), strict=True))]
+    results = group.program(local, (P(AXIS), P()))(group.shard(x), group.replicate(specs))
+    batches = [
+        [(first, 0), (first, 1)],
+        [(t, 0) for t in transfers],
+        list(zip(transfers, (0, 1), strict=True)),
+    ]
     for (y, z), batch in zip(results, batches, strict=True):
         casts = [transfer.cast(x[:, i]) for transfer, i in batch]
         assert_equal(y, np.stack(casts, 1))
@@ -89,7 +93,7 @@ def check_scan_and_remat(group: Group) -> None:
         return y[None], vjp(dy[0])[0][None]
 
     run = group.program(local, (P(AXIS), P(AXIS), P()))
-    y, dx = run(*group.place((x, dy)), group.place(specs, P()))
+    y, dx = run(*group.shard((x, dy)), group.replicate(specs))
     slope = np.ones_like(x)
     for transfer in transfers:
         counts = transfer.counts()[..., None].astype(np.float32)
