@@ -1,6 +1,9 @@
 """Session set-up: eight CPU devices, strict promotion, GPU tests skipped where there is no GPU and logged."""
 
+import functools
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,6 +11,8 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu_log
+
+from . import launcher
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -21,9 +26,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """``-m gpu`` runs on the GPUs that there are, everything else on the CPU, also where there are GPUs."""
     if config.option.markexpr == "gpu":
+        # Off here and in the processes that tests start: NVLink multicast does not work on all hosts.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         gpu_log.prepare(config)
+        _take_a_gpu()
     else:
         jax.config.update("jax_platforms", "cpu")
+
+
+def _take_a_gpu() -> None:
+    """In a process that pytest-xdist started: another GPU than the next one's for tests that need one."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker and jax.default_backend() == "gpu":
+        gpus = jax.devices()
+        jax.config.update("jax_default_device", gpus[int(worker.removeprefix("gw")) % len(gpus)])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,3 +76,9 @@ def compilations() -> Iterator[list[str]]:
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator seeded by the test's own name: fresh inputs per test, the same on every run."""
     return np.random.default_rng(list(gpu_log.ungrouped(request.node.nodeid).encode()))
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> launcher.Launch:
+    """Starts several processes of a function: see `launcher.launch`."""
+    return functools.partial(launcher.launch, directory=tmp_path)

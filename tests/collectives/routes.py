@@ -43,32 +43,70 @@ class Transfer:
             out[source] += y[place]
         return out if start is None else start + out
 
+    def merge(
+        self, y: np.ndarray, lse: np.ndarray, start: tuple[np.ndarray, np.ndarray] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The merge of partial outputs [cp, output_rows, N, D] in fp64, from its definition."""
+        out = np.zeros((self.cp_size, self.spec.input_rows, *y.shape[2:]))
+        parts = [(source, y[place], lse[place]) for source, place in self.contributions()]
+        if start is not None:
+            parts.extend((index, start[0][index], start[1][index]) for index in np.ndindex(out.shape[:2]))
+        total = np.zeros((*out.shape[:-1], 1))
+        for place, part, part_lse in parts:
+            share = np.exp(part_lse.astype(np.float64))[:, None]
+            total[place] += share
+            out[place] += share * np.where(share > 0, part, 0)
+        with np.errstate(divide="ignore"):
+            return out / np.where(total > 0, total, 1), np.log(total[..., 0])
+
+    def source_numbers(self) -> np.ndarray:
+        """int32 [cp, output_rows]: ``rank * input_rows + row`` of what comes to each row, -1 for nothing."""
+        numbers = np.full((self.cp_size, self.spec.output_rows), -1, np.int32)
+        for own, rows in zip(numbers, self.sources, strict=True):
+            own[: len(rows)] = [rank * self.spec.input_rows + row for rank, row in rows]
+        return numbers
+
     def counts(self) -> np.ndarray:
         """How many contributions each input row gets: [cp, input_rows]."""
         return self.reduce_sum(np.ones((self.cp_size, self.spec.output_rows), np.int64))
 
 
-def random_transfer(rng: np.random.Generator, cp_size: int, most_rows: int = INPUT_ROWS) -> Transfer:
-    """Splits of 0, 1 or more rows to any number of ranks; some ranks have nothing or get nothing."""
+def random_transfer(
+    rng: np.random.Generator, cp_size: int, most_rows: int = INPUT_ROWS, *, repeats: bool = False
+) -> Transfer:
+    """Splits of 0, 1 or more rows to any number of ranks; some ranks have nothing or get nothing.
+
+    With ``repeats`` a rank may get a row up to three times.
+    """
     sizes = [_random_split(rng, int(rng.choice([0, 1, most_rows]))) for _ in range(cp_size)]
     deaf = rng.random(cp_size) < 0.2
     targets = [
-        [
-            [int(d) for d in rng.permutation(cp_size)[: rng.integers(0, cp_size + 1)] if not deaf[d]]
-            for _ in own
-        ]
-        for own in sizes
+        [[d for d in _random_targets(rng, cp_size, repeats) if not deaf[d]] for _ in own] for own in sizes
     ]
-    arrivals = [_random_arrivals(rng, sizes, targets, rank) for rank in range(cp_size)]
+    transfer = make_transfer(rng, sizes, targets)
+    most = 3 if repeats else 1
+    spec = dataclasses.replace(transfer.spec, input_rows=INPUT_ROWS)
+    spec = spec.padded(copies=64 * most, output_rows=most * cp_size * INPUT_ROWS, pair_rows=32 * most)
+    return Transfer(spec, transfer.sources)
+
+
+def make_transfer(
+    rng: np.random.Generator, sizes: list[list[int]], targets: list[list[list[int]]]
+) -> Transfer:
+    """The splits of each rank to their targets, where they arrive in random order and cut anew."""
+    arrivals = [_random_arrivals(rng, sizes, targets, rank) for rank in range(len(sizes))]
     spec = GroupCastSpec.from_splits(
         sizes,
         targets,
         [[size for _, size in own] for own in arrivals],
         [[src for src, _ in own] for own in arrivals],
     )
-    sources = [_sources(sizes, targets, own, rank) for rank, own in enumerate(arrivals)]
-    spec = dataclasses.replace(spec, input_rows=INPUT_ROWS)
-    return Transfer(spec.padded(copies=64, output_rows=cp_size * INPUT_ROWS, pair_rows=32), sources)
+    return Transfer(spec, [_sources(sizes, targets, own, rank) for rank, own in enumerate(arrivals)])
+
+
+def _random_targets(rng: np.random.Generator, cp_size: int, repeats: bool) -> list[int]:
+    everyone = np.tile(np.arange(cp_size), 3 if repeats else 1)
+    return rng.permutation(everyone)[: rng.integers(0, cp_size + 1)].tolist()
 
 
 def _random_split(rng: np.random.Generator, total: int) -> list[int]:
@@ -82,7 +120,7 @@ def _random_arrivals(
     """Output splits (source, size): what each source sends, cut anew and mixed, each source in order."""
     pieces = []
     for src, (own, own_targets) in enumerate(zip(sizes, targets, strict=True)):
-        total = sum(size for size, ranks in zip(own, own_targets, strict=True) if rank in ranks)
+        total = sum(size * ranks.count(rank) for size, ranks in zip(own, own_targets, strict=True))
         pieces.extend((src, size) for size in _random_split(rng, total))
     return [pieces[i] for i in rng.permutation(len(pieces))]
 
@@ -96,7 +134,7 @@ def _sources(
         kept = [
             (src, row)
             for end, size, ranks in zip(ends, own, own_targets, strict=True)
-            if rank in ranks
+            for _ in range(ranks.count(rank))
             for row in range(end - size, end)
         ]
         queues.append(iter(kept))

@@ -71,24 +71,6 @@ def test_average(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(out, transfer.reduce_sum(y, start) / (counts + 1), rtol=1e-6, atol=1e-6)
 
 
-def merged(
-    transfer: Transfer, y: np.ndarray, lse: np.ndarray, start: tuple[np.ndarray, np.ndarray] | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """The merge of partial outputs in fp64, from its definition."""
-    n, d = y.shape[2:]
-    out = np.zeros((3, INPUT_ROWS, n, d))
-    parts = [(source, y[place], lse[place]) for source, place in transfer.contributions()]
-    if start is not None:
-        parts.extend((index, start[0][index], start[1][index]) for index in np.ndindex(3, INPUT_ROWS))
-    total = np.zeros((3, INPUT_ROWS, n, 1))
-    for place, part, part_lse in parts:
-        share = np.exp(part_lse.astype(np.float64))[:, None]
-        total[place] += share
-        out[place] += share * np.where(share > 0, part, 0)
-    with np.errstate(divide="ignore"):
-        return out / np.where(total > 0, total, 1), np.log(total[..., 0])
-
-
 @pytest.mark.parametrize("with_start", [True, False])
 def test_merge_by_lse(with_start: bool, rng: np.random.Generator) -> None:
     transfer = random_transfer(rng, 3)
@@ -100,7 +82,7 @@ def test_merge_by_lse(with_start: bool, rng: np.random.Generator) -> None:
         start = (normal(rng, 3, INPUT_ROWS, 2, 4), normal(rng, 3, INPUT_ROWS, 2))
         start[1][rng.random(start[1].shape) < 0.3] = -np.inf
     out, out_lse = reduce_function(3, "lse")(y, transfer.spec, lse, start)
-    expected, expected_lse = merged(transfer, y, lse, start)
+    expected, expected_lse = transfer.merge(y, lse, start)
     assert np.isneginf(expected_lse).any()
     np.testing.assert_array_equal(np.isneginf(out_lse), np.isneginf(expected_lse))
     assert (np.asarray(out)[np.isneginf(expected_lse)] == 0).all()
@@ -113,7 +95,7 @@ def test_merge_of_half_precision_is_computed_in_float32(rng: np.random.Generator
     y, lse = outputs(rng, transfer, 2, 4, dtype=jnp.bfloat16), outputs(rng, transfer, 2)
     out, out_lse = reduce_function(3, "lse")(y, transfer.spec, lse, None)
     assert (out.dtype, out_lse.dtype) == (jnp.bfloat16, np.float32)
-    expected, _ = merged(transfer, y.astype(np.float32), lse, None)
+    expected, _ = transfer.merge(y.astype(np.float32), lse)
     np.testing.assert_allclose(out.astype(np.float32), expected, rtol=2**-8, atol=1e-5)
 
 

@@ -1,6 +1,7 @@
 """Runs context_attention on the CPU devices, compiled once per kind of call, and its single-device oracle."""
 
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,12 +13,15 @@ from jaxmagi import (
     AttnMask,
     ContextPlan,
     PlanCapacity,
+    attention,
     context_attention,
     dispatch,
     plan_context,
     undispatch,
 )
 from jaxmagi.attention import attention_reference, attention_reference_vjp
+
+from ..cases import MaskCase, mask_cases, random_bands
 
 AXIS = "context"
 LENGTH = 256
@@ -48,17 +52,40 @@ class Solution(NamedTuple):
     sinks: Any
 
 
-def random_problem(rng: np.random.Generator, length: int = LENGTH, dtype: Any = np.float64) -> Problem:
+def random_masks(rng: np.random.Generator, count: int) -> Iterator[AttnMask]:
+    for _ in range(count):
+        bands = random_bands(rng, LENGTH, LENGTH, int(rng.integers(1, 16)))
+        yield AttnMask.from_bands(bands, q_len=LENGTH, kv_len=LENGTH)
+
+
+def embedded(case: MaskCase, length: int) -> AttnMask:
+    """A public mask in the corner of a larger one."""
+    return AttnMask.from_slices(
+        case.q_ranges, case.k_ranges, case.mask_types, q_len=length, kv_len=length, check=not case.overlaps
+    )
+
+
+LARGE = max(max(case.q_len, case.kv_len) for case in mask_cases())
+
+
+def random_problem(
+    rng: np.random.Generator,
+    length: int = LENGTH,
+    dtype: Any = np.float64,
+    *,
+    dim: int = DIM,
+    v_dim: int = V_DIM,
+) -> Problem:
     def normal(*shape: int) -> np.ndarray:
         return rng.normal(size=shape).astype(np.float32).astype(dtype)
 
     wide = np.float64 if dtype == np.float64 else np.float32
     return Problem(
-        query=normal(length, HEADS, DIM),
-        key=normal(length, KV_HEADS, DIM),
-        value=normal(length, KV_HEADS, V_DIM),
+        query=normal(length, HEADS, dim),
+        key=normal(length, KV_HEADS, dim),
+        value=normal(length, KV_HEADS, v_dim),
         sinks=normal(HEADS).astype(wide),
-        dout=normal(length, HEADS, V_DIM),
+        dout=normal(length, HEADS, v_dim),
         dlse=normal(length, HEADS).astype(wide),
     )
 
@@ -123,6 +150,16 @@ def distributed(cp_size: int, logits_soft_cap: float | None = None, *, plan_shar
         out_specs=rows,
     )
     return jax.jit(functools.partial(solve, mapped))
+
+
+@functools.cache
+def single_device() -> Any:
+    """Compiled: problem, mask → solution of the local op."""
+
+    def attend(query: Any, key: Any, value: Any, sinks: Any, mask: AttnMask) -> Any:
+        return attention(query, key, value, mask, sinks=sinks, return_residual=True)
+
+    return jax.jit(lambda problem, mask: solve(attend, problem, mask))
 
 
 def dispatch_problem(problem: Problem, plan: ContextPlan) -> Problem:

@@ -1,7 +1,6 @@
 """context_attention against dense fp64 attention on one device."""
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,39 +9,29 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxmagi import AttnMask, ContextPlan, PlanCapacity, attention, context_attention, masks, undispatch
+from jaxmagi import AttnMask, ContextPlan, PlanCapacity, context_attention, masks, undispatch
 
-from ..cases import FP32_TOLERANCE, FP64_TOLERANCE, MaskCase, mask_cases, random_bands
+from ..cases import FP32_TOLERANCE, FP64_TOLERANCE, MaskCase, mask_cases
 from .harness import (
     AXIS,
+    LARGE,
     LENGTH,
     Problem,
     Solution,
     check_solution,
     dispatch_problem,
     distributed,
+    embedded,
     make_mesh,
     make_plan,
     oracle,
+    random_masks,
     random_problem,
-    solve,
+    single_device,
     undispatch_solution,
 )
 
 BF16_TOLERANCE = 5e-2
-
-
-def random_masks(rng: np.random.Generator, count: int) -> Iterator[AttnMask]:
-    for _ in range(count):
-        bands = random_bands(rng, LENGTH, LENGTH, int(rng.integers(1, 16)))
-        yield AttnMask.from_bands(bands, q_len=LENGTH, kv_len=LENGTH)
-
-
-def embedded(case: MaskCase, length: int) -> AttnMask:
-    """A public mask in the corner of a larger one."""
-    return AttnMask.from_slices(
-        case.q_ranges, case.k_ranges, case.mask_types, q_len=length, kv_len=length, check=not case.overlaps
-    )
 
 
 def scattered(rng: np.random.Generator, length: int, chunk: int = 8) -> np.ndarray:
@@ -90,21 +79,10 @@ def test_small_public_masks(case: MaskCase, x64: None, rng: np.random.Generator)
 
 
 LARGE_CASES = [case for case in mask_cases() if max(case.q_len, case.kv_len) > LENGTH]
-LARGE = max(max(case.q_len, case.kv_len) for case in LARGE_CASES)
 
 
 def one_head(problem: Problem) -> Problem:
     return Problem(*(x[:1] if x.ndim == 1 else x[:, :1] for x in problem))
-
-
-@functools.cache
-def single_device() -> Any:
-    """Compiled: problem, mask → solution of the local op."""
-
-    def attend(query: Any, key: Any, value: Any, sinks: Any, mask: AttnMask) -> Any:
-        return attention(query, key, value, mask, sinks=sinks, return_residual=True)
-
-    return jax.jit(lambda problem, mask: solve(attend, problem, mask))
 
 
 @pytest.mark.parametrize("case", LARGE_CASES, ids=lambda case: case.name)

@@ -1,0 +1,108 @@
+"""Ranks that do not play along: an error within the time limit, on GPUs.
+
+In processes of their own, as a GPU is of no use to a process after such an error.
+"""
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxmagi import GroupCastSpec, collectives
+
+from ..launcher import Launch, RankFailed
+from .groups import Group, Implementation, require_devices
+from .harness import AXIS
+from .routes import INPUT_ROWS, random_transfer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("whole_gpus")]
+
+SECONDS = 5.0
+"""That a call waits for the other ranks."""
+MARGIN = 10.0
+"""That the error may take beyond that."""
+ERROR = r"(?s)JaxRuntimeError.*group_cast|group_cast.*JaxRuntimeError"
+
+implementations = pytest.mark.parametrize("implementation", ["native", "nccl"])
+
+
+def cast_program(group: Group) -> Any:
+    """Compiled: x, spec, both sharded → what arrives."""
+
+    def local(x: jax.Array, spec: GroupCastSpec) -> jax.Array:
+        return group.cast(x[0], spec)[None]
+
+    return group.program(local, P(AXIS))
+
+
+def specs_that_disagree(size: int) -> tuple[GroupCastSpec, GroupCastSpec]:
+    """A good one, and the tables that the ranks have if every other one thinks of another transfer."""
+    rng = np.random.default_rng(size)
+    one, other = (random_transfer(rng, size).spec for _ in range(2))
+    odd = (np.arange(size) % 2 == 1)[:, None, None]
+    return one, jax.tree.map(lambda a, b: np.where(odd, b, a), one, other)
+
+
+def run_in_time(run: Any, x: jax.Array, spec: GroupCastSpec) -> None:
+    """Whatever comes of it."""
+    begin = time.monotonic()
+    try:
+        jax.block_until_ready(run(x, spec))
+    finally:
+        assert time.monotonic() - begin < SECONDS + MARGIN
+
+
+def disagree(implementation: Implementation) -> None:
+    """A transfer on which all agree, then one on which they do not."""
+    collectives.set_timeout(SECONDS)
+    group = Group(implementation, jax.device_count())
+    run = cast_program(group)
+    x = group.shard(np.ones((group.size, INPUT_ROWS, 8), np.float32))
+    good, bad = specs_that_disagree(group.size)
+    jax.block_until_ready(run(x, group.shard(good)))
+    run_in_time(run, x, group.shard(bad))
+
+
+def stay_away(implementation: Implementation) -> None:
+    """The last rank does not come to the second transfer."""
+    collectives.set_timeout(SECONDS)
+    group = Group(implementation, jax.device_count())
+    run = cast_program(group)
+    x = group.shard(np.ones((group.size, INPUT_ROWS, 8), np.float32))
+    spec = group.shard(random_transfer(np.random.default_rng(0), group.size).spec)
+    jax.block_until_ready(run(x, spec))
+    if jax.process_index() == group.size - 1:
+        time.sleep(600)
+    run_in_time(run, x, spec)
+
+
+def reach_beyond_the_host() -> None:
+    """By NVLink to a rank of another host."""
+    group = Group("native", jax.device_count(), ranks_per_host=1)
+    x = group.shard(np.ones((group.size, INPUT_ROWS, 8), np.float32))
+    spec = random_transfer(np.random.default_rng(0), group.size).spec
+    jax.block_until_ready(cast_program(group)(x, group.shard(spec)))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@implementations
+def test_specs_that_disagree(implementation: Implementation, processes: int, launch: Launch) -> None:
+    require_devices(2)
+    with pytest.raises(RankFailed, match=ERROR):
+        launch(disagree, implementation, processes=processes, devices_each=2 // processes, timeout=90)
+
+
+@implementations
+def test_rank_that_never_comes(implementation: Implementation, launch: Launch) -> None:
+    require_devices(2)
+    with pytest.raises(RankFailed, match=ERROR):
+        launch(stay_away, implementation, processes=2, timeout=90)
+
+
+def test_native_across_hosts(launch: Launch) -> None:
+    require_devices(2)
+    with pytest.raises(RankFailed, match=r"(NotImplementedError|JaxRuntimeError): .*native"):
+        launch(reach_beyond_the_host, processes=1, devices_each=2, timeout=90)

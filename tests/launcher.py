@@ -1,0 +1,153 @@
+"""Runs a function in several processes at once, as the ranks of one JAX program.
+
+Each rank logs to a file of its own. When one fails or the time is up, all of them are killed, with the
+processes that they started, and the error shows the ends of all logs.
+"""
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import jax
+
+ROOT = Path(__file__).parent.parent
+GRACE = 2.0
+"""Seconds that the others have to end by themselves after a rank has failed: their logs may say more."""
+TAIL_LINES = 100
+
+
+class RankFailed(Exception):
+    """A rank ended with an error."""
+
+
+class RanksTimedOut(Exception):
+    """Not all ranks had ended when the time was up."""
+
+
+class Launch(Protocol):
+    """`launch` with a directory for the logs, as the fixture of that name gives it."""
+
+    def __call__(
+        self,
+        function: Callable[..., None],
+        *arguments: object,
+        processes: int,
+        devices_each: int = 1,
+        timeout: float = 120,
+    ) -> list[str]: ...
+
+
+def launch(
+    function: Callable[..., None],
+    *arguments: object,
+    processes: int,
+    directory: Path,
+    devices_each: int = 1,
+    timeout: float = 120,
+) -> list[str]:
+    """Calls ``function(*arguments)`` in new processes, which see each other's devices.
+
+    Args:
+        function: of a module that a new process can import.
+        arguments: what can be pickled.
+        processes: how many; rank r has the local devices from ``r * devices_each`` on.
+        directory: for the logs.
+        devices_each: devices of a process, on the platform of the caller.
+        timeout: seconds until all are killed.
+
+    Returns:
+        The logs of the ranks.
+
+    Raises:
+        RankFailed: a rank ended with an error.
+        RanksTimedOut: some rank ran too long.
+    """
+    call = directory / "call.pickle"
+    call.write_bytes(pickle.dumps((function, arguments)))
+    logs = [directory / f"rank{rank}.log" for rank in range(processes)]
+    command = [sys.executable, "-u", "-m", "tests.rank", str(call), f"127.0.0.1:{_free_port()}"]
+    deadline = time.monotonic() + timeout
+    numbers = [str(processes), str(devices_each), str(deadline - 1)]
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        ranks += [_start([*command, *numbers, str(rank)], log, devices_each) for rank, log in enumerate(logs)]
+        timed_out = not _wait(ranks, deadline)
+    finally:
+        _kill(ranks)
+    codes = [rank.returncode for rank in ranks]
+    failed = [
+        f"rank {i}: exit code {code}" for i, code in enumerate(codes) if code not in (0, -signal.SIGKILL)
+    ]
+    if failed:
+        raise RankFailed(_report(", ".join(failed), logs))
+    if timed_out:
+        raise RanksTimedOut(_report(f"not all of {processes} ranks ended within {timeout:g} s", logs))
+    return [log.read_text() for log in logs]
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def _environment(devices_each: int) -> dict[str, str]:
+    platform = "cuda,cpu" if jax.default_backend() == "gpu" else "cpu"
+    return os.environ | {
+        "JAX_PLATFORMS": platform,
+        "JAX_NUM_CPU_DEVICES": str(devices_each),
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        # Most of the GPUs' memory is the caller's.
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+
+
+def _start(command: list[str], log: Path, devices_each: int) -> subprocess.Popen[bytes]:
+    """In a process group of its own."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=_environment(devices_each),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
+    """Until all have ended, one has failed or the time is up; whether all have ended."""
+    running = list(ranks)
+    while running and time.monotonic() < deadline:
+        for rank in running.copy():
+            # Not reaped before its group is killed: so long the number of the group is not given to another.
+            end = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if end is not None:
+                running.remove(rank)
+                if end.si_status != 0:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        time.sleep(0.02)
+    return not running
+
+
+def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """With the processes that they started; what they have ended with stays as it is."""
+    for rank in ranks:
+        os.killpg(rank.pid, signal.SIGKILL)
+    for rank in ranks:
+        rank.wait()
+
+
+def _report(what: str, logs: Sequence[Path]) -> str:
+    tails = [
+        "\n".join([f"--- {log}", *log.read_text(errors="replace").splitlines()[-TAIL_LINES:]]) for log in logs
+    ]
+    return "\n".join([what, *tails])

@@ -1,0 +1,35 @@
+"""What `tests.launcher` starts: one rank, which calls the function that is pickled in a file."""
+
+import faulthandler
+import os
+import pickle
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import jax
+
+
+def main(call: str, coordinator: str, processes: str, devices: str, deadline: str, rank: str) -> None:
+    """Ends the process at once on an error: at exit JAX would wait for the other ranks."""
+    # At the deadline, by the clock that all processes share, it says where it hangs.
+    faulthandler.dump_traceback_later(max(0.1, float(deadline) - time.monotonic()))
+    first = int(rank) * int(devices)
+    on_gpus = jax.config.jax_platforms.startswith("cuda")
+    jax.distributed.initialize(
+        coordinator,
+        int(processes),
+        int(rank),
+        local_device_ids=range(first, first + int(devices)) if on_gpus else None,
+    )
+    try:
+        function, arguments = pickle.loads(Path(call).read_bytes())
+        function(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
