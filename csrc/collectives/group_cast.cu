@@ -23,6 +23,7 @@ struct Memory {
     WarpMemory warps[kWarps];
     Meeting meeting;
 };
+static_assert(sizeof(Memory) <= kMostSharedBytes);
 
 struct Range {
     int begin, end;

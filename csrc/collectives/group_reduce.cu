@@ -14,7 +14,7 @@ namespace jaxmagi::collectives {
 namespace {
 
 constexpr int kWarps = 8, kThreads = kWarps * kWarp;
-constexpr int kPiece = 2048, kStages = 10, kMostChunkBytes = 128 * kPiece;
+constexpr int kPiece = 2048, kStages = 8, kMostChunkBytes = 128 * kPiece;
 constexpr int kVectorBytes = 16, kVectors = kPiece / kVectorBytes / kWarp;  // of a lane
 
 struct WarpMemory {
@@ -27,6 +27,7 @@ struct Memory {
     WarpMemory warps[kWarps];
     Meeting meeting;
 };
+static_assert(sizeof(Memory) <= kMostSharedBytes);
 
 // --- numbers ---
 

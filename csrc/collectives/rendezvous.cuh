@@ -18,7 +18,7 @@
 
 namespace jaxmagi::collectives {
 
-constexpr int kWarp = 32;
+constexpr int kWarp = 32, kMostSharedBytes = 227 * 1024;  // of a CTA
 
 // Says why, and ends the program with an error. Out of line, as calls of printf take registers.
 template <typename... Args> [[noreturn]] __device__ __noinline__ void stop(const char* format, Args... args) {
