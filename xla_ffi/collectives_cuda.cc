@@ -2,6 +2,7 @@
 
 #include <numeric>
 
+#include "csrc/collectives/watchdog.h"
 #include "xla_ffi/collectives_transfer.h"
 
 // Handlers come in three stages: Prepare asks XLA for the group's communicator; Initialize gets to know the peers, which
@@ -30,7 +31,7 @@ Group group_of(const CollectivesContext& context, const Attributes& attributes, 
 }
 
 void exchange_pair_buffers(const Transfer& transfer, const Group& group) {
-    if (transfer.outgoing == nullptr or transfer.pair_bytes == 0)
+    if (transfer.outgoing == nullptr)
         return;
     const size_t bytes = static_cast<size_t>(transfer.pair_bytes);
     std::vector<nccl::Message> sends, receives;
@@ -39,7 +40,9 @@ void exchange_pair_buffers(const Transfer& transfer, const Group& group) {
             sends.push_back({transfer.outgoing + peer * transfer.pair_bytes, bytes, peer});
             receives.push_back({transfer.incoming + peer * transfer.pair_bytes, bytes, peer});
         }
-    nccl::exchange(sends, receives, group.communicator, group.stream);
+    watch(group.stream, transfer.timeout_ns / 1'000'000,
+          "rank " + std::to_string(transfer.rank) + " of " + std::to_string(transfer.size),
+          [&] { nccl::exchange(sends, receives, group.communicator, group.stream); });
 }
 
 enum class Direction { kIntoArena, kOutOfArena };
@@ -181,7 +184,8 @@ CollectiveHandlers group_reduce_cuda() {
 }
 
 int64_t pair_buffer_bytes(int64_t transfers, int64_t cp_size, int64_t pair_rows, std::span<const int64_t> row_bytes) {
-    return 2 * transfers * cp_size * pair_rows * std::accumulate(row_bytes.begin(), row_bytes.end(), int64_t{0});
+    const int64_t bytes = std::accumulate(row_bytes.begin(), row_bytes.end(), int64_t{0});
+    return 2 * cp_size * (static_cast<int64_t>(sizeof(PairHeader)) + transfers * pair_rows * bytes);
 }
 
 }  // namespace jaxmagi

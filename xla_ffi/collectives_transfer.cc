@@ -84,6 +84,7 @@ uint64_t hash_of(Kind kind, const Buffers& buffers, const Attributes& attributes
 
 void set_arrays(Transfer& transfer, const Buffers& buffers) {
     transfer.num_arrays = static_cast<int>(buffers.from.size());
+    transfer.pair_bytes = sizeof(PairHeader);
     for (int i = 0; i < transfer.num_arrays; ++i) {
         const int row_bytes = static_cast<int>(row_bytes_of(buffers.from[i]));
         transfer.arrays[i] = {.from = data_of<const char>("an array", buffers.from[i], kRowUnit),

@@ -101,12 +101,14 @@ private:
     unsigned loaded_ = 0, stored_ = 0;
 };
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     push(const __grid_constant__ Transfer transfer, const __grid_constant__ Chunks chunks) {
     extern __shared__ __align__(128) char shared[];
     Memory& memory = *reinterpret_cast<Memory*>(shared);
     Pusher pusher(memory.warps[threadIdx.x / kWarp]);
     meet(transfer, memory.meeting);
+    if (blockIdx.x == 0 and threadIdx.x < kWarp)
+        write_headers(transfer, transfer.sends, memory.meeting.rows);
     Segments& segments = memory.warps[threadIdx.x / kWarp].segments;
     for (int number; (number = next_chunk(transfer)) < chunks.total;) {
         const Chunk chunk = chunks(transfer, number);

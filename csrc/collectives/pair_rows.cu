@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "csrc/collectives/transfer.h"
+#include "csrc/collectives/pair_headers.cuh"
 
 // Between pair buffers and the rows that a rank receives in a group cast, or gives back in a group reduce. A warp has a row
 // of all arrays.
@@ -8,7 +8,7 @@
 namespace jaxmagi::collectives {
 namespace {
 
-constexpr int kWarp = 32, kThreads = 256, kMostCtas = 1024;
+constexpr int kThreads = 256, kMostCtas = 1024;
 
 // The last used entry that begins at or before a row, -1 without one.
 __device__ int last_at_most(const Receive* receives, int entries, int row) {
@@ -31,7 +31,11 @@ __device__ void zero_row(char* to, int bytes) {
         *reinterpret_cast<uint4*>(to + at) = {};
 }
 
+// What came, to the output rows.
 struct Fill {
+    static __device__ void header(const Transfer& transfer, RowCounts& rows) {
+        check_headers(transfer, transfer.receives, rows);
+    }
     static __device__ void sent(const Array& array, const Transfer& transfer, int64_t in_pairs, int64_t row) {
         copy_row(transfer.incoming + in_pairs, array.to + row * array.row_bytes, array.row_bytes);
     }
@@ -40,7 +44,11 @@ struct Fill {
     }
 };
 
+// What goes back, from the output rows.
 struct Pack {
+    static __device__ void header(const Transfer& transfer, RowCounts& rows) {
+        write_headers(transfer, transfer.receives, rows);
+    }
     static __device__ void sent(const Array& array, const Transfer& transfer, int64_t in_pairs, int64_t row) {
         copy_row(array.from + row * array.row_bytes, transfer.outgoing + in_pairs, array.row_bytes);
     }
@@ -48,6 +56,9 @@ struct Pack {
 };
 
 template <typename Action> __global__ void __launch_bounds__(kThreads) for_rows(const __grid_constant__ Transfer transfer) {
+    __shared__ RowCounts rows;
+    if (blockIdx.x == 0 and threadIdx.x < kWarp)
+        Action::header(transfer, rows);
     const int64_t num_rows = int64_t{transfer.groups} * transfer.output_rows;
     const int64_t first = int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp;
     for (int64_t number = first; number < num_rows; number += int64_t{gridDim.x} * (kThreads / kWarp)) {

@@ -1,8 +1,6 @@
 #pragma once
 
-#include <cstdio>
-
-#include "csrc/collectives/transfer.h"
+#include "csrc/collectives/row_counts.cuh"
 #include "csrc/common/sm90/bulk.cuh"
 #include "csrc/common/sm90/system_memory.cuh"
 
@@ -18,19 +16,10 @@
 
 namespace jaxmagi::collectives {
 
-constexpr int kWarp = 32, kMostSharedBytes = 227 * 1024;  // of a CTA
-
-// Says why, and ends the program with an error. Out of line, as calls of printf take registers.
-template <typename... Args> [[noreturn]] __device__ __noinline__ void stop(const char* format, Args... args) {
-    printf(format, args...);
-    __trap();
-    __builtin_unreachable();
-}
-
 // What a CTA knows of the call, in shared memory.
 struct Meeting {
     uint64_t addresses[kMaxRanks][kMaxArrays];  // of the native peers' sides of the arrays
-    unsigned long long rows[kMaxRanks];
+    RowCounts rows;
     uint32_t epoch;
 };
 
@@ -56,41 +45,25 @@ __device__ __forceinline__ uint64_t address_of(const Transfer& transfer, uint64_
     return place & kInArena ? reinterpret_cast<uint64_t>(transfer.arenas[peer]) + (place & ~kInArena) : place;
 }
 
-// The rows that each peer has to do with, by a table of ranges of rows.
-template <typename Range>
-__device__ inline void count_rows(const Transfer& transfer, const Range* ranges, Meeting& meeting) {
-    for (int peer = threadIdx.x % kWarp; peer < kMaxRanks; peer += kWarp)
-        meeting.rows[peer] = 0;
-    __syncwarp();
-    for (int64_t i = threadIdx.x % kWarp; i < int64_t{transfer.groups} * transfer.entries; i += kWarp)
-        if (const Range range = ranges[i]; range.length > 0 and static_cast<unsigned>(range.peer) < kMaxRanks)
-            atomicAdd(&meeting.rows[range.peer], static_cast<unsigned long long>(range.length));
-    __syncwarp();
-}
-
 __device__ inline void tell_peers(const Transfer& transfer, Meeting& meeting) {
-    count_rows(transfer, transfer.receives, meeting);
+    count_rows(transfer, transfer.receives, meeting.rows);
     for_native_peers(transfer, [&](int peer) {
         Mailbox& box = transfer.controls[peer]->from[transfer.rank];
         for (int i = 0; i < transfer.num_arrays; ++i)
             sm90::store_relaxed(&box.arrays[i], transfer.places[i]);
         sm90::store_relaxed(&box.call, transfer.call);
-        sm90::store_relaxed(&box.rows, meeting.rows[peer]);
+        sm90::store_relaxed(&box.rows, meeting.rows.of_peer[peer]);
         sm90::store_release(&box.ready, meeting.epoch);
     });
 }
 
 // Whether the peers, whose news are there, mean the same call and the same rows.
 __device__ inline void compare(const Transfer& transfer, Meeting& meeting) {
-    count_rows(transfer, transfer.sends, meeting);
+    count_rows(transfer, transfer.sends, meeting.rows);
     for_native_peers(transfer, [&](int peer) {
         const Mailbox& box = transfer.controls[transfer.rank]->from[peer];
-        const uint64_t rows = sm90::load_relaxed(&box.rows);
-        if (sm90::load_relaxed(&box.call) != transfer.call)
-            stop("jaxmagi: ranks %d and %d make different calls of a group collective\n", transfer.rank, peer);
-        if (rows != meeting.rows[peer])
-            stop("jaxmagi: the spec of rank %d sends %llu rows to rank %d, whose spec expects %llu\n", transfer.rank,
-                 meeting.rows[peer], peer, static_cast<unsigned long long>(rows));
+        check_same_call(transfer, peer, sm90::load_relaxed(&box.call));
+        check_same_rows(transfer.rank, peer, meeting.rows.of_peer[peer], sm90::load_relaxed(&box.rows));
     });
 }
 

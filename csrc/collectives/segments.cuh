@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "csrc/collectives/pair_headers.cuh"
 #include "csrc/collectives/rendezvous.cuh"
 
 // How the input rows of a rank are cut into chunks, which warps take one after the other, and what a chunk's bytes have to

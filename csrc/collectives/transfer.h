@@ -11,7 +11,7 @@
 // One group cast, or one group reduce, of a rank: what the kernels take. Rows of all arrays are multiples of 16 bytes.
 //
 // Pairs of ranks that do not reach each other's memory exchange pair buffers by NCCL: `size` parts of `pair_bytes`, each
-// with [groups, pair_rows] rows of each array in turn.
+// with a header and then [groups, pair_rows] rows of each array in turn.
 
 namespace jaxmagi::collectives {
 
@@ -24,6 +24,10 @@ struct Send {
 // Rows [row, row + length) come from `peer`.
 struct Receive {
     int peer, slot, row, length;
+};
+
+struct PairHeader {
+    uint64_t call, rows;
 };
 
 struct Array {

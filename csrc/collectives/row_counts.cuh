@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstdio>
+
+#include "csrc/collectives/transfer.h"
+
+// How many rows a rank's tables have going to each peer, or coming from it: by that ranks find out that their specs do
+// not belong together.
+
+namespace jaxmagi::collectives {
+
+constexpr int kWarp = 32, kMostSharedBytes = 227 * 1024;  // of a CTA
+
+// Says why, and ends the program with an error. Out of line, as calls of printf take registers.
+template <typename... Args> [[noreturn]] __device__ __noinline__ void stop(const char* format, Args... args) {
+    printf(format, args...);
+    __trap();
+    __builtin_unreachable();
+}
+
+struct RowCounts {
+    unsigned long long of_peer[kMaxRanks];
+};
+
+// By a warp, in shared memory.
+template <typename Range>
+__device__ inline void count_rows(const Transfer& transfer, const Range* ranges, RowCounts& rows) {
+    for (int peer = threadIdx.x % kWarp; peer < kMaxRanks; peer += kWarp)
+        rows.of_peer[peer] = 0;
+    __syncwarp();
+    for (int64_t i = threadIdx.x % kWarp; i < int64_t{transfer.groups} * transfer.entries; i += kWarp)
+        if (const Range range = ranges[i]; range.length > 0 and static_cast<unsigned>(range.peer) < kMaxRanks)
+            atomicAdd(&rows.of_peer[range.peer], static_cast<unsigned long long>(range.length));
+    __syncwarp();
+}
+
+__device__ inline void check_same_call(const Transfer& transfer, int peer, uint64_t call) {
+    if (call != transfer.call)
+        stop("jaxmagi: ranks %d and %d make different calls of a group collective\n", transfer.rank, peer);
+}
+
+__device__ inline void check_same_rows(int sender, int receiver, unsigned long long sent, unsigned long long received) {
+    if (sent != received)
+        stop("jaxmagi: the spec of rank %d sends %llu rows to rank %d, whose spec expects %llu\n", sender, sent, receiver,
+             received);
+}
+
+}  // namespace jaxmagi::collectives

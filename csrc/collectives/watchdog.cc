@@ -1,0 +1,99 @@
+#include "csrc/collectives/watchdog.h"
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <list>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "csrc/common/check_cuda.h"
+
+namespace jaxmagi::collectives {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::milliseconds kPause{50};
+
+// One exchange. The clock starts when the stream has come to it: what runs before may take as long as it likes.
+struct Watched {
+    cudaEvent_t begin, end;
+    std::chrono::milliseconds timeout;
+    std::string who;
+    std::optional<Clock::time_point> begun = std::nullopt;
+
+    // An error is somebody else's to report: then there is nothing to wait for.
+    bool is_over() const { return cudaEventQuery(end) != cudaErrorNotReady; }
+    bool has_begun() const { return cudaEventQuery(begin) != cudaErrorNotReady; }
+};
+
+[[noreturn]] void give_up(const Watched& watched) {
+    std::fprintf(stderr,
+                 "jaxmagi: %s waited for %lld ms until NCCL had moved the rows of a group collective; another rank has "
+                 "failed, or makes other calls. The process ends, since NCCL would wait forever.\n",
+                 watched.who.c_str(), static_cast<long long>(watched.timeout.count()));
+    std::abort();
+}
+
+class Watchdog {
+public:
+    Watchdog() { std::thread([this] { run(); }).detach(); }
+
+    void add(Watched watched) {
+        {
+            const std::lock_guard lock(mutex_);
+            watched_.push_back(std::move(watched));
+        }
+        added_.notify_one();
+    }
+
+private:
+    void run() {
+        for (;; std::this_thread::sleep_for(kPause)) {
+            std::unique_lock lock(mutex_);
+            added_.wait(lock, [this] { return not watched_.empty(); });
+            for (auto each = watched_.begin(); each != watched_.end();)
+                each = look_at(*each) ? watched_.erase(each) : std::next(each);
+        }
+    }
+
+    // Whether it is over.
+    static bool look_at(Watched& watched) {
+        if (watched.is_over()) {
+            cudaEventDestroy(watched.begin);
+            cudaEventDestroy(watched.end);
+            return true;
+        }
+        if (not watched.begun and watched.has_begun())
+            watched.begun = Clock::now();
+        if (watched.begun and Clock::now() - *watched.begun > watched.timeout)
+            give_up(watched);
+        return false;
+    }
+
+    std::mutex mutex_;
+    std::condition_variable added_;
+    std::list<Watched> watched_;
+};
+
+cudaEvent_t record(cudaStream_t stream) {
+    cudaEvent_t event;
+    check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");
+    check_cuda(cudaEventRecord(event, stream), "recording an event");
+    return event;
+}
+
+}  // namespace
+
+void watch(cudaStream_t stream, uint64_t timeout_ms, std::string who, const std::function<void()>& enqueue) {
+    static auto* const watchdog = new Watchdog;  // never destroyed: its thread runs until the process ends
+    const cudaEvent_t begin = record(stream);
+    enqueue();
+    watchdog->add({begin, record(stream), std::chrono::milliseconds(timeout_ms), std::move(who)});
+}
+
+}  // namespace jaxmagi::collectives
