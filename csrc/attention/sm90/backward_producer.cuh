@@ -11,7 +11,7 @@
 namespace jaxmagi::sm90 {
 
 template <typename Config> struct BackwardProducer {
-    static constexpr int kChunkBlocks = 4096 / Config::kRows;
+    static constexpr int kChunkBlocks = 8192 / Config::kRows;
 
     BackwardMemory<Config> memory;
     const BackwardTensorMaps& maps;
