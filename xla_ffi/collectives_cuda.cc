@@ -1,6 +1,9 @@
 #include "xla_ffi/collectives_cuda.h"
 
+#include <map>
+#include <mutex>
 #include <numeric>
+#include <tuple>
 
 #include "csrc/collectives/watchdog.h"
 #include "xla_ffi/collectives_transfer.h"
@@ -18,16 +21,48 @@ using namespace collectives;
 // What a call works on, beside its buffers.
 struct Group {
     nccl::Communicator communicator;
-    Peers& peers;
+    Peers* peers;
     cudaStream_t stream;
 };
 
-Group group_of(const CollectivesContext& context, const Attributes& attributes, cudaStream_t stream) {
+int current_ordinal() {
     int ordinal;
     check_cuda(cudaGetDevice(&ordinal), "the current device");
-    const nccl::Communicator communicator =
-        get_communicator(context, attributes.groups, attributes.group_size);
-    return {communicator, peers_of(ordinal, communicator, stream, sizeof(Control)), stream};
+    return ordinal;
+}
+
+// The groups of each device, by the ids of their mesh axis. Initialize, which every execution begins with, finds them;
+// Execute takes them from here, since asking XLA for the communicator takes longer than a short transfer.
+class KnownGroups {
+public:
+    Group find(const CollectivesContext& context, const Attributes& attributes, cudaStream_t stream) {
+        const nccl::Communicator communicator = get_communicator(context, attributes.groups, attributes.group_size);
+        Peers& peers = peers_of(current_ordinal(), communicator, stream, sizeof(Control));
+        const std::lock_guard lock(mutex_);
+        return groups_[key(attributes)] = {communicator, &peers, stream};
+    }
+
+    Group get(const Attributes& attributes, cudaStream_t stream) {
+        const std::lock_guard lock(mutex_);
+        Group group = groups_.at(key(attributes));
+        group.stream = stream;
+        return group;
+    }
+
+private:
+    using Key = std::tuple<int, int64_t, std::vector<int64_t>>;
+
+    static Key key(const Attributes& attributes) {
+        return {current_ordinal(), attributes.group_size, {attributes.groups.begin(), attributes.groups.end()}};
+    }
+
+    std::mutex mutex_;
+    std::map<Key, Group> groups_;
+};
+
+KnownGroups& known_groups() {
+    static auto* const groups = new KnownGroups;  // never destroyed: handlers may outlive main
+    return *groups;
 }
 
 void exchange_pair_buffers(const Transfer& transfer, const Group& group) {
@@ -49,7 +84,7 @@ enum class Direction { kIntoArena, kOutOfArena };
 
 void copy_through_arena(Direction direction, const Transfer& transfer, const std::vector<ffi::AnyBuffer>& shared,
                         const Group& group) {
-    if (not uses_arena(transfer.native, group.peers))
+    if (not uses_arena(transfer.native, *group.peers))
         return;
     for (size_t i = 0; i < shared.size(); ++i) {
         void* const in_arena = transfer.arenas[transfer.rank] + (transfer.places[i] & ~kInArena);
@@ -93,6 +128,8 @@ void group_reduce(const Transfer& transfer, const Buffers& buffers, const Group&
     if (transfer.outgoing)
         check_cuda(pack_partials(transfer, group.stream), "launching the kernel that packs rows");
     exchange_pair_buffers(transfer, group);
+    for (const ffi::AnyBuffer& sums : buffers.to)
+        check_cuda(cudaMemsetAsync(sums.untyped_data(), 0, sums.size_bytes(), group.stream), "zeroing sums");
     for (int i = 0; i < transfer.num_arrays; ++i)
         if (const Transfer part = of_one_kind(transfer, buffers, i); part.num_arrays > 0)
             check_cuda(pull_sums(part, group.stream), "launching the kernel that adds up rows");
@@ -100,19 +137,23 @@ void group_reduce(const Transfer& transfer, const Buffers& buffers, const Group&
 
 // --- the stages ---
 
-void initialize(Kind kind, const Buffers& buffers, const Attributes& attributes, const Group& group) {
+void initialize(Kind kind, const CollectivesContext& context, const Buffers& buffers, const Attributes& attributes,
+                cudaStream_t stream) {
+    const Group group = known_groups().find(context, attributes, stream);
     for (const auto preload : {preload_push, preload_pair_rows, preload_pull})
         check_cuda(preload(), "loading the kernels");
-    if (not uses_arena(native_ranks(group.peers, attributes), group.peers))
+    if (not uses_arena(native_ranks(*group.peers, attributes), *group.peers))
         return;
     size_t bytes = 0;
     for (const ffi::AnyBuffer& buffer : shared_side(kind, buffers))
         bytes += buffer.size_bytes();
-    grow_arena(group.peers, group.communicator, group.stream, bytes);
+    grow_arena(*group.peers, group.communicator, group.stream, bytes);
 }
 
-void execute(Kind kind, const Buffers& buffers, const Attributes& attributes, const Group& group) {
-    const Transfer transfer = to_transfer(kind, buffers, attributes, group.peers);
+void execute(Kind kind, const CollectivesContext&, const Buffers& buffers, const Attributes& attributes,
+             cudaStream_t stream) {
+    const Group group = known_groups().get(attributes, stream);
+    const Transfer transfer = to_transfer(kind, buffers, attributes, *group.peers);
     (kind == Kind::kCast ? group_cast : group_reduce)(transfer, buffers, group);
 }
 
@@ -129,7 +170,7 @@ ffi::Error stage(cudaStream_t stream, CollectivesContext context, ffi::Remaining
         hopper_device();
         const Attributes attributes{groups,  group_size,     input_rows,     output_rows, pair_rows,
                                     num_sms, implementation, ranks_per_host, timeout_ms};
-        kRun(kKind, to_buffers(arguments, results), attributes, group_of(context, attributes, stream));
+        kRun(kKind, context, to_buffers(arguments, results), attributes, stream);
     });
 }
 

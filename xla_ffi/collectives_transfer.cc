@@ -111,7 +111,7 @@ void set_peers(Transfer& transfer, const Peers& peers) {
     }
 }
 
-void set_places(Transfer& transfer, const std::vector<ffi::AnyBuffer>& shared, const Peers& peers) {
+void set_places(Transfer& transfer, const std::vector<ffi::AnyBuffer>& shared, Peers& peers) {
     const bool in_arena = uses_arena(transfer.native, peers);
     uint64_t offset = 0;
     for (int i = 0; i < transfer.num_arrays; ++i) {
@@ -167,7 +167,7 @@ bool uses_arena(uint64_t native, const Peers& peers) {
     return std::popcount(native) > 1 and not peers.shares_process;
 }
 
-Transfer to_transfer(Kind kind, const Buffers& buffers, const Attributes& attributes, const Peers& peers) {
+Transfer to_transfer(Kind kind, const Buffers& buffers, const Attributes& attributes, Peers& peers) {
     check_buffers(kind, buffers, attributes);
     check(peers.size <= kMaxRanks, "groups of more than " + std::to_string(kMaxRanks) + " ranks are not supported");
     Transfer transfer{};

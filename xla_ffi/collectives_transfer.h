@@ -39,7 +39,7 @@ uint64_t native_ranks(const collectives::Peers& peers, const Attributes& attribu
 bool uses_arena(uint64_t native, const collectives::Peers& peers);
 
 collectives::Transfer to_transfer(Kind kind, const Buffers& buffers, const Attributes& attributes,
-                                  const collectives::Peers& peers);
+                                  collectives::Peers& peers);
 
 // The numbers of an array that is added up.
 collectives::Number number_of(const xla::ffi::AnyBuffer& buffer);

@@ -5,7 +5,8 @@
 
 // Sums of what several ranks have for each row. Each warp takes chunks of its own. It goes through a chunk piece by piece,
 // for each piece through the segments that meet it, in the order of the sends: loads these from the peers into shared
-// memory, adds them up in registers, and writes the piece once.
+// memory, adds them up in registers, and writes the piece once. Pieces that nobody has a part of are left alone: the
+// sums are zeroed before.
 //
 // Schedule of a warp: kStages buffers in turn, one for the part of a segment that is in a piece, an item. Loads are ahead
 // of the additions by all buffers.
@@ -14,7 +15,7 @@ namespace jaxmagi::collectives {
 namespace {
 
 constexpr int kWarps = 8, kThreads = kWarps * kWarp;
-constexpr int kPiece = 2048, kStages = 8, kMostChunkBytes = 128 * kPiece;
+constexpr int kPiece = 4096, kStages = 5, kMostChunkBytes = 64 * kPiece;
 constexpr int kVectorBytes = 16, kVectors = kPiece / kVectorBytes / kWarp;  // of a lane
 
 struct WarpMemory {
@@ -177,21 +178,27 @@ public:
 
     // Sums of a chunk of so many bytes that travel, to where they belong.
     __device__ void add_up(char* to, int bytes, int num_segments) {
-        Items loading(memory_.segments, num_segments, bytes), adding = loading;
+        Items items(memory_.segments, num_segments, bytes);
+        Item in_buffer;  // of the lane's number
+        bool are_more = true;
+        const auto load_more = [&] {
+            for (Item item; are_more and loaded_ - added_ < kStages;)
+                if (are_more = items.next(item); are_more) {
+                    if (lane_ == loaded_ % kStages)
+                        in_buffer = item;
+                    load(item);
+                }
+        };
         Sums sums = {};
-        int piece = 0;
-        bool all_loading = false;
-        for (Item item; adding.next(item);) {
-            for (Item ahead; not all_loading and loaded_ - added_ < kStages;) {
-                all_loading = not loading.next(ahead);
-                if (not all_loading)
-                    load(ahead);
-            }
-            for (; piece < item.piece; piece += kPiece)
+        int piece = -1;
+        for (load_more(); added_ != loaded_; load_more()) {
+            const Item item = of_lane(in_buffer, added_ % kStages);
+            if (item.piece != piece and piece >= 0)
                 write(to, piece, bytes, sums);
+            piece = item.piece;
             add(item, sums);
         }
-        for (; piece < bytes; piece += kPiece)
+        if (piece >= 0)
             write(to, piece, bytes, sums);
     }
 
@@ -200,7 +207,14 @@ private:
     using Sums = typename Numbers::Sum[kVectors][Numbers::kNumbers];
 
     __device__ sm90::Mbarrier arrived(int stage) const { return {sm90::shared_address(&memory_.arrived[stage])}; }
-    __device__ int place(int vector) const { return (vector * kWarp + lane_) * kVectorBytes; }
+    __device__ int place(int vector) const { return (vector * kWarp + static_cast<int>(lane_)) * kVectorBytes; }
+
+    static __device__ Item of_lane(const Item& item, unsigned lane) {
+        return {.from = nullptr,
+                .piece = __shfl_sync(~0u, item.piece, lane),
+                .begin = __shfl_sync(~0u, item.begin, lane),
+                .end = __shfl_sync(~0u, item.end, lane)};
+    }
 
     __device__ void load(const Item& item) {
         const unsigned stage = loaded_++ % kStages;
@@ -223,7 +237,7 @@ private:
     }
 
     // Leaves zeros.
-    __device__ void write(char* to, int piece, int bytes, Sums& sums) {
+    __device__ void write(char* to, int piece, int bytes, Sums& sums) const {
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
             if (piece + place(i) < bytes)
@@ -235,12 +249,12 @@ private:
     }
 
     WarpMemory& memory_;
-    const int lane_ = threadIdx.x % kWarp;
+    const unsigned lane_ = threadIdx.x % kWarp;
     unsigned loaded_ = 0, added_ = 0;
 };
 
 template <typename Wire, typename Result>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     pull(const __grid_constant__ Transfer transfer, const __grid_constant__ Chunks chunks) {
     extern __shared__ __align__(128) char shared[];
     Memory& memory = *reinterpret_cast<Memory*>(shared);

@@ -247,11 +247,14 @@ void grow_arena(Peers& peers, nccl::Communicator communicator, cudaStream_t stre
     peers.arena_bytes = bytes;
 }
 
-bool is_accessible(const Peers& peers, const void* xla_buffer) {
+bool is_accessible(Peers& peers, const void* xla_buffer) {
+    if (peers.accessible.contains(xla_buffer))
+        return true;
     for (int peer = 0; peer < std::min(peers.size, kMaxRanks); ++peer)
         if (peers.is_reachable[peer] and peers.is_same_process[peer] and
             not can_access(peers.ordinals[peer], xla_buffer))
             return false;
+    peers.accessible.insert(xla_buffer);
     return true;
 }
 

@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <unordered_set>
 #include <vector>
 
 #include "csrc/collectives/nccl.h"
@@ -25,9 +26,9 @@ struct Peers {
     char* arena[kMaxRanks];           // staging arenas likewise; all null until the first growth
     size_t arena_bytes;
 
-    // For the exchanges between the hosts.
-    char* scratch;               // behind the own control block
-    std::vector<char*> retired;  // arenas that could not be freed yet
+    char* scratch;                               // of exchanges between the hosts, behind the own control block
+    std::vector<char*> retired;                  // arenas that could not be freed yet
+    std::unordered_set<const void*> accessible;  // see `is_accessible`
 };
 
 // Collective over the group, and blocks the host: only for Initialize, with the rank's CUDA device, `ordinal`, current.
@@ -44,8 +45,9 @@ Peers& peers_of(int ordinal, nccl::Communicator communicator, cudaStream_t strea
 void grow_arena(Peers& peers, nccl::Communicator communicator, cudaStream_t stream, size_t bytes);
 
 // Whether all reachable ranks in this process can use a buffer of this rank. False for memory that is not of CUDA's
-// virtual memory management, of which nothing is known.
-bool is_accessible(const Peers& peers, const void* xla_buffer);
+// virtual memory management, of which nothing is known. The driver is asked once for each address: XLA's pool, which
+// all buffers are in, keeps its memory.
+bool is_accessible(Peers& peers, const void* xla_buffer);
 
 // Frees everything of this process; later calls start anew. To be called on all processes, after their last collective
 // call has ended and before the next begins.

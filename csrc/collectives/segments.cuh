@@ -81,7 +81,7 @@ struct Segment {
     int begin, bytes;
 };
 
-constexpr int kMaxSegments = 512;
+constexpr int kMaxSegments = 256;
 
 struct Segments {
     Segment list[kMaxSegments];
