@@ -158,7 +158,7 @@ def _call(
 
 
 def _may_use_nccl(route: Route) -> bool:
-    """Whether there may be pairs of ranks that need buffers: in one process GPUs reach each other's memory."""
+    """Whether pairs of ranks may need buffers: in one process GPUs reach each other's memory."""
     several_hosts = jax.process_count() > 1 or route.ranks_per_host is not None
     return route.implementation == "nccl" or (route.implementation is None and several_hosts)
 
