@@ -103,7 +103,7 @@ void group_reduce(const Transfer& transfer, const Buffers& buffers, const Group&
 void initialize(Kind kind, const Buffers& buffers, const Attributes& attributes, const Group& group) {
     for (const auto preload : {preload_push, preload_pair_rows, preload_pull})
         check_cuda(preload(), "loading the kernels");
-    if (not uses_arena(native_ranks(group.peers, attributes), group.peers))
+    if (not group_uses_arenas(group.peers, attributes))
         return;
     size_t bytes = 0;
     for (const ffi::AnyBuffer& buffer : shared_side(kind, buffers))
