@@ -111,9 +111,13 @@ void initialize(Kind kind, const Buffers& buffers, const Attributes& attributes,
     grow_arena(group.peers, group.communicator, group.stream, bytes);
 }
 
+// Calls of a group share a control block and arenas. XLA gives them one stream, unless it may have several collectives
+// under way (xla_gpu_experimental_parallel_collective_overlap_limit).
 void execute(Kind kind, const Buffers& buffers, const Attributes& attributes, const Group& group) {
     const Transfer transfer = to_transfer(kind, buffers, attributes, group.peers);
+    check_cuda(cudaStreamWaitEvent(group.stream, group.peers.last_call), "waiting for the group's last call");
     (kind == Kind::kCast ? group_cast : group_reduce)(transfer, buffers, group);
+    check_cuda(cudaEventRecord(group.peers.last_call, group.stream), "recording an event");
 }
 
 constexpr const char* name_of(Kind kind) {

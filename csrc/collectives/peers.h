@@ -24,6 +24,7 @@ struct Peers {
     char* control[kMaxRanks];         // control blocks, as this device addresses them; null where unreachable
     char* arena[kMaxRanks];           // staging arenas likewise; all null until the first growth
     size_t arena_bytes;
+    cudaEvent_t last_call;  // after the last call of the group: calls take turns, on whatever streams they are
 
     // For the exchanges between the hosts.
     char* scratch;               // behind the own control block
