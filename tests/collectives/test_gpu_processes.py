@@ -31,8 +31,8 @@ def check_cast(implementation: Implementation) -> None:
 
 def check_all() -> None:
     size = jax.device_count()
-    hosts = {size // 2, size - 1}  # equal ones, and with one rank alone
-    groups = [everyone("native"), everyone("nccl"), *(everyone(None, ranks_per_host=n) for n in sorted(hosts))]
+    hosts = sorted({size // 2, size - 1})  # equal ones, and with one rank alone
+    groups = [everyone("native"), everyone("nccl"), *(everyone(None, ranks_per_host=n) for n in hosts)]
     for group in groups:
         check_patterns(group, rounds=10)
         check_transposes(group)
