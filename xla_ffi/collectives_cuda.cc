@@ -3,6 +3,7 @@
 #include <map>
 #include <mutex>
 #include <numeric>
+#include <set>
 #include <tuple>
 
 #include "csrc/collectives/watchdog.h"
@@ -39,6 +40,7 @@ public:
         const nccl::Communicator communicator = get_communicator(context, attributes.groups, attributes.group_size);
         Peers& peers = peers_of(current_ordinal(), communicator, stream, sizeof(Control));
         const std::lock_guard lock(mutex_);
+        load_kernels();
         return groups_[key(attributes)] = {communicator, &peers, stream};
     }
 
@@ -52,12 +54,21 @@ public:
 private:
     using Key = std::tuple<int, int64_t, std::vector<int64_t>>;
 
+    // Once for each device.
+    void load_kernels() {
+        if (not loaded_.insert(current_ordinal()).second)
+            return;
+        for (const auto preload : {preload_push, preload_pair_rows, preload_pull})
+            check_cuda(preload(), "loading the kernels");
+    }
+
     static Key key(const Attributes& attributes) {
         return {current_ordinal(), attributes.group_size, {attributes.groups.begin(), attributes.groups.end()}};
     }
 
     std::mutex mutex_;
     std::map<Key, Group> groups_;
+    std::set<int> loaded_;
 };
 
 KnownGroups& known_groups() {
@@ -140,9 +151,7 @@ void group_reduce(const Transfer& transfer, const Buffers& buffers, const Group&
 void initialize(Kind kind, const CollectivesContext& context, const Buffers& buffers, const Attributes& attributes,
                 cudaStream_t stream) {
     const Group group = known_groups().find(context, attributes, stream);
-    for (const auto preload : {preload_push, preload_pair_rows, preload_pull})
-        check_cuda(preload(), "loading the kernels");
-    if (not uses_arena(native_ranks(*group.peers, attributes), *group.peers))
+    if (not group_uses_arenas(*group.peers, attributes))
         return;
     size_t bytes = 0;
     for (const ffi::AnyBuffer& buffer : shared_side(kind, buffers))
@@ -150,11 +159,15 @@ void initialize(Kind kind, const CollectivesContext& context, const Buffers& buf
     grow_arena(*group.peers, group.communicator, group.stream, bytes);
 }
 
+// Calls of a group share a control block and arenas. XLA gives them one stream, unless it may have several collectives
+// under way (xla_gpu_experimental_parallel_collective_overlap_limit).
 void execute(Kind kind, const CollectivesContext&, const Buffers& buffers, const Attributes& attributes,
              cudaStream_t stream) {
     const Group group = known_groups().get(attributes, stream);
     const Transfer transfer = to_transfer(kind, buffers, attributes, *group.peers);
+    check_cuda(cudaStreamWaitEvent(stream, group.peers->last_call), "waiting for the group's last call");
     (kind == Kind::kCast ? group_cast : group_reduce)(transfer, buffers, group);
+    check_cuda(cudaEventRecord(group.peers->last_call, stream), "recording an event");
 }
 
 constexpr const char* name_of(Kind kind) {

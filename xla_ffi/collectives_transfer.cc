@@ -167,6 +167,11 @@ bool uses_arena(uint64_t native, const Peers& peers) {
     return std::popcount(native) > 1 and not peers.shares_process;
 }
 
+bool group_uses_arenas(const Peers& peers, const Attributes& attributes) {
+    const auto implementation = static_cast<Implementation>(attributes.implementation);
+    return not peers.shares_process and implementation != Implementation::kNccl and attributes.ranks_per_host != 1;
+}
+
 Transfer to_transfer(Kind kind, const Buffers& buffers, const Attributes& attributes, Peers& peers) {
     check_buffers(kind, buffers, attributes);
     check(peers.size <= kMaxRanks, "groups of more than " + std::to_string(kMaxRanks) + " ranks are not supported");

@@ -38,6 +38,10 @@ uint64_t native_ranks(const collectives::Peers& peers, const Attributes& attribu
 // Buffers of XLA are known in their own process only: for others, the shared side is in the arena.
 bool uses_arena(uint64_t native, const collectives::Peers& peers);
 
+// Whether any rank of the group may use its arena: the same on all of them, as arenas grow on all or on none. A rank
+// alone on its host has no use for its own.
+bool group_uses_arenas(const collectives::Peers& peers, const Attributes& attributes);
+
 collectives::Transfer to_transfer(Kind kind, const Buffers& buffers, const Attributes& attributes,
                                   collectives::Peers& peers);
 

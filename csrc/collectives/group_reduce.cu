@@ -280,7 +280,7 @@ using Kernel = void (*)(Transfer, Chunks);
 // In the order of `Number`: sums as they travel, and in float.
 constexpr Kernel kPull[][2] = {{pull<__nv_bfloat16, __nv_bfloat16>, pull<__nv_bfloat16, float>},
                                {pull<__half, __half>, pull<__half, float>},
-                               {pull<float, float>, pull<float, float>},
+                               {pull<float, float>, nullptr},
                                {pull<double, double>, nullptr}};
 
 }  // namespace

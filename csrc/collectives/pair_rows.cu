@@ -21,6 +21,15 @@ __device__ int last_at_most(const Receive* receives, int entries, int row) {
     return begin - 1;
 }
 
+__device__ void check(const Transfer& transfer, const Receive& receive) {
+    const bool fits = receive.peer >= 0 and receive.peer < transfer.size and receive.row >= 0 and receive.slot >= 0 and
+                      receive.length <= transfer.pair_rows - receive.slot;
+    if (not fits)
+        stop("jaxmagi: rank %d has a spec with the entry (src_rank %d, slot %d, row %d, length %d), which does not fit %d "
+             "ranks and %d rows of a pair\n",
+             transfer.rank, receive.peer, receive.slot, receive.row, receive.length, transfer.size, transfer.pair_rows);
+}
+
 __device__ void copy_row(const char* from, char* to, int bytes) {
     for (int at = threadIdx.x % kWarp * 16; at < bytes; at += kWarp * 16)
         *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(from + at);
@@ -66,7 +75,9 @@ template <typename Action> __global__ void __launch_bounds__(kThreads) for_rows(
         const int row = static_cast<int>(number % transfer.output_rows);
         const Receive* const receives = transfer.receives + int64_t{group} * transfer.entries;
         const int entry = last_at_most(receives, transfer.entries, row);
-        const bool is_sent = entry >= 0 and row < receives[entry].row + receives[entry].length;
+        const bool is_sent = entry >= 0 and row - receives[entry].row < receives[entry].length;
+        if (is_sent)
+            check(transfer, receives[entry]);
         if (is_sent and transfer.is_native(receives[entry].peer))
             continue;
         for (int i = 0; i < transfer.num_arrays; ++i) {

@@ -25,6 +25,7 @@ struct Peers {
     char* control[kMaxRanks];         // control blocks, as this device addresses them; null where unreachable
     char* arena[kMaxRanks];           // staging arenas likewise; all null until the first growth
     size_t arena_bytes;
+    cudaEvent_t last_call;  // after the last call of the group: calls take turns, on whatever streams they are
 
     char* scratch;                               // of exchanges between the hosts, behind the own control block
     std::vector<char*> retired;                  // arenas that could not be freed yet

@@ -94,6 +94,7 @@ __device__ inline void meet(const Transfer& transfer, Meeting& meeting) {
     if (threadIdx.x < kWarp)
         meet_by_warp(transfer, meeting);
     __syncthreads();
+    sm90::fence_global_for_async();  // the peers' memory is for bulk copies, the flags were not
 }
 
 __device__ inline void leave_by_warp(const Transfer& transfer, const Meeting& meeting) {
@@ -106,6 +107,7 @@ __device__ inline void leave_by_warp(const Transfer& transfer, const Meeting& me
     if (__shfl_sync(~0u, finished, 0) + 1 < gridDim.x)
         return;
     __threadfence_system();
+    __syncwarp();  // what the first lane saw of the other CTAs holds for all that tell the peers
     for_native_peers(transfer, [&](int peer) {
         sm90::store_release(&transfer.controls[peer]->from[transfer.rank].done, meeting.epoch);
     });

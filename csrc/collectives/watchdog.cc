@@ -21,6 +21,7 @@ constexpr std::chrono::milliseconds kPause{50};
 
 // One exchange. The clock starts when the stream has come to it: what runs before may take as long as it likes.
 struct Watched {
+    int ordinal;  // of the device
     cudaEvent_t begin, end;
     std::chrono::milliseconds timeout;
     std::string who;
@@ -63,6 +64,7 @@ private:
 
     // Whether it is over.
     static bool look_at(Watched& watched) {
+        cudaSetDevice(watched.ordinal);  // else the thread would have the first device, and start it for nothing
         if (watched.is_over()) {
             cudaEventDestroy(watched.begin);
             cudaEventDestroy(watched.end);
@@ -91,9 +93,11 @@ cudaEvent_t record(cudaStream_t stream) {
 
 void watch(cudaStream_t stream, uint64_t timeout_ms, std::string who, const std::function<void()>& enqueue) {
     static auto* const watchdog = new Watchdog;  // never destroyed: its thread runs until the process ends
+    int ordinal;
+    check_cuda(cudaGetDevice(&ordinal), "the current device");
     const cudaEvent_t begin = record(stream);
     enqueue();
-    watchdog->add({begin, record(stream), std::chrono::milliseconds(timeout_ms), std::move(who)});
+    watchdog->add({ordinal, begin, record(stream), std::chrono::milliseconds(timeout_ms), std::move(who)});
 }
 
 }  // namespace jaxmagi::collectives

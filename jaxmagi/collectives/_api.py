@@ -51,8 +51,9 @@ def group_cast[Tree](
     over x, over the spec or over both. The arrays of one pytree travel together.
 
     "native" and "nccl" are custom calls for GPUs: over NVLink straight into the memory of peers on the same
-    host, and by NCCL to any peer. They see what a device has: where x is sharded over a mesh axis of Explicit
-    type that ``shard_map`` leaves out they do not fit, and over one of Auto type XLA gathers it.
+    host, and by NCCL to any peer, for up to 64 ranks. They see what a device has: where x is sharded over a
+    mesh axis of Explicit type that ``shard_map`` leaves out they do not fit, and over one of Auto type XLA
+    gathers it.
 
     Args:
         x: pytree of local arrays ``[spec.input_rows, ...]``.

@@ -19,24 +19,28 @@ CAST = "jaxmagi_group_cast"
 REDUCE = "jaxmagi_group_reduce"
 
 _MOST_ARRAYS = 8  # of a call
+_MOST_RANKS = 64  # of a group
 _UNIT = 16  # bytes: rows are whole ones
 _PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 _SUMMABLE = ("bfloat16", "float16", "float32", "float64")
 _IMPLEMENTATIONS = {None: 0, "native": 1, "nccl": 2}
 
 
-def cast_misfit(operands: Sequence[Any], **_: Any) -> str | None:
+def cast_misfit(operands: Sequence[Any], *, cp_size: int, **_: Any) -> str | None:
     """Why the custom calls cannot cast these operands here; None if they can."""
     *xs, _, _ = operands
     packed = [x.dtype.name for x in xs if x.dtype.name in _PACKED]
     reason = f"{packed[0]} takes less than a byte" if packed else None
-    return platform_misfit() or _sharded_misfit(operands) or reason
+    return platform_misfit() or _size_misfit(cp_size) or _sharded_misfit(operands) or reason
 
 
-def reduce_misfit(operands: Sequence[Any], *, out_dtypes: Sequence[jnp.dtype], **_: Any) -> str | None:
+def reduce_misfit(
+    operands: Sequence[Any], *, cp_size: int, out_dtypes: Sequence[jnp.dtype], **_: Any
+) -> str | None:
     """Why the custom calls cannot reduce these operands here; None if they can."""
     *xs, _, _ = operands
-    return platform_misfit() or _sharded_misfit(operands) or _sum_misfit([x.dtype for x in xs], out_dtypes)
+    sum_misfit = _sum_misfit([x.dtype for x in xs], out_dtypes)
+    return platform_misfit() or _size_misfit(cp_size) or _sharded_misfit(operands) or sum_misfit
 
 
 def platform_misfit() -> str | None:
@@ -46,6 +50,12 @@ def platform_misfit() -> str | None:
     if _native.has_handler(CAST, "cuda") and _native.has_handler(REDUCE, "cuda"):
         return None
     return "the compiled extension jaxmagi._cuda is older than these sources: build jaxmagi again"
+
+
+def _size_misfit(cp_size: int) -> str | None:
+    if cp_size > _MOST_RANKS:
+        return f"the mesh axis has {cp_size} ranks, and the custom calls are for {_MOST_RANKS} at most"
+    return None
 
 
 def _sharded_misfit(operands: Sequence[Any]) -> str | None:

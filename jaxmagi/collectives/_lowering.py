@@ -12,7 +12,7 @@ from ._groups import replica_groups
 from ._route import Route
 
 type _Function = Callable[..., Sequence[jax.Array]]
-type _Misfit = Callable[..., str | None]  # of operand types and params: why custom calls cannot run them
+type _Misfit = Callable[..., str | None]  # of operand types, cp_size, params: why no custom call
 type _Rule = Callable[..., Any]
 
 
@@ -23,7 +23,7 @@ def register(primitive: Primitive, portable: _Function, compiled: _Function, mis
         primitive: what to lower.
         portable: the primitive in plain JAX.
         compiled: the primitive by custom calls for CUDA; gets the ``groups`` of devices too.
-        misfit: why operand types and params do not fit these; None if they do.
+        misfit: why operand types, ``cp_size`` (ranks of a group) and params do not fit it; None if they do.
     """
     otherwise = _portable_rule(primitive, portable, misfit)
     mlir.register_lowering(primitive, _portable_rule(primitive, portable, _no_kernel))
@@ -37,10 +37,12 @@ def _portable_rule(primitive: Primitive, function: _Function, misfit: _Misfit) -
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, route: Route, **params: Any) -> Any:
         if route.implementation in (None, "xla"):
             return lower(ctx, *operands, route=route, **params)
+        cp_size = replica_groups(ctx, route.axis_name).shape[1]
+        reason = misfit(ctx.avals_in, cp_size=cp_size, **params)
         platforms = ", ".join(ctx.platforms or ctx.module_context.platforms)
         raise NotImplementedError(
             f'implementation="{route.implementation}": {primitive.name} cannot run on platform {platforms}: '
-            f'{misfit(ctx.avals_in, **params)}. Use implementation="xla", or None for what fits.'
+            f'{reason}. Use implementation="xla", or None for what fits.'
         )
 
     return rule
@@ -50,10 +52,12 @@ def _cuda_rule(function: _Function, misfit: _Misfit, otherwise: _Rule) -> _Rule:
     """Lowers the function, which makes custom calls, where they fit and are not declined."""
 
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, route: Route, **params: Any) -> Any:
-        if route.implementation == "xla" or misfit(ctx.avals_in, **params) is not None:
+        groups = replica_groups(ctx, route.axis_name)
+        fits = misfit(ctx.avals_in, cp_size=groups.shape[1], **params) is None
+        if route.implementation == "xla" or not fits:
             return otherwise(ctx, *operands, route=route, **params)
         # Functions to be lowered do not see the context.
-        on_groups = functools.partial(function, groups=replica_groups(ctx, route.axis_name))
+        on_groups = functools.partial(function, groups=groups)
         lower = mlir.lower_fun(on_groups, multiple_results=True)
         return lower(ctx, *operands, route=route, **params)
 

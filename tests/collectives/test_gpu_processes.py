@@ -30,7 +30,9 @@ def check_cast(implementation: Implementation) -> None:
 
 
 def check_all() -> None:
-    groups = [everyone("native"), everyone("nccl"), everyone(None, ranks_per_host=jax.device_count() // 2)]
+    size = jax.device_count()
+    hosts = sorted({size // 2, size - 1})  # equal ones, and with one rank alone
+    groups = [everyone("native"), everyone("nccl"), *(everyone(None, ranks_per_host=n) for n in hosts)]
     for group in groups:
         check_patterns(group, rounds=10)
         check_transposes(group)
