@@ -101,9 +101,8 @@ def context_attention(
     Raises:
         ValueError: the axis is unknown, the plan is for another number of ranks or another length, or
             arguments do not fit together.
-        NotImplementedError: for an explicit implementation that does not fit (on GPUs "ffi" has no gradients
-            yet), for key heads that cannot be split over the mesh as the query heads are, and for second
-            derivatives.
+        NotImplementedError: for an explicit implementation that does not fit, for key heads that cannot be
+            split over the mesh as the query heads are, and for second derivatives.
     """
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     sinks = None if sinks is None else jnp.asarray(sinks)
