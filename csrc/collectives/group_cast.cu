@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     Memory& memory = *reinterpret_cast<Memory*>(shared);
     Pusher pusher(memory.warps[threadIdx.x / kWarp]);
     meet(transfer, memory.meeting);
-    if (blockIdx.x == 0 and threadIdx.x < kWarp)
+    if (blockIdx.x == 0)
         write_headers(transfer, transfer.sends, memory.meeting.rows);
     Segments& segments = memory.warps[threadIdx.x / kWarp].segments;
     for (int number; (number = next_chunk(transfer)) < chunks.total;) {

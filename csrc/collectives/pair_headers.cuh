@@ -3,13 +3,13 @@
 #include "csrc/collectives/row_counts.cuh"
 
 // The beginning of each part of a pair buffer: which call it belongs to, and how many rows it has. All functions are for
-// a whole warp.
+// all threads of a CTA.
 
 namespace jaxmagi::collectives {
 
-// Calls visit(peer) on some lane for each peer whose rows travel in pair buffers.
+// Calls visit(peer) on some thread for each peer whose rows travel in pair buffers.
 template <typename Visit> __device__ __forceinline__ void for_strangers(const Transfer& transfer, Visit visit) {
-    for (int peer = threadIdx.x % kWarp; peer < transfer.size; peer += kWarp)
+    for (int peer = static_cast<int>(threadIdx.x); peer < transfer.size; peer += static_cast<int>(blockDim.x))
         if (not transfer.is_native(peer))
             visit(peer);
 }

@@ -66,7 +66,7 @@ struct Pack {
 
 template <typename Action> __global__ void __launch_bounds__(kThreads) for_rows(const __grid_constant__ Transfer transfer) {
     __shared__ RowCounts rows;
-    if (blockIdx.x == 0 and threadIdx.x < kWarp)
+    if (blockIdx.x == 0)
         Action::header(transfer, rows);
     const int64_t num_rows = int64_t{transfer.groups} * transfer.output_rows;
     const int64_t first = int64_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp;

@@ -9,7 +9,8 @@
 //   meet    The first CTA tells the native peers where the rank's buffers lie. Each CTA waits for all peers' news, and
 //           only then touches their memory.
 //   leave   When the last CTA is done, it tells the peers that their buffers are no more needed, and waits until they
-//           have all said the same. Buffers are then free, and complete.
+//           have all said the same. Buffers are then free, and complete. By now it also knows how many rows the peers
+//           expected.
 //
 // Flags are epochs, which only grow, so that nothing has to be reset. A rank that waits for too long, or hears of another
 // call than its own, stops the program: it cannot go on, and its results must not be used.
@@ -45,26 +46,34 @@ __device__ __forceinline__ uint64_t address_of(const Transfer& transfer, uint64_
     return place & kInArena ? reinterpret_cast<uint64_t>(transfer.arenas[peer]) + (place & ~kInArena) : place;
 }
 
-__device__ inline void tell_peers(const Transfer& transfer, Meeting& meeting) {
-    count_rows(transfer, transfer.receives, meeting.rows);
+__device__ inline void tell_peers(const Transfer& transfer, uint32_t epoch) {
     for_native_peers(transfer, [&](int peer) {
         Mailbox& box = transfer.controls[peer]->from[transfer.rank];
         for (int i = 0; i < transfer.num_arrays; ++i)
             sm90::store_relaxed(&box.arrays[i], transfer.places[i]);
         sm90::store_relaxed(&box.call, transfer.call);
-        sm90::store_relaxed(&box.rows, meeting.rows.of_peer[peer]);
-        sm90::store_release(&box.ready, meeting.epoch);
+        sm90::store_release(&box.ready, epoch);
     });
 }
 
-// Whether the peers, whose news are there, mean the same call and the same rows.
-__device__ inline void compare(const Transfer& transfer, Meeting& meeting) {
+// Tells the peers how many rows should come from them, and notes how many go to them, for `compare_rows`.
+__device__ inline void note_rows(const Transfer& transfer, Meeting& meeting) {
+    Control& control = *transfer.controls[transfer.rank];
+    count_rows(transfer, transfer.receives, meeting.rows);
+    if (threadIdx.x < kWarp)
+        for_native_peers(transfer, [&](int peer) {
+            Mailbox& box = transfer.controls[peer]->from[transfer.rank];
+            sm90::store_relaxed(&box.rows[meeting.epoch % 2], meeting.rows.of_peer[peer]);
+        });
     count_rows(transfer, transfer.sends, meeting.rows);
-    for_native_peers(transfer, [&](int peer) {
-        const Mailbox& box = transfer.controls[transfer.rank]->from[peer];
-        check_same_call(transfer, peer, sm90::load_relaxed(&box.call));
-        check_same_rows(transfer.rank, peer, meeting.rows.of_peer[peer], sm90::load_relaxed(&box.rows));
-    });
+    if (threadIdx.x < kWarp)
+        for_native_peers(transfer, [&](int peer) { control.sent[peer] = meeting.rows.of_peer[peer]; });
+}
+
+__device__ inline void compare_rows(const Transfer& transfer, uint32_t epoch, int peer) {
+    const Control& control = *transfer.controls[transfer.rank];
+    check_same_rows(transfer.rank, peer, __ldcg(&control.sent[peer]),
+                    sm90::load_relaxed(&control.from[peer].rows[epoch % 2]));
 }
 
 __device__ inline void meet_by_warp(const Transfer& transfer, Meeting& meeting) {
@@ -78,22 +87,22 @@ __device__ inline void meet_by_warp(const Transfer& transfer, Meeting& meeting) 
     if (not transfer.has_native_peers())
         return;
     if (blockIdx.x == 0)
-        tell_peers(transfer, meeting);
+        tell_peers(transfer, meeting.epoch);
     for_native_peers(transfer, [&](int peer) {
         const Mailbox& box = control.from[peer];
         wait_for(transfer, &box.ready, meeting.epoch, peer, "came to the same call");
+        check_same_call(transfer, peer, sm90::load_relaxed(&box.call));
         for (int i = 0; i < transfer.num_arrays; ++i)
             meeting.addresses[peer][i] = address_of(transfer, sm90::load_relaxed(&box.arrays[i]), peer);
     });
-    __syncwarp();
-    if (blockIdx.x == 0)
-        compare(transfer, meeting);
 }
 
 __device__ inline void meet(const Transfer& transfer, Meeting& meeting) {
     if (threadIdx.x < kWarp)
         meet_by_warp(transfer, meeting);
     __syncthreads();
+    if (blockIdx.x == 0 and transfer.has_native_peers())
+        note_rows(transfer, meeting);
     sm90::fence_global_for_async();  // the peers' memory is for bulk copies, the flags were not
 }
 
@@ -113,6 +122,7 @@ __device__ inline void leave_by_warp(const Transfer& transfer, const Meeting& me
     });
     for_native_peers(transfer, [&](int peer) {
         wait_for(transfer, &control.from[peer].done, meeting.epoch, peer, "finished the call");
+        compare_rows(transfer, meeting.epoch, peer);
     });
     __syncwarp();
     if (threadIdx.x == 0) {

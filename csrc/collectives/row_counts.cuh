@@ -22,16 +22,17 @@ struct RowCounts {
     unsigned long long of_peer[kMaxRanks];
 };
 
-// By a warp, in shared memory.
+// By all threads of a CTA, in shared memory.
 template <typename Range>
 __device__ inline void count_rows(const Transfer& transfer, const Range* ranges, RowCounts& rows) {
-    for (int peer = threadIdx.x % kWarp; peer < kMaxRanks; peer += kWarp)
+    __syncthreads();  // nobody reads what was counted before
+    for (unsigned peer = threadIdx.x; peer < kMaxRanks; peer += blockDim.x)
         rows.of_peer[peer] = 0;
-    __syncwarp();
-    for (int64_t i = threadIdx.x % kWarp; i < int64_t{transfer.groups} * transfer.entries; i += kWarp)
+    __syncthreads();
+    for (int64_t i = threadIdx.x; i < int64_t{transfer.groups} * transfer.entries; i += blockDim.x)
         if (const Range range = ranges[i]; range.length > 0 and static_cast<unsigned>(range.peer) < kMaxRanks)
             atomicAdd(&rows.of_peer[range.peer], static_cast<unsigned long long>(range.length));
-    __syncwarp();
+    __syncthreads();
 }
 
 __device__ inline void check_same_call(const Transfer& transfer, int peer, uint64_t call) {
