@@ -1,11 +1,13 @@
-"""The example's loss on one device, with the compiled kernels and with plain XLA.
+"""The example's loss: on one device with the compiled kernels and with plain XLA, or on one and on several.
 
-    python -m benchmarks.train_curve [--steps 200] [--out FOLDER]
-    python -m benchmarks.train_curve --plot FOLDER
+    python -m benchmarks.train_curve [--context RANKS] [--steps 200] [--out FOLDER]
+    python -m benchmarks.train_curve [--context RANKS] --plot FOLDER
 
-examples/train_lm.py from the same parameters over the same batches, once with each implementation of
-attention, which is in bfloat16 for both: GPUs have no kernels for float32. Required is that the losses of
-every step agree to 1 %. With --out, writes train_curve_h200.json and .png there; --plot draws the .png anew.
+examples/train_lm.py from the same parameters over the same batches, twice, with attention in bfloat16: GPUs
+have no kernels for float32. Without --context once with each implementation of attention. With it both times
+with the kernels, once spread over so many devices. Required is that the losses of every step agree to 1 %.
+With --out, writes train_curve_h200 (or train_curve_context_h200) .json and .png there; --plot draws the .png
+anew.
 """
 
 import argparse
@@ -24,7 +26,7 @@ import numpy as np
 
 from benchmarks._measure import gpu_environment, save
 
-NAME = "train_curve_h200"
+NAME, CONTEXT_NAME = "train_curve_h200", "train_curve_context_h200"
 IMPLEMENTATIONS = ("ffi", "xla")
 AT_MOST = 0.01
 CAPACITY = 64  # documents: more than the example packs into a sequence
@@ -34,7 +36,7 @@ CAPACITY = 64  # documents: more than the example packs into a sequence
 class Curve:
     """The loss of every step in nats per byte; seconds include compilation."""
 
-    implementation: str
+    label: str
     seconds: float
     losses: list[float]
 
@@ -43,7 +45,7 @@ class Curve:
 class Comparison:
     """The largest difference of two losses at one step, as a part of the second."""
 
-    implementations: tuple[str, str]
+    curves: tuple[str, str]
     largest_relative_difference: float
     step: int
     at_most: float
@@ -74,6 +76,25 @@ def train(implementation: str, arguments: argparse.Namespace) -> Curve:
     return Curve(implementation, time.perf_counter() - start, losses)
 
 
+def train_spread(ranks: int, arguments: argparse.Namespace) -> Curve:
+    """One run of the example with the kernels, each sequence spread over so many devices."""
+    import jax
+
+    train_lm = example()
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((1, ranks), ("data", "context"), kinds, devices=jax.devices()[:ranks])
+    config = train_lm.to_config(arguments)
+    config = dataclasses.replace(config, implementation=IMPLEMENTATIONS[0], batch_axis_name="data")
+    first, *_ = next(train_lm.packed_batches(arguments.seq_len, 1))
+    to_batch = train_lm.ContextBatches(mesh, arguments.window, example=first)
+    sequences = train_lm.packed_batches(arguments.seq_len, 1)
+    batches = (to_batch(each, list(map(to_batch.plan, each))) for each in sequences)
+    start, label = time.perf_counter(), f"{IMPLEMENTATIONS[0]}, {ranks} devices"
+    with jax.set_mesh(mesh):
+        losses = train_lm.train(config, batches, arguments, label)
+    return Curve(label, time.perf_counter() - start, losses)
+
+
 def padded(batch: Any) -> Any:
     """The same batch with masks of one capacity, so that the training step compiles once."""
     window, full = (mask.pad_to(CAPACITY) for mask in (batch.window, batch.full))
@@ -87,18 +108,21 @@ def compare(first: Curve, second: Curve) -> Comparison:
     differences = np.where(np.isnan(differences), np.inf, differences)
     step = int(differences.argmax())
     largest = float(differences[step])
-    names = (first.implementation, second.implementation)
+    names = (first.label, second.label)
     return Comparison(names, largest, step, AT_MOST, largest <= AT_MOST)
 
 
-def run(given: list[str], out: Path | None) -> None:
+def run(given: list[str], ranks: int | None, out: Path | None) -> None:
     """Both curves and their difference, printed and saved; ``given`` are arguments of the example."""
     arguments = example().parse_arguments(given)
-    curves = [train(implementation, arguments) for implementation in IMPLEMENTATIONS]
+    if ranks is None:
+        curves = [train(implementation, arguments) for implementation in IMPLEMENTATIONS]
+    else:
+        curves = [train_spread(ranks, arguments), train(IMPLEMENTATIONS[0], arguments)]
     comparison = compare(*curves)
     for curve in curves:
         print(
-            f"{curve.implementation}: loss {curve.losses[0]:.3f} -> {curve.losses[-1]:.3f} nats per byte, "
+            f"{curve.label}: loss {curve.losses[0]:.3f} -> {curve.losses[-1]:.3f} nats per byte, "
             f"{curve.seconds:.0f} s"
         )
     print(
@@ -106,23 +130,29 @@ def run(given: list[str], out: Path | None) -> None:
         f"at step {comparison.step}, required at most {AT_MOST}: {'met' if comparison.met else 'missed'}"
     )
     if out:
-        print("saved", save(NAME, [*curves, comparison], out, **gpu_environment(), example=" ".join(given)))
-        plot(out)
+        name = name_of(ranks)
+        print("saved", save(name, [*curves, comparison], out, **gpu_environment(), example=" ".join(given)))
+        plot(name, out)
 
 
-def plot(folder: Path) -> None:
+def name_of(ranks: int | None) -> str:
+    """Of the files of a run."""
+    return NAME if ranks is None else CONTEXT_NAME
+
+
+def plot(name: str, folder: Path) -> None:
     """The curves over their relative difference, if matplotlib is there."""
     if not importlib.util.find_spec("matplotlib"):
         return
     import matplotlib.pyplot as plt
 
-    saved = json.loads((folder / f"{NAME}.json").read_text())
+    saved = json.loads((folder / f"{name}.json").read_text())
     first, second, comparison = saved["rows"]
     figure, (losses, differences) = plt.subplots(
         2, sharex=True, figsize=(9, 6), height_ratios=(2, 1), layout="constrained"
     )
     for curve, style in ((first, "-"), (second, ":")):
-        losses.plot(curve["losses"], style, label=f'implementation="{curve["implementation"]}"', linewidth=2)
+        losses.plot(curve["losses"], style, label=curve["label"], linewidth=2)
     losses.set(ylabel="loss (nats per byte)", title=f"examples/train_lm.py, {saved['environment']['gpu']}")
     losses.legend()
     expected = np.array(second["losses"])
@@ -131,20 +161,21 @@ def plot(folder: Path) -> None:
     differences.set(xlabel="step", ylabel="difference (%)")
     for axes in (losses, differences):
         axes.grid(alpha=0.3)
-    figure.savefig(folder / f"{NAME}.png", dpi=120)
+    figure.savefig(folder / f"{name}.png", dpi=120)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--context", type=int, metavar="RANKS", help="devices to spread a sequence over")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write JSON and plot there")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="only draw the plot of the JSON there")
     arguments = parser.parse_args()
     if arguments.plot:
-        return plot(arguments.plot)
-    run([f"--steps={arguments.steps}", "--attention-dtype=bfloat16"], arguments.out)
+        return plot(name_of(arguments.context), arguments.plot)
+    run([f"--steps={arguments.steps}", "--attention-dtype=bfloat16"], arguments.context, arguments.out)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from tests.test_examples import SMALL
 def test_largest_difference_is_relative_to_the_second() -> None:
     first, second = Curve("ffi", 1.0, [2.0, 4.0, 1.0]), Curve("xla", 1.0, [2.0, 4.04, 0.992])
     found = compare(first, second)
-    assert found.implementations == ("ffi", "xla") and found.step == 1 and found.met
+    assert found.curves == ("ffi", "xla") and found.step == 1 and found.met
     assert found.largest_relative_difference == pytest.approx(0.04 / 4.04)
     assert not compare(first, Curve("xla", 1.0, [2.0, 4.05, 1.0])).met
 
@@ -38,16 +38,29 @@ def test_masks_of_one_capacity() -> None:
             assert mask.bands.shape == (1, train_curve.CAPACITY, 6) and mask.area() == expected.area()
 
 
-def test_curves_of_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "name", "labels"),
+    [
+        (None, "train_curve_h200", ("ffi", "xla")),
+        (2, "train_curve_context_h200", ("ffi, 2 devices", "ffi")),
+    ],
+)
+def test_curves_of_the_example(
+    ranks: int | None,
+    name: str,
+    labels: tuple[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     # What the example does, it does under JAX's own defaults.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        train_curve.run([*SMALL, "--attention-dtype=bfloat16"], tmp_path)
-    saved = json.loads((tmp_path / "train_curve_h200.json").read_text())
+        train_curve.run([*SMALL, "--attention-dtype=bfloat16"], ranks, tmp_path)
+    saved = json.loads((tmp_path / f"{name}.json").read_text())
     first, second, comparison = saved["rows"]
-    assert (first["implementation"], second["implementation"]) == ("ffi", "xla")
+    assert (first["label"], second["label"]) == labels
     assert len(first["losses"]) == len(second["losses"]) == 6
     assert first["losses"][-1] < first["losses"][0]
     assert first["losses"] != second["losses"]  # they round in different places, so they did run both
     assert comparison["met"] and "met" in capsys.readouterr().out
     assert "--attention-dtype=bfloat16" in saved["environment"]["example"]
-    assert (tmp_path / "train_curve_h200.png").stat().st_size > 10_000
+    assert (tmp_path / f"{name}.png").stat().st_size > 10_000
