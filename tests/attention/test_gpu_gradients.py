@@ -156,6 +156,19 @@ def test_nan_that_nobody_sees(rng: np.random.Generator, dim: int, v_dim: int) ->
             run_and_check_gradients(poisoned, shape, cotangents=cotangents._replace(out=out))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_bands_begin_anywhere(dim: int, deterministic: bool) -> None:
+    """At every row of a block of 80 queries; between two bands are rows with NaN, which see nothing."""
+    no_limit, kv_len = 2**30, 150
+    bands = np.array([(q, q + 79, 0, kv_len, -no_limit, no_limit) for q in range(0, 80 * 83, 83)], np.int32)
+    shape = Shape(80 * 83, kv_len, dim=dim, v_dim=dim)
+    operands, blind_queries = poison_unseen(make_operands(shape, bands), jnp.nan)
+    cotangents = make_cotangents(shape)
+    cotangents = cotangents._replace(out=jnp.where(blind_queries, jnp.nan, cotangents.out))
+    run_and_check_gradients(operands, shape, cotangents=cotangents, deterministic=deterministic)
+
+
 def test_logits_of_minus_infinity() -> None:
     """Rows whose every visible logit is -inf have no gradient, and give none."""
     shape = Shape(Q_LEN, KV_LEN)

@@ -7,14 +7,6 @@
 
 namespace jaxmagi::sm90 {
 
-template <typename Config> __device__ __forceinline__ bool any_blind_rows(const typename Config::Rows* rows) {
-    bool any = false;
-#pragma unroll
-    for (int block = 0; block < Config::kRowBlocks; ++block)
-        any = any or rows[block].has_blind_rows != 0;
-    return any;
-}
-
 template <typename Config> struct BackwardCleaner {
     static constexpr int kVectors = kPanelRowBytes / 16;
 
@@ -39,7 +31,7 @@ template <typename Config> struct BackwardCleaner {
 #pragma unroll 1
         for (int i = thread; i < Config::kRows * kVectors; i += Config::kConsumerThreads) {
             const int row = i / kVectors;
-            if (memory.rows(step)[row / Config::kRowBlock].lse_log2[row % Config::kRowBlock] != INFINITY)
+            if (memory.rows(step)[row / 8].lse_log2[row % 8] != INFINITY)
                 continue;
             clean<Config::kDim>(memory.q(step) + i * 16, Config::kRows);
             clean<Config::kVDim>(memory.dout(step) + i * 16, Config::kRows);

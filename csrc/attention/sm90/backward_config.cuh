@@ -25,7 +25,6 @@ struct BackwardConfig {
     static constexpr bool kWide = kDim > 128;
     static constexpr int kRowBlock = row_block_of(kRows);
     static_assert(kRows % kRowBlock == 0);
-    using Rows = RowBlock<kRowBlock>;
     static constexpr bool kTransposedDq = has_transposed_sums(kRowBlock);
     static_assert(not kTransposedDq or kDim == 128);
     // Whether dK of a step is summed up beside the softmax of the next, for which queries and their operand stay
@@ -44,7 +43,7 @@ struct BackwardConfig {
     static constexpr int kDoutBytes = kRows * kPanelRowBytes * panels(kVDim);
     static constexpr int kKBytes = kKeys * kPanelRowBytes * panels(kDim);
     static constexpr int kVBytes = kKeys * kPanelRowBytes * panels(kVDim);
-    static constexpr int kRowBlocks = kRows / kRowBlock, kRowsBytes = kRowBlocks * static_cast<int>(sizeof(Rows));
+    static constexpr int kRowsBytes = kRows / 8 * static_cast<int>(sizeof(EightRows));
     // Of 16-bit numbers for each query and key of a step. Two of them.
     static constexpr int kLogitsBytes = kRows * kPanelRowBytes * panels(kKeys);
     // The gradient of a block of queries in shared memory: of each warpgroup a part, 64 columns of a row block, which
@@ -70,6 +69,7 @@ struct alignas(16) QueryRun {
     int band, first_head;
     int turn, key, key_head, example, plan;  // of the tile
     bool first;                              // of the tile
+    int origin;  // query at which block 0 begins, one of the first kRows. Stands here, or ptxas would spill
 };
 
 // One tile of keys, for the consumers.
@@ -86,7 +86,7 @@ struct alignas(16) StepMessage {
     int key_begin, key_end, lower, upper;  // read together
     int first_column, end_column;          // read together
     int masked;
-    int row_block;                 // the first one, among those of all heads
+    int row;  // the first one, among those of all heads: sums of 2^31 rows would take 512 GiB or more
     int plan, block, band, tile;           // fix the order of sums: block of queries in its head, band in the plan
 };
 
@@ -134,9 +134,8 @@ template <typename Config> struct BackwardMemory {
     }
     __device__ __forceinline__ SharedAddress dq() const { return anew(shared_address(base) + kDq); }
     // With the queries.
-    __device__ __forceinline__ const typename Config::Rows* rows(unsigned step) const {
-        const char* const rows = base + kRows + step % Config::kQStages * Config::kRowsBytes;
-        return reinterpret_cast<const typename Config::Rows*>(rows);
+    __device__ __forceinline__ const EightRows* rows(unsigned step) const {
+        return reinterpret_cast<const EightRows*>(base + kRows + step % Config::kQStages * Config::kRowsBytes);
     }
     __device__ __forceinline__ StepMessage& step_message(unsigned step) const {
         return reinterpret_cast<StepMessage*>(base + kStepMessages)[step % kSteps];

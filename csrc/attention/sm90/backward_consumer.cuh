@@ -65,7 +65,7 @@ protected:
     __device__ __forceinline__ DqSender<Config> sender() const {
         return {memory, warpgroup, static_cast<int>(thread_anew())};
     }
-    __device__ __forceinline__ ThreadRows<Config::kRowBlock> rows() const {
+    __device__ __forceinline__ ThreadRows rows() const {
         return {memory.rows(step), static_cast<int>(thread_anew() % 4 * 2)};
     }
 
@@ -152,7 +152,7 @@ protected:
     // Returns whether the step has rows without logits.
     __device__ __forceinline__ bool await_dout() const {
         memory.dout_full(step).wait(memory.dout_parity(step));
-        const bool has_blind_rows = any_blind_rows<Config>(memory.rows(step));
+        const bool has_blind_rows = memory.rows(step)->begins_blind_block != 0;
         if (has_blind_rows)
             cleaner().clean_rows(step);
         return has_blind_rows;

@@ -7,30 +7,29 @@ namespace {
 
 struct ConvertArguments {
     const float* sums;
-    const void* rows;
+    const EightRows* rows;
     void* dq;
     bool f32;
-    int q_len, heads, dim, kernel_dim, blocks_per_head;
+    int q_len, heads, dim, kernel_dim, rows_per_head;
+    int64_t panel;
     float scale;
 };
 
 // What a CTA converts. Rows without logits have no gradient, whatever their sums are: keys may be infinite.
 template <int kRowBlock> struct ConvertedBlock {
     const ConvertArguments& args;
-    int64_t row_block = blockIdx.x, all_heads = row_block / args.blocks_per_head;
+    int blocks_per_head = ceil_div(args.q_len, kRowBlock);
+    int all_heads = blockIdx.x / blocks_per_head, first = blockIdx.x % blocks_per_head * kRowBlock;
+    int64_t in_workspace = int64_t{all_heads} * args.rows_per_head + first;  // the first row
 
-    __device__ __forceinline__ const float* sums() const {
-        return args.sums + row_block * (kRowBlock * args.kernel_dim);
-    }
     __device__ __forceinline__ bool is_sighted(int row) const {
-        return static_cast<const RowBlock<kRowBlock>*>(args.rows)[row_block].lse_log2[row] != INFINITY;
+        return args.rows[in_workspace / 8 + row / 8].lse_log2[row % 8] != INFINITY;
     }
-    __device__ __forceinline__ int position(int row) const {
-        return static_cast<int>(row_block % args.blocks_per_head) * kRowBlock + row;
-    }
+    __device__ __forceinline__ int position(int row) const { return first + row; }
     // Its number in [batch, q_len, heads].
     __device__ __forceinline__ int64_t number(int row) const {
-        return (all_heads / args.heads * args.q_len + position(row)) * args.heads + all_heads % args.heads;
+        const int64_t example = all_heads / args.heads;
+        return (example * args.q_len + position(row)) * args.heads + all_heads % args.heads;
     }
 };
 
@@ -46,7 +45,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads) convert(const __grid_consta
         out.wanted[r] = block.position(row) < args.q_len;
         sighted[r] = block.is_sighted(row);
     }
-    const float4* from = reinterpret_cast<const float4*>(block.sums()) + thread;
+    const float4* from = reinterpret_cast<const float4*>(args.sums + block.in_workspace * args.kernel_dim) + thread;
     for (int column = 0; column < args.dim; column += 32) {
         float part[16];
 #pragma unroll
@@ -86,8 +85,8 @@ __global__ void __launch_bounds__(kWarpgroupThreads) convert_transposed(const __
     const ConvertedBlock<kRowBlock> block{args};
     const int thread = threadIdx.x, first = thread % 32 / 4, eight = thread / 32 * 4 + thread % 4;
     // Where the first column lies: panel, warp and half of the accumulator, and the pair and place of the query.
-    const float* const from = block.sums() + eight / 8 * (kRowBlock * 64) + eight % 8 / 2 * 128 + eight % 2 * 2 +
-                              first / 2 * 4 + first % 2;
+    const float* const from = args.sums + eight / 8 * args.panel + block.in_workspace * kPanelColumns +
+                              eight % 8 / 2 * 128 + eight % 2 * 2 + first / 2 * 4 + first % 2;
     if (eight * 8 >= args.dim)
         return;
 #pragma unroll 2
@@ -120,12 +119,14 @@ cudaError_t convert_dq(const BackwardParams& params, const BackwardWorkspace& wo
                                 .heads = shape.heads,
                                 .dim = shape.dim,
                                 .kernel_dim = kernel_dim,
-                                .blocks_per_head = workspace.blocks_per_head,
+                                .rows_per_head = workspace.rows_per_head,
+                                .panel = workspace.dq_panel,
                                 .scale = params.scale};
     const bool transposed = has_transposed_sums(workspace.row_block);
     const auto kernel =
         params.dtype == DType::kBF16 ? kernel_for<BFloat16>(transposed) : kernel_for<Float16>(transposed);
-    kernel<<<shape.batch * shape.heads * workspace.blocks_per_head, kWarpgroupThreads, 0, stream>>>(args);
+    const int blocks_per_head = ceil_div(shape.q_len, workspace.row_block);
+    kernel<<<shape.batch * shape.heads * blocks_per_head, kWarpgroupThreads, 0, stream>>>(args);
     return cudaGetLastError();
 }
 

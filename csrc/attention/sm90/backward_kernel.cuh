@@ -33,7 +33,7 @@
 //                                     tiles from being overwritten: see BackwardMemory
 //   kv_full (1)    producer and TMA   keys and values of a tile; of one that nobody sees, and at the end, the producer
 //   kv_empty (all consumer warps)     after the last product of the tile, and so after the stores of the tile before
-//   q_full (1)     producer and TMA   queries of a step, their row blocks, and the step's message
+//   q_full (1)     producer and TMA   queries of a step, what is known of them, and the step's message
 //   q_empty (consumer warpgroups)     after the product for dK, which may end in the next step
 //   dout_full (1)  producer and TMA   cotangents of a step
 //   dout_empty (consumer warpgroups)  after the product for dV

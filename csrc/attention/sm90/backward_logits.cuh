@@ -9,22 +9,16 @@
 namespace jaxmagi::sm90 {
 
 // What a thread needs of the rows, by fragments of 8 columns.
-template <int kRowBlock> struct ThreadRows {
-    static constexpr int kFragments = kRowBlock / 8;
-
-    const RowBlock<kRowBlock>* blocks;
+struct ThreadRows {
+    const EightRows* fragments;
     int first_column;  // of the thread
 
-    __device__ __forceinline__ float2 lse_log2(int fragment) const {
-        return pair(blocks[fragment / kFragments].lse_log2, fragment);
-    }
-    __device__ __forceinline__ float2 delta(int fragment) const {
-        return pair(blocks[fragment / kFragments].delta, fragment);
-    }
+    __device__ __forceinline__ float2 lse_log2(int fragment) const { return pair(fragments[fragment].lse_log2); }
+    __device__ __forceinline__ float2 delta(int fragment) const { return pair(fragments[fragment].delta); }
 
 private:
-    __device__ __forceinline__ float2 pair(const float (&numbers)[kRowBlock], int fragment) const {
-        return *reinterpret_cast<const float2*>(numbers + fragment % kFragments * 8 + first_column);
+    __device__ __forceinline__ float2 pair(const float (&numbers)[8]) const {
+        return *reinterpret_cast<const float2*>(numbers + first_column);
     }
 };
 
@@ -40,8 +34,8 @@ struct SeenBits {
 };
 
 // A bit for each pair of a thread's columns: whether the query has logits.
-template <int kCount, int kRowBlock>
-__device__ __forceinline__ uint32_t sighted_bits(const ThreadRows<kRowBlock>& rows) {
+template <int kCount>
+__device__ __forceinline__ uint32_t sighted_bits(const ThreadRows& rows) {
     uint32_t sighted = ~0u;
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) {
@@ -53,8 +47,8 @@ __device__ __forceinline__ uint32_t sighted_bits(const ThreadRows<kRowBlock>& ro
 
 // key: the thread's first one in the tile. Queries without logits, if there are any that exist, see nothing, whatever
 // their numbers are.
-template <int kCount, int kRowBlock>
-__device__ __forceinline__ SeenBits seen_bits(const StepMessage& message, const ThreadRows<kRowBlock>& rows, int key,
+template <int kCount>
+__device__ __forceinline__ SeenBits seen_bits(const StepMessage& message, const ThreadRows& rows, int key,
                                               bool has_blind_rows) {
     static_assert(kCount <= 64);
     const int4 keys = reinterpret_cast<const int4*>(&message)[0];     // key_begin, key_end, lower, upper
@@ -73,8 +67,8 @@ __device__ __forceinline__ SeenBits seen_bits(const StepMessage& message, const 
 }
 
 // Logits become probabilities.
-template <int kCount, int kRowBlock>
-__device__ __forceinline__ void exponentiate(float (&logits)[kCount], const ThreadRows<kRowBlock>& rows,
+template <int kCount>
+__device__ __forceinline__ void exponentiate(float (&logits)[kCount], const ThreadRows& rows,
                                              float to_log2) {
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) {
@@ -94,9 +88,9 @@ template <int kCount> __device__ __forceinline__ void hide(float (&p)[kCount], c
 }
 
 // Gradients of the probabilities become those of the logits.
-template <int kCount, int kRowBlock>
+template <int kCount>
 __device__ __forceinline__ void differentiate(float (&dp)[kCount], const float (&p)[kCount],
-                                              const ThreadRows<kRowBlock>& rows) {
+                                              const ThreadRows& rows) {
 #pragma unroll
     for (int i = 0; i < kCount / 4; ++i) {
         const float2 delta = rows.delta(i);
@@ -116,9 +110,9 @@ template <int kCount> __device__ __forceinline__ void saturate(float (&logits)[k
 }
 
 // With a soft cap: saturated logits become probabilities, and gradients of the probabilities those of the logits.
-template <int kCount, int kRowBlock>
+template <int kCount>
 __device__ __forceinline__ void differentiate_capped(float (&dp)[kCount], float (&saturated)[kCount],
-                                                     const ThreadRows<kRowBlock>& rows, const SeenBits& seen,
+                                                     const ThreadRows& rows, const SeenBits& seen,
                                                      float cap_log2) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

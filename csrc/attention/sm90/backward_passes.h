@@ -6,7 +6,7 @@
 
 namespace jaxmagi::sm90 {
 
-// Fills the workspace: zeros, the row blocks and, where the order of sums is fixed, what it is found by.
+// Fills the workspace: zeros, what is known of the rows and, where the order of sums is fixed, what it is found by.
 cudaError_t prepare_backward(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile,
                              cudaStream_t stream);
 

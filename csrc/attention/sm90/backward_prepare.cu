@@ -6,47 +6,75 @@ namespace jaxmagi::sm90 {
 namespace {
 
 constexpr int kThreads = 256, kWarpSize = 32;
-constexpr int kHeads = 32;  // of a CTA of transpose_rows
+constexpr int kHeads = kWarpSize, kRows = 64;  // of a CTA of transpose_rows
+constexpr int kMostBlockRows = 128;
 constexpr float kLog2E = 1.4426950408889634f;
 
 struct RowsArguments {
     const float *lse, *delta;
-    void* rows;
-    int q_len, heads, blocks_per_head;
+    EightRows* rows;
+    int q_len, heads, rows_per_head, ctas_per_example;
+    int block_rows;  // of a block of queries
 };
 
-// A CTA takes a row block of some heads of an example: heads lie side by side in what it reads, positions in what it
-// writes.
-template <typename Rows>
-__global__ void __launch_bounds__(kThreads) transpose_rows(const __grid_constant__ RowsArguments args) {
-    constexpr int kRowBlock = Rows::kRows;
-    __shared__ float lse_log2[kRowBlock][kHeads + 1], delta[kRowBlock][kHeads + 1];
-    const int first_head = blockIdx.y * kHeads, block = blockIdx.x % args.blocks_per_head;
-    const int64_t example = blockIdx.x / args.blocks_per_head;
-    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-    const bool has_head = first_head + lane < args.heads;
-    for (int i = warp; i < kRowBlock; i += kThreads / kWarpSize) {
-        const int position = block * kRowBlock + i;
-        const int64_t at = (example * args.q_len + position) * args.heads + first_head + lane;
-        const bool exists = has_head and position < args.q_len;
+// What a CTA has in shared memory of its rows, and of as many more as a block that begins with its last ones may have.
+struct StagedRows {
+    static constexpr int kEights = (kRows + kMostBlockRows) / 8 - 1;
+
+    float lse_log2[kRows][kHeads + 1], delta[kRows][kHeads + 1];
+    uint32_t blind[kEights];  // a bit for each head: whether any of eight rows exists and has no logits
+};
+
+// Eight rows by a warp, a head a lane.
+__device__ void stage_rows(const RowsArguments& args, StagedRows& staged, int64_t example, int first_row, int head,
+                           int eight) {
+    const int lane = threadIdx.x % kWarpSize;
+    bool is_blind = false;
+#pragma unroll
+    for (int i = eight * 8; i < eight * 8 + 8; ++i) {
+        const int position = first_row + i;
+        const int64_t at = (example * args.q_len + position) * args.heads + head;
+        const bool exists = head < args.heads and position < args.q_len;
         const float lse = exists ? args.lse[at] : -INFINITY;
-        lse_log2[i][lane] = lse == -INFINITY ? INFINITY : lse * kLog2E;
-        delta[i][lane] = lse == -INFINITY ? 0.f : args.delta[at];
+        is_blind = is_blind or (exists and lse == -INFINITY);
+        if (i >= kRows)
+            continue;
+        staged.lse_log2[i][lane] = lse == -INFINITY ? INFINITY : lse * kLog2E;
+        staged.delta[i][lane] = lse == -INFINITY ? 0.f : args.delta[at];
     }
+    const uint32_t blind = __ballot_sync(~0u, is_blind);
+    if (lane == 0)
+        staged.blind[eight] = blind;
+}
+
+// Of one head, by a warp.
+__device__ void write_rows(const StagedRows& staged, EightRows* to, int num_rows, int head, int block_rows) {
+    for (int i = threadIdx.x % kWarpSize; i < num_rows; i += kWarpSize) {
+        to[i / 8].lse_log2[i % 8] = staged.lse_log2[i][head];
+        to[i / 8].delta[i % 8] = staged.delta[i][head];
+        if (i % 8 != 0)
+            continue;
+        uint32_t blind = 0;
+        for (int eight = i / 8; eight < (i + block_rows) / 8; ++eight)
+            blind |= staged.blind[eight];
+        to[i / 8].begins_blind_block = blind >> head & 1;
+    }
+}
+
+// A CTA takes some rows of some heads of an example: heads lie side by side in what it reads, positions in what it
+// writes.
+__global__ void __launch_bounds__(kThreads) transpose_rows(const __grid_constant__ RowsArguments args) {
+    __shared__ StagedRows staged;
+    const int first_head = blockIdx.y * kHeads, first_row = blockIdx.x % args.ctas_per_example * kRows;
+    const int64_t example = blockIdx.x / args.ctas_per_example;
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    for (int eight = warp; eight < (kRows + args.block_rows) / 8 - 1; eight += kThreads / kWarpSize)
+        stage_rows(args, staged, example, first_row, first_head + lane, eight);
     __syncthreads();
-    const int num_rows = min(kRowBlock, args.q_len - block * kRowBlock);  // may be negative
+    const int num_rows = min(kRows, args.rows_per_head - first_row);
     for (int head = warp; head < min(kHeads, args.heads - first_head); head += kThreads / kWarpSize) {
-        const int64_t row_block = (example * args.heads + first_head + head) * args.blocks_per_head + block;
-        Rows& to = static_cast<Rows*>(args.rows)[row_block];
-        bool is_blind = false;
-        for (int i = lane; i < kRowBlock; i += kWarpSize) {
-            to.lse_log2[i] = lse_log2[i][head];
-            to.delta[i] = delta[i][head];
-            is_blind = is_blind or (i < num_rows and lse_log2[i][head] == INFINITY);
-        }
-        is_blind = __any_sync(~0u, is_blind);
-        if (lane == 0)
-            to.has_blind_rows = is_blind;
+        const int64_t row = (example * args.heads + first_head + head) * args.rows_per_head + first_row;
+        write_rows(staged, args.rows + row / 8, num_rows, head, args.block_rows);
     }
 }
 
@@ -55,8 +83,8 @@ struct OrderArguments {
     const PlannedTile* tiles;
     Range* windows;
     int* places;
-    int capacity, key_tiles, blocks_per_head;
-    int row_block, block_rows;  // rows of a row block, and of a block of queries
+    int capacity, key_tiles;
+    int blocks_per_head, block_rows;  // blocks of queries, and the rows of one
 };
 
 // Plans lie along x, of which there may be more than a grid is high.
@@ -72,7 +100,7 @@ __global__ void __launch_bounds__(kThreads) find_windows(const __grid_constant__
     Range* windows = args.windows + int64_t{blockIdx.x} * args.blocks_per_head;
     const int lane = threadIdx.x % kWarpSize, stride = gridDim.y * kThreads / kWarpSize;
     for (int block = (blockIdx.y * kThreads + threadIdx.x) / kWarpSize; block < args.blocks_per_head; block += stride) {
-        const int row = block * args.row_block;
+        const int row = block * args.block_rows;
         int begin = args.capacity, end = 0;
         for (int i = lane; i < args.capacity; i += kWarpSize) {
             if (bands[i].k0 >= row + args.block_rows or bands[i].k1 <= row)
@@ -87,33 +115,36 @@ __global__ void __launch_bounds__(kThreads) find_windows(const __grid_constant__
     }
 }
 
-void launch_transpose(const BackwardParams& params, const BackwardWorkspace& workspace, cudaStream_t stream) {
+void launch_transpose(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile,
+                      cudaStream_t stream) {
     const BackwardShape& shape = params.shape;
-    const dim3 grid(shape.batch * workspace.blocks_per_head, ceil_div(shape.heads, kHeads));
+    const int ctas_per_example = ceil_div(workspace.rows_per_head, kRows);
+    const dim3 grid(shape.batch * ctas_per_example, ceil_div(shape.heads, kHeads));
     const RowsArguments args{.lse = params.lse,
                              .delta = params.delta,
                              .rows = workspace.rows,
                              .q_len = shape.q_len,
                              .heads = shape.heads,
-                             .blocks_per_head = workspace.blocks_per_head};
-    with_row_block(workspace.row_block,
-                   [&](auto rows) { transpose_rows<decltype(rows)><<<grid, kThreads, 0, stream>>>(args); });
+                             .rows_per_head = workspace.rows_per_head,
+                             .ctas_per_example = ctas_per_example,
+                             .block_rows = tile.rows};
+    transpose_rows<<<grid, kThreads, 0, stream>>>(args);
 }
 
 void launch_order(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile,
                   cudaStream_t stream) {
+    const int blocks_per_head = workspace.rows_per_head / tile.rows;
     const OrderArguments args{.bands = params.bands,
                               .tiles = params.tiles,
                               .windows = workspace.windows,
                               .places = workspace.places,
                               .capacity = params.capacity,
                               .key_tiles = workspace.key_tiles,
-                              .blocks_per_head = workspace.blocks_per_head,
-                              .row_block = workspace.row_block,
+                              .blocks_per_head = blocks_per_head,
                               .block_rows = tile.rows};
     constexpr int kMaxCtas = 1024, kWarps = kThreads / kWarpSize;
     const dim3 places_grid(params.plans, std::min(kMaxCtas, ceil_div(workspace.key_tiles, kThreads)));
-    const dim3 windows_grid(params.plans, std::min(kMaxCtas, ceil_div(workspace.blocks_per_head, kWarps)));
+    const dim3 windows_grid(params.plans, std::min(kMaxCtas, ceil_div(blocks_per_head, kWarps)));
     find_places<<<places_grid, kThreads, 0, stream>>>(args);
     find_windows<<<windows_grid, kThreads, 0, stream>>>(args);
 }
@@ -125,7 +156,7 @@ cudaError_t prepare_backward(const BackwardParams& params, const BackwardWorkspa
     const cudaError_t error = cudaMemsetAsync(workspace.dq, 0, workspace.bytes_to_clear, stream);
     if (error != cudaSuccess)
         return error;
-    launch_transpose(params, workspace, stream);
+    launch_transpose(params, workspace, tile, stream);
     if (params.deterministic)
         launch_order(params, workspace, tile, stream);
     return cudaGetLastError();
@@ -133,9 +164,7 @@ cudaError_t prepare_backward(const BackwardParams& params, const BackwardWorkspa
 
 cudaError_t preload_prepare() {
     cudaFuncAttributes attributes;
-    cudaError_t error = cudaFuncGetAttributes(&attributes, transpose_rows<RowBlock<64>>);
-    if (error == cudaSuccess)
-        error = cudaFuncGetAttributes(&attributes, transpose_rows<RowBlock<80>>);
+    cudaError_t error = cudaFuncGetAttributes(&attributes, transpose_rows);
     if (error == cudaSuccess)
         error = cudaFuncGetAttributes(&attributes, find_places);
     return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, find_windows) : error;

@@ -72,21 +72,18 @@ private:
     }
 
     __device__ __forceinline__ void load_queries(const QueryRun& run, int block, int head) const {
-        const int row_block =
-            (run.example * args.heads + head) * args.workspace.blocks_per_head + block * Config::kRowBlocks;
-        describe(run, block, row_block);
+        const int first = run.origin + block * Config::kRows;
+        const int row = (run.example * args.heads + head) * args.workspace.rows_per_head + first;
+        describe(run, block, first, row);
         memory.q_empty(step).wait(memory.q_parity(step) ^ 1);
         const Mbarrier full = memory.q_full(step);
         full.arrive_and_expect(Config::kQBytes + Config::kRowsBytes);
-        load<Config::kDim>(memory.q(step), maps.q, Config::kRows,
-                           {0, head, block * Config::kRows, run.example}, full);
-        const auto* rows = static_cast<const typename Config::Rows*>(args.workspace.rows) + row_block;
-        bulk_load(shared_address(memory.rows(step)), rows, Config::kRowsBytes, full);
+        load<Config::kDim>(memory.q(step), maps.q, Config::kRows, {0, head, first, run.example}, full);
+        bulk_load(shared_address(memory.rows(step)), args.workspace.rows + row / 8, Config::kRowsBytes, full);
     }
 
-    __device__ __forceinline__ void describe(const QueryRun& run, int block, int row_block) const {
+    __device__ __forceinline__ void describe(const QueryRun& run, int block, int first, int row) const {
         StepMessage& message = memory.step_message(step);
-        const int first = block * Config::kRows;
         message.key_begin = run.key_begin;
         message.key_end = run.key_end;
         // Bounded, so that sums do not overflow.
@@ -95,9 +92,9 @@ private:
         message.first_column = run.first_query - first;
         message.end_column = run.end_query - first;
         message.masked = block < run.whole.begin or block >= run.whole.end;
-        message.row_block = row_block;
+        message.row = row;
         message.plan = run.plan;
-        message.block = block * Config::kRowBlocks;
+        message.block = block;
         message.band = run.band;
         message.tile = run.key / Config::kKeys;
     }
@@ -107,7 +104,7 @@ private:
         const Mbarrier full = memory.dout_full(step);
         full.arrive_and_expect(Config::kDoutBytes);
         load<Config::kVDim>(memory.dout(step), maps.dout, Config::kRows,
-                            {0, head, block * Config::kRows, run.example}, full);
+                            {0, head, run.origin + block * Config::kRows, run.example}, full);
     }
 
     template <int kColumns>

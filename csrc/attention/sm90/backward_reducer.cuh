@@ -45,7 +45,11 @@ private:
     }
 
     __device__ __forceinline__ float* target(const StepMessage& message) const {
-        return args.workspace.dq + int64_t{message.row_block} * (Config::kRowBlock * Config::kDim);
+        return args.workspace.dq + int64_t{message.row} * (Config::kTransposedDq ? kPanelColumns : Config::kDim);
+    }
+
+    __device__ __forceinline__ int64_t part_stride() const {
+        return Config::kTransposedDq ? args.workspace.dq_panel : Config::kDqPartBytes / 4;
     }
 
     __device__ __forceinline__ static void await_part(int part) {
@@ -54,9 +58,9 @@ private:
 
     // Those of a pass lie `kDqPasses` parts apart in global memory.
     __device__ __forceinline__ void add_part(float* to, int pass, int part) const {
-        const int offset = (part * Config::kDqPasses + pass) * Config::kDqPartBytes;
-        bulk_add(to + offset / 4, memory.dq() + part * Config::kDqPartBytes,
-                 min(Config::kDqPartBytes, Config::kSumBytes - offset));
+        const int number = part * Config::kDqPasses + pass;
+        bulk_add(to + number * part_stride(), memory.dq() + part * Config::kDqPartBytes,
+                 min(Config::kDqPartBytes, Config::kSumBytes - number * Config::kDqPartBytes));
         bulk_commit();
     }
 
@@ -89,7 +93,7 @@ private:
     // The next turn begins when the additions are complete, but the parts are given back when they were read.
     __device__ __forceinline__ void add_in_turn(const StepMessage& message) const {
         float* const to = target(message);
-        int* const turns = args.workspace.turns + message.row_block;
+        int* const turns = args.workspace.turns + message.row / Config::kRows;
         const int turn = turn_of(message);
 #pragma unroll
         for (int pass = 0; pass < Config::kDqPasses; ++pass) {
@@ -128,10 +132,10 @@ private:
 
     // How many additions to the block come before this one.
     __device__ __forceinline__ int turn_of(const StepMessage& message) const {
-        const int64_t first_window = int64_t{message.plan} * args.workspace.blocks_per_head;
-        const Range window = args.workspace.windows[first_window + message.block];
+        const int blocks_per_head = args.workspace.rows_per_head / Config::kRows;
+        const Range window = args.workspace.windows[int64_t{message.plan} * blocks_per_head + message.block];
         const PlannedBand* bands = args.bands + int64_t{message.plan} * args.capacity;
-        const int first = message.block * Config::kRowBlock;
+        const int first = message.block * Config::kRows;
         const Range queries{first, first + Config::kRows};
         int before = 0;
 #pragma unroll 1

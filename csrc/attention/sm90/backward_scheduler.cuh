@@ -87,6 +87,7 @@ private:
     struct Found {
         Band band;
         Range blocks;
+        int origin;
     };
 
     __device__ __forceinline__ Found find(int index) const {
@@ -100,7 +101,14 @@ private:
         const Range queries = keys_of_rows(band, {tile.key, tile.key + Config::kKeys});
         if (is_empty(queries))
             return {band, {0, 0}};
-        return {band, {queries.begin / Config::kRows, ceil_div(queries.end, Config::kRows)}};
+        const int origin = begins_blocks_anywhere() ? queries.begin % Config::kRows / 8 * 8 : 0;
+        return {band, {queries.begin / Config::kRows, ceil_div(queries.end - origin, Config::kRows)}, origin};
+    }
+
+    // Whether the first block of a run begins with the first query that sees a key, rounded down to a multiple of 8.
+    // Where sums have an order, blocks count the additions to them, and so are the same in every run.
+    __device__ __forceinline__ bool begins_blocks_anywhere() const {
+        return Config::kTransposedDq and not args.deterministic;
     }
 
     __device__ __forceinline__ int count_blocks() const {
@@ -180,12 +188,14 @@ private:
         run.upper = min(band.hi, kUnbounded - 1) + tile.key + 1;
         run.first_query = band.k0;
         run.end_query = band.k1;
+        run.origin = found.origin;
         run.blocks = found.blocks;
         run.band = band_index;
         run.first_head = tile.key_head * args.schedule.group;
         const bool holds_keys = band.q0 <= tile.key and tile.key + Config::kKeys <= band.q1;
-        // All of a block's queries see all keys if it lies between these.
-        const int from = max(band.k0, band.lo + tile.key + Config::kKeys - 1), to = min(band.k1, run.upper);
+        // All of a block's queries see all keys if it lies between these, counted from the origin.
+        const int from = max(band.k0, band.lo + tile.key + Config::kKeys - 1) - found.origin;
+        const int to = min(band.k1, run.upper) - found.origin;
         run.whole = {ceil_div(max(from, 0), Config::kRows), holds_keys ? max(to, 0) / Config::kRows : 0};
     }
 

@@ -135,13 +135,13 @@ private:
 
     __device__ __forceinline__ void begin_dp_and_differentiate(Logits& p, Logits& ds) const {
         memory.dout_full(step).wait(memory.dout_parity(step));
-        const bool has_blind_rows = any_blind_rows<Config>(memory.rows(step));
+        const bool has_blind_rows = memory.rows(step)->begins_blind_block != 0;
         if (has_blind_rows)
             cleaner().clean_rows(step);
         multiply<Config::kVDim>(ds, memory.dout(step), memory.v());
-        const typename Config::Rows& rows = *memory.rows(step);
-        const float lse[2] = {rows.lse_log2[row()], rows.lse_log2[row() + 8]};
-        const float delta[2] = {rows.delta[row()], rows.delta[row() + 8]};
+        const EightRows* const rows = memory.rows(step) + row() / 8;
+        const float lse[2] = {rows[0].lse_log2[row() % 8], rows[1].lse_log2[row() % 8]};
+        const float delta[2] = {rows[0].delta[row() % 8], rows[1].delta[row() % 8]};
         const StepMessage& message = memory.step_message(step);
         SeenBits seen{{~0u, ~0u}};
         if (message.masked or has_blind_rows)

@@ -6,6 +6,7 @@
 #include "csrc/attention/sm90/backward.h"
 #include "csrc/attention/sm90/backward_rows.h"
 #include "csrc/common/math.h"
+#include "csrc/common/sm90/panel.h"
 #include "csrc/mask/band.h"
 
 // What the kernels of one backward pass share.
@@ -13,41 +14,51 @@
 namespace jaxmagi::sm90 {
 
 struct BackwardWorkspace {
-    int row_block;        // rows of a row block
-    int blocks_per_head;  // row blocks
+    int row_block;      // rows of a row block
+    int rows_per_head;  // with those behind the last one
     int key_tiles;
+    int64_t dq_panel;  // numbers of a panel of transposed sums
     // The first three are to be set to zero, and lie side by side.
-    float* dq;     // [batch, heads, blocks_per_head, row_block · dim of the kernel]: see has_transposed_sums
+    float* dq;     // [batch, heads, rows_per_head · dim of the kernel], or [panels, batch, heads, rows_per_head · 64]
+                   // where sums are transposed: see has_transposed_sums
     int* counter;  // of items that were taken
-    int* turns;    // [batch, heads, blocks_per_head]: how many additions to dq are done. Deterministic runs only
+    int* turns;    // [batch, heads, blocks of queries]: how many additions to dq are done. Deterministic runs only
     int64_t bytes_to_clear;
-    void* rows;      // RowBlock<row_block> [batch, heads, blocks_per_head]
-    Range* windows;  // [plans, blocks_per_head]: the bands that touch a block of queries. Deterministic runs only
-    int* places;     // [plans, key_tiles]: where a tile stands among the planned ones. Deterministic runs only
+    EightRows* rows;  // [batch, heads, rows_per_head / 8]
+    Range* windows;   // [plans, blocks of queries]: the bands that touch a block. Deterministic runs only
+    int* places;      // [plans, key_tiles]: where a tile stands among the planned ones. Deterministic runs only
     int64_t bytes;
 };
+
+// Blocks of queries begin at multiples of their length or, where sums are transposed and have no order, of 8.
+inline int padded_rows(int q_len, int block_rows, bool deterministic) {
+    const bool anywhere = has_transposed_sums(row_block_of(block_rows)) and not deterministic;
+    return anywhere ? round_up(q_len, 8) - 8 + block_rows : round_up(q_len, block_rows);
+}
 
 // base may be nullptr, to learn how many bytes it takes.
 inline BackwardWorkspace lay_out(char* base, const BackwardShape& shape, TileShape tile, int kernel_dim, int plans,
                                  bool deterministic) {
-    const int row_block = row_block_of(tile.rows);
-    const int64_t row_block_bytes = with_row_block(row_block, [](auto rows) { return sizeof(rows); });
-    const int blocks = ceil_div(shape.q_len, tile.rows) * (tile.rows / row_block);
-    const int64_t all_blocks = int64_t{shape.batch} * shape.heads * blocks;
+    const int rows_per_head = padded_rows(shape.q_len, tile.rows, deterministic);
+    const int64_t all_rows = int64_t{shape.batch} * shape.heads * rows_per_head;
+    const int64_t turns = deterministic ? all_rows / tile.rows : 0;
+    const int64_t windows = deterministic ? int64_t{plans} * (rows_per_head / tile.rows) : 0;
     int64_t bytes = 0;
     const auto take = [&](int64_t size) {
         char* const begin = base + bytes;
         bytes += round_up(size, 16);
         return begin;
     };
-    BackwardWorkspace layout{
-        .row_block = row_block, .blocks_per_head = blocks, .key_tiles = ceil_div(shape.kv_len, tile.keys)};
-    layout.dq = reinterpret_cast<float*>(take(all_blocks * row_block * kernel_dim * sizeof(float)));
+    BackwardWorkspace layout{.row_block = row_block_of(tile.rows),
+                             .rows_per_head = rows_per_head,
+                             .key_tiles = ceil_div(shape.kv_len, tile.keys),
+                             .dq_panel = all_rows * kPanelColumns};
+    layout.dq = reinterpret_cast<float*>(take(all_rows * kernel_dim * sizeof(float)));
     layout.counter = reinterpret_cast<int*>(take(sizeof(int)));
-    layout.turns = reinterpret_cast<int*>(take(deterministic ? all_blocks * sizeof(int) : 0));
+    layout.turns = reinterpret_cast<int*>(take(turns * sizeof(int)));
     layout.bytes_to_clear = bytes;
-    layout.rows = take(all_blocks * row_block_bytes);
-    layout.windows = reinterpret_cast<Range*>(take(deterministic ? int64_t{plans} * blocks * sizeof(Range) : 0));
+    layout.rows = reinterpret_cast<EightRows*>(take(all_rows / 8 * sizeof(EightRows)));
+    layout.windows = reinterpret_cast<Range*>(take(windows * sizeof(Range)));
     layout.places = reinterpret_cast<int*>(take(deterministic ? int64_t{plans} * layout.key_tiles * sizeof(int) : 0));
     layout.bytes = bytes;
     return layout;
