@@ -1,10 +1,15 @@
 """Calls on all devices of a mesh, one after another in one program, as work to be timed.
 
-Each call is made to wait for the one before: the first element of each of its operands is itself plus
-something of the last results that is zero, which the compiler does not know. So it can neither leave out a
-call, nor make two of them one, nor run them side by side; and all results are written in full, for they are
-carried from call to call. That costs one short kernel for each operand and call, which is part of what is
-measured.
+A loop carries one number, the token: of each call's results it adds up the first elements. Each call gets
+its operands through an optimization barrier that takes the token too, and its results pass through another
+one. XLA keeps these barriers until it has scheduled a program for GPUs. So it can neither leave out a call or
+part of its results, nor make two calls one, nor run them side by side, nor take one out of the loop; and as
+nothing writes to the operands, they are never copied. What a call makes of its tables alone may be made once
+for all calls.
+
+Measured beside the calls is what reads those elements, one short kernel a call, and what counts the turns of
+the loop. Where that matters, several calls make one turn. Then they share the constants that each begins
+with, such as zeros that it adds to, and these are copied.
 """
 
 import functools
@@ -19,7 +24,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from benchmarks._measure import DeviceWork
 
 AXIS = "ranks"
-_COLLECTIVE = re.compile(r"\b(all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute)(-start)?\(")
+COMMUNICATES = re.compile(
+    r"[ \"]((?:ragged-)?all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute|jaxmagi_group_\w+"
+    r"|(?:call|async)(?=-start))(?:-start)?[(\"]"
+)
+"""Finds what communicates in the text of a compiled program."""
 
 
 def mesh_of(num_ranks: int) -> Mesh:
@@ -38,73 +47,68 @@ def draw_normal(seed: int, rows: int, shape: tuple[int, ...], dtype: Any, mesh: 
     return _drawing((mesh.size * rows, *shape), dtype, mesh)(jax.random.key(seed))
 
 
-def on_ranks(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+def on_ranks(function: Callable[..., Any], mesh: Mesh) -> jax.stages.Wrapped:
     """``function`` of ranks' parts, compiled; all operands and results lead with the ranks' rows."""
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False))
 
 
 def chain(
-    function: Callable[[Any, Any], Any], operands: Any, tables: Any, mesh: Mesh, passes: int
+    function: Callable[[Any, Any], Any], operands: Any, tables: Any, mesh: Mesh, turns: int, calls: int = 1
 ) -> DeviceWork:
-    """``function(operands, tables)`` of each rank's parts, as many times as ``passes`` says.
+    """``function(operands, tables)`` of each rank's parts, many times.
 
     Args:
-        function: returns a pytree of floating-point arrays, and something of each in every result.
-        operands: pytree of arrays that lead with the ranks' rows; they are used up. Calls are linked by the
-            floating-point ones.
+        function: returns a pytree of floating-point arrays.
+        operands: pytree of arrays that lead with the ranks' rows. The floating-point ones link the calls.
         tables: likewise, of what all calls share.
         mesh: of `mesh_of`.
-        passes: see above.
+        turns: of the loop, two at least: one would be no loop.
+        calls: in each turn.
 
     Raises:
         RuntimeError: the compiler has taken a collective out of the loop.
     """
-    zero = jnp.zeros((), jnp.float32)
-    result = on_ranks(function, mesh)(operands, tables)
-
-    def calls(operands: Any, result: Any, tables: Any, zero: jax.Array) -> tuple[Any, Any]:
-        def call(carry: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], None]:
-            operands, result = carry
-            operands = _link(operands, result, zero)
-            return (operands, function(operands, tables)), None
-
-        return jax.lax.scan(call, (operands, result), None, length=passes)[0]
-
-    specs = (P(AXIS), P(AXIS), P(AXIS), P())
-    mapped = jax.shard_map(calls, mesh=mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False)
-    run = jax.jit(mapped, donate_argnums=(0, 1)).lower(operands, result, tables, zero).compile()
-    _check_loop(run.as_text() or "")
-    state = (operands, result)
-
-    def enqueue() -> Any:
-        nonlocal state
-        state = run(*state, tables, zero)
-        return state
-
-    return DeviceWork(enqueue, jax.block_until_ready, passes)
+    run = compile_chain(function, operands, tables, mesh, turns, calls)
+    return DeviceWork(lambda: run(operands, tables), jax.block_until_ready, turns * calls)
 
 
-def _link(operands: Any, result: Any, zero: jax.Array) -> Any:
-    """The operands, to be had only after the result."""
-    firsts = [_first(x).reshape(()).astype(zero.dtype) for x in jax.tree.leaves(result)]
-    nothing = sum(firsts) * zero
+def compile_chain(
+    function: Callable[[Any, Any], Any], operands: Any, tables: Any, mesh: Mesh, turns: int, calls: int
+) -> jax.stages.Compiled:
+    """The program of `chain`. It returns the sum of the first elements of all results, one for each rank."""
 
-    def link(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return x
-        return jax.lax.dynamic_update_slice(x, _first(x) + nothing.astype(x.dtype), (0,) * x.ndim)
+    def run(operands: Any, tables: Any) -> jax.Array:
+        def turn(token: jax.Array, _: Any) -> tuple[jax.Array, None]:
+            for _ in range(calls):
+                linked, token = _wait_for(token, operands)
+                token = _add_firsts(token, function(linked, tables))
+            return token, None
 
-    # The barrier, so that it is not made once more within what reads an operand, which would then be copied.
-    return jax.lax.optimization_barrier(jax.tree.map(link, operands))
+        return jax.lax.scan(turn, jnp.zeros((), jnp.float32), None, length=turns)[0][None]
+
+    compiled = on_ranks(run, mesh).lower(operands, tables).compile()
+    _check_loop(compiled.as_text() or "")
+    return compiled
 
 
-def _first(x: jax.Array) -> jax.Array:
-    """The first element, with all axes."""
-    return x[(slice(1),) * x.ndim]
+def _wait_for(token: jax.Array, operands: Any) -> tuple[Any, jax.Array]:
+    """The operands, to be had after the token, and the token, which counts only where it is used."""
+    leaves, structure = jax.tree.flatten(operands)
+    linked = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    *held, token = jax.lax.optimization_barrier((*(leaves[i] for i in linked), token))
+    for i, x in zip(linked, held, strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(structure, leaves), token
+
+
+def _add_firsts(token: jax.Array, results: Any) -> jax.Array:
+    """The token with the first element of each result, which is made in full."""
+    made = jax.tree.leaves(jax.lax.optimization_barrier(results))
+    return token + sum(x[(0,) * x.ndim].astype(token.dtype) for x in made)
 
 
 def _check_loop(program: str) -> None:
     """RuntimeError if the entry of a compiled program communicates, for all that is measured is in a loop."""
     entry = program[program.find("\nENTRY ") :]
-    if found := _COLLECTIVE.search(entry):
+    if found := COMMUNICATES.search(entry):
         raise RuntimeError(f"the compiler has taken {found.group(1)} out of the loop that is measured")

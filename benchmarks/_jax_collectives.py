@@ -194,8 +194,15 @@ def _slices(spec: GroupCastSpec) -> Arrays:
 
 
 def _ragged_all_to_all(output_rows: int) -> Callable[..., jax.Array]:
+    """It writes into an array that it is given: zeros, as rows that nobody sends are in ours.
+
+    They are made for each call. An array that calls share would be copied, also one of `jax.lax.empty`, which
+    is the same for all of them.
+    """
+
     def run(x: jax.Array, *slices: jax.Array) -> jax.Array:
-        output = jax.lax.empty((output_rows, *x.shape[1:]), x.dtype)
+        x, zero = jax.lax.optimization_barrier((x, jnp.zeros((), x.dtype)))
+        output = jnp.broadcast_to(zero, (output_rows, *x.shape[1:]))
         return jax.lax.ragged_all_to_all(x, output, *(s.reshape(-1) for s in slices), axis_name=AXIS)
 
     return run

@@ -13,8 +13,9 @@ of dimension 128: 4096 bytes a token in bfloat16. That is what a rank holds when
 
 A reduction takes the same way back and adds up what arrives, in rows of bfloat16 or float32. GB/s are bytes
 that arrive at a GPU from others, on average, over the time. Time on the device: many calls in one program,
-each waiting for the last, which costs two short kernels that are not subtracted; what launching the program
-and waiting for it cost is. Each implementation is measured in turns with the others.
+each waiting for the last, which costs a short kernel that is not subtracted; what launching the program and
+waiting for it cost is. Operands stay as they are, and each call writes new results. Each implementation is
+measured in turns with the others.
 
 With --out, writes collectives_h200.json there after each row.
 """
@@ -54,7 +55,9 @@ DIRECTIONS: tuple[Direction, ...] = get_args(Direction.__value__)
 OURS = native(16)
 FEW_SMS = [native(num) for num in SMS if num <= 16]
 PROGRAM_SECONDS = 20e-3  # of the calls of one program, if they are fast
-MAX_PASSES = 400
+MAX_CALLS = 400
+SHORT = 50e-6  # seconds of a call, beside which what a turn of the loop takes is not small
+SHORT_CALLS = 8  # that make one turn
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,12 @@ def received_bytes(transfer: Transfer, direction: Direction) -> np.ndarray:
     return rows * 2.0 * KV_HEADS * DIM * jnp.dtype(DTYPES[direction]).itemsize
 
 
-def make_work(implementation: Implementation, direction: Direction, mesh: Mesh, passes: int) -> DeviceWork:
-    """Run once."""
+def make_work(implementation: Implementation, direction: Direction, mesh: Mesh, seconds: float) -> DeviceWork:
+    """Run once. A call takes about so many seconds."""
+    calls = SHORT_CALLS if seconds < SHORT else 1
+    turns = max(2, math.ceil(min(MAX_CALLS, PROGRAM_SECONDS / seconds) / calls))
     tables = jax.device_put(implementation.tables, NamedSharding(mesh, P(AXIS)))
-    work = chain(implementation.run, implementation.operands(direction, mesh), tables, mesh, passes)
+    work = chain(implementation.run, implementation.operands(direction, mesh), tables, mesh, turns, calls)
     work.seconds(1)
     return work
 
@@ -97,13 +102,12 @@ def measure(
 ) -> list[Row | Failure]:
     """The rows of a transfer by the implementations whose name the pattern finds."""
     estimate = received_bytes(transfer, direction).max() / 300e9 + 10e-6
-    passes = min(MAX_PASSES, math.ceil(PROGRAM_SECONDS / estimate))
     works, failures = {}, []
     for name, implementation in implementations(transfer, direction).items():
         if not re.search(chosen, name):
             continue
         try:
-            works[name] = make_work(implementation, direction, mesh, passes)
+            works[name] = make_work(implementation, direction, mesh, estimate)
         except Exception as error:
             message = f"{type(error).__name__}: {error}"[:300]
             failures.append(Failure(transfer.name, direction, name, message))

@@ -76,14 +76,12 @@ def operands(workload: Workload, method: Method, mesh: Mesh) -> list[jax.Array]:
     return [draw_normal(seed, *size, jnp.bfloat16, mesh) for seed, size in enumerate(sizes)]
 
 
-def forward_work(method: Method, arrays: list[jax.Array], tables: Any, mesh: Mesh, passes: int) -> DeviceWork:
+def forward_work(method: Method, arrays: list[jax.Array], tables: Any, mesh: Mesh, turns: int) -> DeviceWork:
     *rows, _ = arrays
-    return chain(lambda rows, tables: method.attend(*rows, tables), rows, tables, mesh, passes)
+    return chain(lambda rows, tables: method.attend(*rows, tables), rows, tables, mesh, turns)
 
 
-def backward_work(
-    method: Method, arrays: list[jax.Array], tables: Any, mesh: Mesh, passes: int
-) -> DeviceWork:
+def backward_work(method: Method, arrays: list[jax.Array], tables: Any, mesh: Mesh, turns: int) -> DeviceWork:
     """What differentiating runs behind the forward pass."""
     *rows, cotangent = arrays
     structure = None
@@ -99,7 +97,7 @@ def backward_work(
         return jax.tree.unflatten(structure, leaves)(cotangent)
 
     saved = on_ranks(save_for_backward, mesh)(rows, tables)
-    return chain(gradients, (saved, cotangent), (), mesh, passes)
+    return chain(gradients, (saved, cotangent), (), mesh, turns)
 
 
 def make_works(
@@ -107,7 +105,7 @@ def make_works(
 ) -> tuple[dict[str, DeviceWork], list[Failure]]:
     """Those whose name the pattern finds, each run once, and those that failed."""
     estimate = workload.flops(direction) / mesh.size / 500e12
-    passes = max(2, math.ceil(PROGRAM_SECONDS / estimate))
+    turns = max(2, math.ceil(PROGRAM_SECONDS / estimate))
     make_work = forward_work if direction == "forward" else backward_work
     mask = workload.pattern.mask()
     works, failures = {}, []
@@ -117,7 +115,7 @@ def make_works(
         try:
             method = make(mask, mesh.size, "ffi")
             tables = jax.device_put(method.tables, NamedSharding(mesh, P(AXIS)))
-            work = make_work(method, operands(workload, method, mesh), tables, mesh, passes)
+            work = make_work(method, operands(workload, method, mesh), tables, mesh, turns)
             work.seconds(1)
             works[name] = work
         except Exception as error:

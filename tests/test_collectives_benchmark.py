@@ -171,7 +171,7 @@ def test_benchmark_of_what_runs_anywhere(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From the command line to JSON and checks; what cannot run here is a failure."""
-    monkeypatch.setattr(collectives, "MAX_PASSES", 3)
+    monkeypatch.setattr(collectives, "MAX_CALLS", 3)
     options = ["--tokens", "1024", "--ranks", "4", "--rows", "cast, doc|bf16, all-to", "--repeats", "2"]
     options += ["--implementations", "native, 16|plain|lax.all_to_all"]
     monkeypatch.setattr(sys, "argv", ["collectives.py", *options, "--out", str(tmp_path)])
