@@ -6,6 +6,8 @@
 The log is true where every GPU test of the tree passed, and the kernels' sources are those that were tested.
 Only a whole run writes it, for one of a part of the tests (a path, -k, --lf, -x that hit) would hold less,
 and only one with a module that was built from the sources as they are: the module carries their hash.
+--allow-stale only warns of a log of other sources or tests, and of tests that were skipped: the machine may
+have had too few GPUs.
 """
 
 import argparse
@@ -152,13 +154,15 @@ def is_uncommitted(path: Path) -> bool:
 
 
 def failures(log: dict[str, Any]) -> list[str]:
-    """The tests of a log that did not pass."""
-    return [f"{name}: {outcome}" for name, outcome in log["tests"].items() if outcome != "passed"]
+    """The tests of a log that failed."""
+    return [f"{name}: failed" for name, outcome in log["tests"].items() if outcome == "failed"]
 
 
 def staleness(log: dict[str, Any], tests: Iterable[str], sources: str) -> list[str]:
-    """Why a log is not that of these tests and these sources as they are committed; empty if it is."""
+    """Why a log is not that of all these tests and these sources as they are committed; empty if it is."""
     found = [f"{name}: not in the log" for name in tests if name not in log["tests"]]
+    skipped = [name for name, outcome in log["tests"].items() if outcome == "skipped"]
+    found += [f"{name}: skipped on a machine with {log['gpus']} GPUs" for name in skipped]
     if log["sources"] != sources:
         found.append(f"the log is of sources {log['sources'][:12]}, and the tree is {sources[:12]}")
     if is_uncommitted(LOG):
@@ -173,7 +177,7 @@ def main() -> None:
     )
     parser.add_argument("--check", action="store_true", required=True, help="check the committed log")
     parser.add_argument(
-        "--allow-stale", action="store_true", help="only warn of a log of other sources or tests"
+        "--allow-stale", action="store_true", help="only warn of other sources or tests, and of skipped ones"
     )
     arguments = parser.parse_args()
     if not LOG.exists():
@@ -184,7 +188,8 @@ def main() -> None:
         sys.exit("\n".join(failed + stale))
     for line in stale:
         print(f"warning: {line}")
-    print(f"{len(log['tests'])} tests passed on {log['gpu']}, {log['date']}")
+    passed = sum(outcome == "passed" for outcome in log["tests"].values())
+    print(f"{passed} tests passed on {log['gpu']}, {log['date']}")
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def check(
 ) -> None:
     """``--check`` with this log, in a tree with `TESTS`."""
     if log is not None:
-        (tmp_path / "log.json").write_text(json.dumps({"gpu": "x", "date": "y"} | log))
+        (tmp_path / "log.json").write_text(json.dumps({"gpu": "x", "gpus": 2, "date": "y"} | log))
     monkeypatch.setattr(gpu_log, "LOG", tmp_path / "log.json")
     monkeypatch.setattr(gpu_log, "collect", lambda: list(TESTS))
     monkeypatch.setattr(sys, "argv", ["gpu_log", "--check", *options])
@@ -132,7 +132,10 @@ def check(
     [
         ({"sources": "0" * 64}, "the log is of sources 000000000000"),
         ({"tests": TESTS | {"tests/a.py::one": "failed"}}, r"tests/a.py::one: failed"),
-        ({"tests": TESTS | {"tests/a.py::one": "skipped"}}, r"tests/a.py::one: skipped"),
+        (
+            {"tests": TESTS | {"tests/a.py::one": "skipped"}},
+            r"tests/a.py::one: skipped on a machine with 2 GPUs",
+        ),
         ({"tests": TESTS | {"tests/gone.py::three": "failed"}}, r"tests/gone.py::three: failed"),
         ({"tests": {"tests/a.py::one": "passed"}}, r"tests/a.py::two\[x\]: not in the log"),
     ],
@@ -164,6 +167,9 @@ def test_stale_may_be_allowed(
     log: dict[str, object] = {"sources": "0" * 64, "tests": {"tests/a.py::one": "passed"}}
     check(monkeypatch, tmp_path, log, "--allow-stale")
     assert "warning: the log is of sources 000000000000" in capsys.readouterr().out
+    check(monkeypatch, tmp_path, log | {"tests": {"tests/a.py::one": "skipped"}}, "--allow-stale")
+    printed = capsys.readouterr().out
+    assert "warning: tests/a.py::one: skipped" in printed and "0 tests passed" in printed
     with pytest.raises(SystemExit, match=r"tests/a.py::one: failed"):
         check(monkeypatch, tmp_path, log | {"tests": {"tests/a.py::one": "failed"}}, "--allow-stale")
 
@@ -211,4 +217,4 @@ def test_header_is_kept_where_it_is_right(tmp_path: Path) -> None:
 
 
 def test_collects_this_tree() -> None:
-    assert "tests/context/test_gpu.py::test_all_gpus[1]" in gpu_log.collect()
+    assert "tests/context/test_gpu.py::test_small_masks[1-1]" in gpu_log.collect()
