@@ -12,7 +12,6 @@ have had too few GPUs.
 
 import argparse
 import json
-import os
 import runpy
 import shutil
 import subprocess
@@ -72,8 +71,8 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: "pytest.TestReport") -> None:
         """Keeps the worst of set-up, call and tear-down."""
-        name = ungrouped(report.nodeid)
-        self.outcomes[name] = max(self.outcomes.get(name, "passed"), report.outcome, key=_WORSE.index)
+        known = self.outcomes.get(report.nodeid, "passed")
+        self.outcomes[report.nodeid] = max(known, report.outcome, key=_WORSE.index)
 
     def pytest_sessionfinish(self, session: "pytest.Session") -> None:
         """Writes the log, unless the run was interrupted."""
@@ -89,12 +88,6 @@ class Recorder:
     def pytest_terminal_summary(self, terminalreporter: "pytest.TerminalReporter") -> None:
         """Says whether there is a log."""
         terminalreporter.write_line(self.verdict)
-
-
-def ungrouped(test: str) -> str:
-    """The id of a test without its group, which pytest-xdist appends as ``@group``."""
-    name, at, group = test.rpartition("@")
-    return name if at and "]" not in group else test
 
 
 def add_option(parser: "pytest.Parser") -> None:
@@ -113,24 +106,13 @@ def _is_whole(config: "pytest.Config") -> bool:
     )
 
 
-def _share(config: "pytest.Config") -> None:
-    """Has the processes of ``-n`` share the GPU: each takes memory as it needs it, not most of it at once.
-
-    Tests of one ``xdist_group`` run in one process: those that need much memory, which a process then keeps.
-    """
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    config.option.dist = "loadgroup"
-
-
 def prepare(config: "pytest.Config") -> None:
-    """Prepares a run of GPU tests, which writes the log if it is one of all of them, on a GPU.
+    """Has the run write the log if it is one of all the GPU tests, on a GPU.
 
-    Has to come before JAX takes hold of the GPU; does nothing in the processes that pytest-xdist starts.
+    Does nothing in the processes that pytest-xdist starts.
     """
     if hasattr(config, "workerinput"):
         return
-    if getattr(config.option, "numprocesses", None):
-        _share(config)
     if _is_whole(config) and jax.default_backend() == "gpu":
         config.pluginmanager.register(Recorder(config.option.gpu_log))
 

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import gpu_log
 
-from . import launcher
+from . import gpu_sharing, launcher
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -28,18 +28,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "gpu":
         # Off here and in the processes that tests start: NVLink multicast does not work on all hosts.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        gpu_sharing.prepare(config)
         gpu_log.prepare(config)
-        _take_a_gpu()
     else:
         jax.config.update("jax_platforms", "cpu")
 
 
-def _take_a_gpu() -> None:
-    """In a process that pytest-xdist started: another GPU than the next one's for tests that need one."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-    if worker and jax.default_backend() == "gpu":
-        gpus = jax.devices()
-        jax.config.update("jax_default_device", gpus[int(worker.removeprefix("gw")) % len(gpus)])
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of pytest-xdist, where it is installed; None for its default."""
+    return gpu_sharing.make_scheduler(config, log) if config.option.markexpr == "gpu" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -75,7 +73,7 @@ def compilations() -> Iterator[list[str]]:
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator seeded by the test's own name: fresh inputs per test, the same on every run."""
-    return np.random.default_rng(list(gpu_log.ungrouped(request.node.nodeid).encode()))
+    return np.random.default_rng(list(request.node.nodeid.encode()))
 
 
 @pytest.fixture

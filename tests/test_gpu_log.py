@@ -15,15 +15,28 @@ from jaxmagi import _native
 
 TESTS = {"tests/a.py::one": "passed", "tests/a.py::two[x]": "passed"}
 PROJECT = {
-    "pytest.ini": "[pytest]\ntestpaths = tests\nmarkers =\n    gpu\n    xdist_group",
+    "pytest.ini": "[pytest]\ntestpaths = tests\nmarkers = gpu",
     "tests/conftest.py": """
 import os
+import sys
 import jax
 from benchmarks import gpu_log
+from tests import gpu_sharing
 jax.default_backend = lambda: "gpu"
 gpu_log.gpu_environment = lambda: {"gpu": "a stand-in"}
 gpu_log.built_hash = lambda: os.environ.get("BUILT") or gpu_log.sources_hash()
-pytest_addoption, pytest_configure = gpu_log.add_option, gpu_log.prepare
+pytest_addoption = gpu_log.add_option
+def pytest_configure(config): gpu_sharing.prepare(config), gpu_log.prepare(config)
+if "no:xdist" not in sys.argv:
+    pytest_xdist_make_scheduler = gpu_sharing.make_scheduler
+""",
+    "tests/collectives/test_together.py": """
+import os
+import pytest
+@pytest.mark.gpu
+@pytest.mark.parametrize("x", [1, 2])
+def test_process(x):
+    with open("processes", "a") as file: print(os.getpid(), file=file)
 """,
     "tests/test_some.py": """
 import os
@@ -31,10 +44,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 def test_bad(): assert False
 @pytest.mark.parametrize("x", [1, 2])
-@pytest.mark.xdist_group("some")
 def test_good(x): pass
-@pytest.mark.parametrize("x", ["a@b"])
-def test_at_sign_in_brackets(x): pass
 def test_shares_the_gpu():
     preallocates = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") != "false"
     assert preallocates == ("PYTEST_XDIST_WORKER" not in os.environ)
@@ -45,13 +55,14 @@ def test_broken_tear_down(broken): pass
 """,
 }
 ALL_TESTS = {
-    "test_bad": "failed",
-    "test_good[1]": "passed",
-    "test_good[2]": "passed",
-    "test_at_sign_in_brackets[a@b]": "passed",
-    "test_shares_the_gpu": "passed",
-    "test_skipped": "skipped",
-    "test_broken_tear_down": "failed",
+    "tests/collectives/test_together.py::test_process[1]": "passed",
+    "tests/collectives/test_together.py::test_process[2]": "passed",
+    "tests/test_some.py::test_bad": "failed",
+    "tests/test_some.py::test_good[1]": "passed",
+    "tests/test_some.py::test_good[2]": "passed",
+    "tests/test_some.py::test_shares_the_gpu": "passed",
+    "tests/test_some.py::test_skipped": "skipped",
+    "tests/test_some.py::test_broken_tear_down": "failed",
 }
 
 
@@ -59,7 +70,7 @@ ALL_TESTS = {
 def project(tmp_path: Path) -> Path:
     """A project with a few tests, and a stand-in for the GPU."""
     for name, text in PROJECT.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     return tmp_path
 
@@ -79,10 +90,10 @@ def test_whole_run_writes(project: Path, arguments: str) -> None:
     log, printed = run_project(project, arguments)
     assert f"GPU log written to {log}" in printed
     written = json.loads(log.read_text())
-    assert list(written["tests"].items()) == [
-        (f"tests/test_some.py::{name}", x) for name, x in sorted(ALL_TESTS.items())
-    ]
+    assert list(written["tests"].items()) == sorted(ALL_TESTS.items())
     assert (written["sources"], written["gpu"]) == (gpu_log.sources_hash(), "a stand-in")
+    first, second = (project / "processes").read_text().split()
+    assert first == second, "tests that need whole GPUs ran in two processes"
 
 
 @pytest.mark.parametrize(
@@ -90,9 +101,9 @@ def test_whole_run_writes(project: Path, arguments: str) -> None:
     [
         ("-m gpu tests/test_some.py", ""),
         ("-m gpu -k good", ""),
-        ("-m gpu -x", "no GPU log: 1 of 7 tests ran"),
+        ("-m gpu -x", "no GPU log: 3 of 8 tests ran"),
         ("-m gpu --collect-only", ""),
-        ("-m gpu -n 2 -x", "of 7 tests ran"),
+        ("-m gpu -n 2 -x", "of 8 tests ran"),
         ("", ""),
     ],
 )

@@ -16,7 +16,7 @@ from .gpu_harness import Shape, assert_same, default_logits, random_operands, ru
 from .helpers import Operands
 
 # One process for both, since it keeps the memory that it takes: 40 GB.
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("whole_gpus")]
+pytestmark = pytest.mark.gpu
 
 TOKENS, HEADS, KV_HEADS, DIM = 2**20, 64, 8, 128
 

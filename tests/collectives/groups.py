@@ -125,8 +125,7 @@ def assert_same_bits(first: Any, second: Any) -> None:
 
 def on_groups(*groups: Group) -> pytest.MarkDecorator:
     """Runs a test on these groups of GPUs, and on three CPU devices in the ordinary suite."""
-    marks = [pytest.mark.gpu, pytest.mark.xdist_group("whole_gpus")]
-    on_gpus = [pytest.param(group, id=str(group), marks=marks) for group in groups]
+    on_gpus = [pytest.param(group, id=str(group), marks=pytest.mark.gpu) for group in groups]
     on_cpu = Group("xla", 3)
     return pytest.mark.parametrize(
         "group", [pytest.param(on_cpu, id=f"cpu-{on_cpu}"), *on_gpus], indirect=True

@@ -18,7 +18,7 @@ from .groups import Group, Implementation, require_devices
 from .harness import AXIS
 from .routes import INPUT_ROWS, random_transfer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("whole_gpus")]
+pytestmark = pytest.mark.gpu
 
 SECONDS = 5.0
 """That a call waits for the other ranks."""

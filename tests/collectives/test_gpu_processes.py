@@ -50,7 +50,6 @@ def test_two_processes_on_the_cpu(launch: Launch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.xdist_group("whole_gpus")
 @pytest.mark.parametrize("size", [2, 4])
 def test_processes(size: int, launch: Launch) -> None:
     require_devices(size)
@@ -58,7 +57,6 @@ def test_processes(size: int, launch: Launch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.xdist_group("whole_gpus")
 @pytest.mark.parametrize("implementation", ["native", "nccl"])
 def test_soak_of_processes(implementation: Implementation, launch: Launch) -> None:
     """Of as many as there are GPUs for, four at most."""

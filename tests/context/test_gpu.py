@@ -26,7 +26,7 @@ from .harness import (
     undispatch_solution,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("whole_gpus")]
+pytestmark = pytest.mark.gpu
 
 CHUNK, BANDS, DIM = 128, 4096, 64
 BF16_TOLERANCE = 5e-2
