@@ -93,7 +93,9 @@ def _exchange(buffers: Sequence[jax.Array], route: Route) -> list[jax.Array]:
     for members in groups.values():
         parts = [buffers[i] for i in members]
         together = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
-        together = jax.lax.all_to_all(together, route.axis_name, split_axis=0, concat_axis=0, tiled=True)
+        together = jax.lax.all_to_all(
+            together, route.axis_name, 0, 0, axis_index_groups=route.groups, tiled=True
+        )
         begin = 0
         for i in members:
             width = buffers[i].shape[-1]
