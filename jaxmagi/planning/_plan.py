@@ -84,7 +84,7 @@ class ContextPlan:
 
     A registered pytree of int32 arrays. Each leads with the rank or with the dispatched tokens in rank order,
     so ``PartitionSpec(axis_name)`` shards the whole plan. Only sizes are static: plans of one `capacity`,
-    length and shard length share a compilation.
+    length, shard length and `ranks_per_host` share a compilation.
 
     A rank makes ``num_stages`` attention calls with its own queries. With one stage the keys are its own
     shard followed by the rows received in ``transfers[0]``. With more, stage 0 sees its own shard only and
@@ -155,12 +155,8 @@ class ContextPlan:
         before one row crosses. Worth it where ranks of one host need the same rows and the network is slow.
         It takes memory for the relay rows, and a copy of the own ones.
 
-        Stack and pad what this returns. For a stream of plans under one compilation (with one
-        ``ranks_per_host``):
-
-        >>> plan = plan.by_host(8)  # doctest: +SKIP
-        >>> capacity = capacity.union(plan.capacity)  # doctest: +SKIP
-        >>> plan = plan.pad_to(capacity)  # doctest: +SKIP
+        Use it before `stack` and `pad_to`: capacities of what it returns go with each other only. The layout
+        and the stages stay as they were planned, for transfers in one step.
 
         Args:
             ranks_per_host: ranks with the same ``rank // ranks_per_host`` share a host.
