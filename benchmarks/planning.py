@@ -86,8 +86,8 @@ SETTINGS = {
 
 def areas_and_rows(plan: ContextPlan) -> tuple[np.ndarray, np.ndarray]:
     """Of each rank: visible cells and received rows."""
-    rows = sum(spec.receives[..., 3].sum(axis=1, dtype=np.int64) for spec in plan.transfers)
-    return geometry.area(np.asarray(plan.bands)).sum(axis=(1, 2)), np.asarray(rows)
+    report = plan.report()
+    return report.area, report.rows_received
 
 
 def predicted_ms(plan: ContextPlan) -> float:

@@ -16,6 +16,7 @@ from .planning import (
     CostModel as CostModel,
     GroupCastSpec as GroupCastSpec,
     PlanCapacity as PlanCapacity,
+    RelayedSpec as RelayedSpec,
     plan_context as plan_context,
     plan_contexts as plan_contexts,
     prefetch_plans as prefetch_plans,

@@ -1,44 +1,22 @@
 """Group cast and group reduce, as users call them inside ``shard_map``."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from .._varying import vary_alike
-from ..planning import GroupCastSpec
-from ._arguments import check_rows, check_spec, make_route, on_this_rank
-from ._merge import merge_by_lse
+from ..planning import GroupCastSpec, RelayedSpec
+from ._arguments import check_rows, make_transfer
 from ._portable import accumulator_dtype
-from ._primitives import group_cast_p, group_reduce_p
-from ._route import NUM_SMS, Implementation, Route
+from ._route import NUM_SMS, Implementation
+from ._transfer import Transfer
 
 _OPS = ("sum", "avg", "lse")
 
 
-class _Transfer(NamedTuple):
-    sends: jax.Array  # [M, 5]
-    receives: jax.Array  # [M, 4]
-    route: Route
-
-
-def _transfer(
-    spec: GroupCastSpec,
-    axis_name: str,
-    implementation: Implementation,
-    num_sms: int,
-    ranks_per_host: int | None,
-) -> _Transfer:
-    """This rank's view of a spec."""
-    check_spec(spec)
-    sends, receives = on_this_rank((spec.sends, spec.receives), axis_name, "the spec")
-    route = make_route(spec, axis_name, implementation, num_sms, ranks_per_host)
-    return _Transfer(sends[0], receives[0], route)
-
-
 def group_cast[Tree](
     x: Tree,
-    spec: GroupCastSpec,
+    spec: GroupCastSpec | RelayedSpec,
     *,
     axis_name: str,
     implementation: Implementation = None,
@@ -55,6 +33,9 @@ def group_cast[Tree](
     mesh axis of Explicit type that ``shard_map`` leaves out they do not fit, and over one of Auto type XLA
     gathers it.
 
+    With a spec by `GroupCastSpec.by_host` rows travel in two steps and cross to another host once. Its
+    transpose rounds sums of 16-bit floats twice, to their dtype: inside the host, and at the end.
+
     Args:
         x: pytree of local arrays ``[spec.input_rows, ...]``.
         spec: which rows go where, whole (tables lead with ``cp``) or sharded over ``axis_name``.
@@ -63,28 +44,28 @@ def group_cast[Tree](
             ranks, "native" within a host and "nccl" between hosts; "xla" where that does not fit. Static.
         num_sms: multiprocessors that "native" takes, from 1 to 132. Static.
         ranks_per_host: ranks of the axis with the same ``rank // ranks_per_host`` are taken to share a host.
-            None: what the hardware says. Static.
+            None: what the hardware says, or that of a spec by `GroupCastSpec.by_host`. Static.
 
     Returns:
         Arrays ``[spec.output_rows, ...]``. Rows that nobody sends are zero.
 
     Raises:
         ValueError: the axis is unknown, the spec is for another number of ranks, x has another number of
-            rows, or an option is none of the above.
-        NotImplementedError: when compiled, for an explicit implementation that cannot run.
+            rows, or an option is none of the above or not that of the spec.
+        NotImplementedError: when compiled, for an explicit implementation that cannot run; "native" for a
+            spec by `GroupCastSpec.by_host`.
     """
-    sends, receives, route = _transfer(spec, axis_name, implementation, num_sms, ranks_per_host)
+    transfer = make_transfer(spec, axis_name, implementation, num_sms, ranks_per_host)
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
-    check_rows("x", leaves, route.input_rows)
+    check_rows("x", leaves, transfer.input_rows)
     if not leaves:
         return x
-    operands = vary_alike([leaf[None] for leaf in (*leaves, sends, receives)])
-    return jax.tree.unflatten(structure, [y[0] for y in group_cast_p.bind(*operands, route=route)])
+    return jax.tree.unflatten(structure, transfer.cast(leaves))
 
 
 def group_reduce(
     x: Any,
-    spec: GroupCastSpec,
+    spec: GroupCastSpec | RelayedSpec,
     *,
     axis_name: str,
     op: Literal["sum", "avg", "lse"] = "sum",
@@ -99,6 +80,10 @@ def group_reduce(
     Call it inside ``jax.shard_map``. What arrives is added up in float32 (float64 for float64), rank after
     rank, so that results are bitwise reproducible; on GPU this holds as long as no row is sent twice to one
     rank. Differentiable, also under ``jax.vmap``.
+
+    With a spec by `GroupCastSpec.by_host` what arrives for a row is combined inside each host first, and one
+    row crosses from there, in float32 (float64 for float64) whatever the dtype of x. Results are then those
+    without it up to the order of additions.
 
     Args:
         x: pytree of local arrays ``[spec.output_rows, ...]``. For "lse" one array ``[spec.output_rows, N,
@@ -122,28 +107,28 @@ def group_reduce(
     Raises:
         ValueError: the axis, the op or an option is unknown, the spec is for another number of ranks, lse is
             missing or superfluous, or shapes do not fit.
-        NotImplementedError: when compiled, for an explicit implementation that cannot run.
+        NotImplementedError: as in `group_cast`.
     """
     if op not in _OPS:
         raise ValueError(f"op must be one of {_OPS}, but it is {op!r}.")
     if (lse is None) == (op == "lse"):
         given = "None" if lse is None else f"an array of shape {jnp.shape(lse)}"
         raise ValueError(f"lse goes with op='lse' and only with it, but op={op!r} and lse is {given}.")
-    transfer = _transfer(spec, axis_name, implementation, num_sms, ranks_per_host)
+    transfer = make_transfer(spec, axis_name, implementation, num_sms, ranks_per_host)
     if lse is not None:
         return _reduce_lse(jnp.asarray(x), jnp.asarray(lse), accumulate, transfer)
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
-    check_rows("x", leaves, spec.output_rows)
-    own = _own_leaves(accumulate, leaves, structure, transfer.route)
+    check_rows("x", leaves, transfer.output_rows)
+    own = _own_leaves(accumulate, leaves, structure, transfer)
     if not leaves:
         return x
-    divisor = _contributions(transfer, accumulate is not None) if op == "avg" else None
+    divisor = jnp.maximum(transfer.counts() + int(accumulate is not None), 1) if op == "avg" else None
     sums = _sum(leaves, own, transfer, divisor)
     return jax.tree.unflatten(structure, sums)
 
 
 def _own_leaves(
-    accumulate: Any, leaves: list[jax.Array], structure: Any, route: Route
+    accumulate: Any, leaves: list[jax.Array], structure: Any, transfer: Transfer
 ) -> list[jax.Array | None]:
     """The leaves of ``accumulate``, checked; None for each when there is none."""
     if accumulate is None:
@@ -152,7 +137,7 @@ def _own_leaves(
     if own_structure != structure:
         raise ValueError(f"accumulate must be a pytree like x, {structure}, but it is {own_structure}.")
     for x, y in zip(leaves, own, strict=True):
-        _check_accumulate(y, (route.input_rows, *x.shape[1:]), x.dtype)
+        _check_accumulate(y, (transfer.input_rows, *x.shape[1:]), x.dtype)
     return own
 
 
@@ -164,17 +149,15 @@ def _check_accumulate(x: jax.Array, shape: tuple[int, ...], added: jnp.dtype) ->
 
 
 def _sum(
-    leaves: list[jax.Array], own: list[jax.Array | None], transfer: _Transfer, divisor: jax.Array | None
+    leaves: list[jax.Array], own: list[jax.Array | None], transfer: Transfer, divisor: jax.Array | None
 ) -> list[jax.Array]:
-    operands = vary_alike([x[None] for x in (*leaves, transfer.sends, transfer.receives)])
-    dtypes = tuple(
+    dtypes = [
         x.dtype if first is None and divisor is None else accumulator_dtype(x.dtype)
         for x, first in zip(leaves, own, strict=True)
-    )
-    sums = group_reduce_p.bind(*operands, route=transfer.route, out_dtypes=dtypes)
+    ]
+    sums = transfer.reduce(leaves, dtypes)
     return [
-        _finish_sum(total[0], x.dtype, first, divisor)
-        for total, x, first in zip(sums, leaves, own, strict=True)
+        _finish_sum(total, x.dtype, first, divisor) for total, x, first in zip(sums, leaves, own, strict=True)
     ]
 
 
@@ -191,20 +174,10 @@ def _finish_sum(
     return total.astype(dtype)
 
 
-def _contributions(transfer: _Transfer, has_own: bool) -> jax.Array:
-    """int32 [input_rows]: how many rows arrive for each, with the accumulated one, and 1 at least."""
-    _, _, row, length, _ = transfer.sends.T
-    used = (length > 0).astype(jnp.int32)
-    steps = jax.lax.full_like(row, 0, shape=(transfer.route.input_rows + 1,))
-    steps = steps.at[row].add(used).at[row + length].add(-used)
-    return jnp.maximum(jnp.cumsum(steps)[:-1].astype(jnp.int32) + int(has_own), 1)
-
-
 def _reduce_lse(
-    x: jax.Array, lse: jax.Array, accumulate: Any, transfer: _Transfer
+    x: jax.Array, lse: jax.Array, accumulate: Any, transfer: Transfer
 ) -> tuple[jax.Array, jax.Array]:
-    sends, receives, route = transfer
-    check_rows("x", [x], route.output_rows)
+    check_rows("x", [x], transfer.output_rows)
     if x.ndim < 2 or lse.shape != x.shape[:-1]:
         raise ValueError(
             f"lse must have the shape of x without its last axis, but they are {lse.shape}, {x.shape}."
@@ -212,9 +185,8 @@ def _reduce_lse(
     own = None
     if accumulate is not None:
         own = (jnp.asarray(accumulate[0]), jnp.asarray(accumulate[1]))
-        _check_accumulate(own[0], (route.input_rows, *x.shape[1:]), x.dtype)
-        _check_accumulate(own[1], (route.input_rows, *lse.shape[1:]), lse.dtype)
-    x, lse, own, sends, receives = vary_alike((x, lse, own, sends, receives))
-    out, total = merge_by_lse(x, lse, own, sends, receives, route)
+        _check_accumulate(own[0], (transfer.input_rows, *x.shape[1:]), x.dtype)
+        _check_accumulate(own[1], (transfer.input_rows, *lse.shape[1:]), lse.dtype)
+    out, total = transfer.merge((x, lse), own)
     like = (x, lse) if own is None else own
     return out.astype(like[0].dtype), total.astype(like[1].dtype)

@@ -1,4 +1,4 @@
-"""The mesh axis, and a rank's part of arrays that lead with the ranks."""
+"""From a spec and options to a rank's transfer: the mesh axis, and its part of what leads with the ranks."""
 
 from typing import Any
 
@@ -8,8 +8,9 @@ from jax.core import Tracer
 
 from .._varying import varying_axes
 from ..masks._validation import integer
-from ..planning import GroupCastSpec
+from ..planning import GroupCastSpec, RelayedSpec
 from ._route import IMPLEMENTATIONS, MOST_SMS, Route
+from ._transfer import OneStep, Transfer, TwoSteps
 
 
 def axis_size(axis_name: str) -> int:
@@ -60,37 +61,77 @@ def _may_be_sharded(leaf: Any, axis_name: str, size: int) -> bool:
     return axis_name in varying_axes(leaf) if checked else isinstance(leaf, Tracer)
 
 
-def check_spec(spec: Any) -> None:
+def make_transfer(
+    spec: Any, axis_name: str, implementation: Any, num_sms: Any, ranks_per_host: Any
+) -> Transfer:
+    """This rank's view of a spec.
+
+    Raises:
+        ValueError: it is no spec, or for other ranks, or an option is one that no collective has.
+        NotImplementedError: the implementation is not for specs by `GroupCastSpec.by_host`.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, but it is {implementation!r}.")
+    num_sms = integer(num_sms, "num_sms", minimum=1, maximum=MOST_SMS)
+    if ranks_per_host is not None:
+        ranks_per_host = integer(ranks_per_host, "ranks_per_host", minimum=1)
+    options = {"implementation": implementation, "num_sms": num_sms}
+    if not isinstance(spec, RelayedSpec):
+        return _one_step(spec, "spec", axis_name, ranks_per_host=ranks_per_host, **options)
+    _check_relayed(spec, axis_name, implementation, ranks_per_host)
+    hosts = spec.ranks_per_host
+    between = _one_step(spec.between, "spec.between", axis_name, ranks_per_host=hosts, **options)
+    within = _one_step(spec.within, "spec.within", axis_name, group_size=hosts, **options)
+    return TwoSteps(between, within)
+
+
+def _one_step(
+    spec: Any, what: str, axis_name: str, *, group_size: int | None = None, **options: Any
+) -> OneStep:
+    _check_spec(spec, what)
+    sends, receives = on_this_rank((spec.sends, spec.receives), axis_name, "the spec")
+    if group_size is not None:
+        sends, receives = (_number_in_groups(table, group_size) for table in (sends, receives))
+    sizes = (spec.input_rows, spec.output_rows, spec.pair_rows)
+    return OneStep(sends[0], receives[0], Route(axis_name, *sizes, group_size=group_size, **options))
+
+
+def _number_in_groups(table: jax.Array, group_size: int) -> jax.Array:
+    """A table whose peers are numbered by their places in groups of consecutive ranks."""
+    return jnp.concatenate([table[..., :1] % group_size, table[..., 1:]], axis=-1)
+
+
+def _check_spec(spec: Any, what: str) -> None:
     """Raises ValueError unless ``spec`` is a single `GroupCastSpec`."""
     if not isinstance(spec, GroupCastSpec):
-        raise ValueError(f"spec must be a jaxmagi.GroupCastSpec, but it is {type(spec).__name__}.")
+        raise ValueError(f"{what} must be a jaxmagi.GroupCastSpec, but it is {type(spec).__name__}.")
     for name, table, columns in (("sends", spec.sends, 5), ("receives", spec.receives, 4)):
         if table.ndim != 3:
             raise ValueError(
-                f"spec.{name} must be [cp, M, {columns}], but has shape {table.shape}: "
+                f"{what}.{name} must be [cp, M, {columns}], but has shape {table.shape}: "
                 "use jax.vmap for a batch of specs."
             )
         if table.shape[-1] != columns:
-            raise ValueError(f"spec.{name} must be [cp, M, {columns}], but has shape {table.shape}.")
+            raise ValueError(f"{what}.{name} must be [cp, M, {columns}], but has shape {table.shape}.")
 
 
-def make_route(
-    spec: GroupCastSpec, axis_name: str, implementation: Any, num_sms: Any, ranks_per_host: Any
-) -> Route:
-    """The static side of a spec's transfer. Raises ValueError for options that no collective has."""
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, but it is {implementation!r}.")
-    if ranks_per_host is not None:
-        ranks_per_host = integer(ranks_per_host, "ranks_per_host", minimum=1)
-    return Route(
-        axis_name,
-        spec.input_rows,
-        spec.output_rows,
-        spec.pair_rows,
-        implementation=implementation,
-        num_sms=integer(num_sms, "num_sms", minimum=1, maximum=MOST_SMS),
-        ranks_per_host=ranks_per_host,
-    )
+def _check_relayed(
+    spec: RelayedSpec, axis_name: str, implementation: Any, ranks_per_host: int | None
+) -> None:
+    if ranks_per_host not in (None, spec.ranks_per_host):
+        raise ValueError(
+            f"ranks_per_host={ranks_per_host}, but the spec is for hosts of {spec.ranks_per_host} ranks."
+        )
+    if axis_size(axis_name) % spec.ranks_per_host:
+        raise ValueError(
+            f"the spec is for hosts of {spec.ranks_per_host} ranks, but mesh axis {axis_name!r} has size "
+            f"{axis_size(axis_name)}."
+        )
+    if implementation == "native":
+        raise NotImplementedError(
+            'implementation="native" is for ranks of one host, but a spec by by_host brings rows across '
+            "hosts: use None, with which rows inside a host travel so."
+        )
 
 
 def check_rows(name: str, leaves: list[Any], rows: int) -> None:

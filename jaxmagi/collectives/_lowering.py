@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -37,7 +38,7 @@ def _portable_rule(primitive: Primitive, function: _Function, misfit: _Misfit) -
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, route: Route, **params: Any) -> Any:
         if route.implementation in (None, "xla"):
             return lower(ctx, *operands, route=route, **params)
-        cp_size = replica_groups(ctx, route.axis_name).shape[1]
+        cp_size = _groups(ctx, route).shape[1]
         reason = misfit(ctx.avals_in, cp_size=cp_size, **params)
         platforms = ", ".join(ctx.platforms or ctx.module_context.platforms)
         raise NotImplementedError(
@@ -52,7 +53,7 @@ def _cuda_rule(function: _Function, misfit: _Misfit, otherwise: _Rule) -> _Rule:
     """Lowers the function, which makes custom calls, where they fit and are not declined."""
 
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, route: Route, **params: Any) -> Any:
-        groups = replica_groups(ctx, route.axis_name)
+        groups = _groups(ctx, route)
         fits = misfit(ctx.avals_in, cp_size=groups.shape[1], **params) is None
         if route.implementation == "xla" or not fits:
             return otherwise(ctx, *operands, route=route, **params)
@@ -62,6 +63,12 @@ def _cuda_rule(function: _Function, misfit: _Misfit, otherwise: _Rule) -> _Rule:
         return lower(ctx, *operands, route=route, **params)
 
     return rule
+
+
+def _groups(ctx: mlir.LoweringRuleContext, route: Route) -> np.ndarray:
+    """The devices that exchange rows: int64 [groups, ranks of each]."""
+    groups = replica_groups(ctx, route.axis_name)
+    return groups if route.group_size is None else groups.reshape(-1, route.group_size)
 
 
 def _no_kernel(operands: Sequence[Any], **_: Any) -> str:

@@ -57,7 +57,7 @@ def _back_to_slots(
     A cast whose outputs are slots, as GPUs have a fast one.
     """
     src, slot, row, length = receives.T
-    here = jax.lax.axis_index(route.axis_name) * route.pair_rows
+    here = route.place() * route.pair_rows
     leaving = jnp.stack([src, slot, row, length, here + slot], axis=1)
     order = jnp.argsort(jnp.where(length > 0, src * route.pair_rows + slot, route.slots))
     dst, slot, _, length, _ = sends.T

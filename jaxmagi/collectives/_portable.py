@@ -1,9 +1,11 @@
 """Group casts in plain JAX: range tables are expanded to indices, buffers go through ``lax.all_to_all``.
 
 Everything here is the view of one rank: sends are [M, 5], receives [M, 4], and the rows of an array are its
-first axis. The slots of all pair buffers of a rank are numbered ``peer * pair_rows + slot``.
+first axis. The slots of all pair buffers of a rank are numbered ``peer * pair_rows + slot``. Only `cast` and
+`reduce_sum` are for several transfers, with the axis G in front of all that.
 """
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -82,18 +84,21 @@ def _take_or_zero(x: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _exchange(buffers: Sequence[jax.Array], route: Route) -> list[jax.Array]:
-    """All pair buffers [slots, ...] to their peers.
+    """All pair buffers [G, slots, ...] to their peers.
 
     Arrays that differ in their last axis only (keys and values) share one collective.
     """
     groups: dict[object, list[int]] = {}
     for i, x in enumerate(buffers):
-        groups.setdefault((x.dtype, x.shape[1:-1]) if x.ndim > 1 else i, []).append(i)
+        groups.setdefault((x.dtype, x.shape[2:-1]) if x.ndim > 2 else i, []).append(i)
     received: list[jax.Array] = list(buffers)
     for members in groups.values():
         parts = [buffers[i] for i in members]
         together = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
-        together = jax.lax.all_to_all(together, route.axis_name, split_axis=0, concat_axis=0, tiled=True)
+        # Not under jax.vmap, which has no rule for groups of ranks (jax 0.11.2).
+        together = jax.lax.all_to_all(
+            together, route.axis_name, 1, 1, axis_index_groups=route.groups, tiled=True
+        )
         begin = 0
         for i in members:
             width = buffers[i].shape[-1]
@@ -104,16 +109,11 @@ def _exchange(buffers: Sequence[jax.Array], route: Route) -> list[jax.Array]:
 
 
 def cast(xs: Sequence[jax.Array], sends: jax.Array, receives: jax.Array, route: Route) -> list[jax.Array]:
-    """[input_rows, ...] → [output_rows, ...]; rows that nobody sends are zero."""
-    rows, slots = input_row_of_slot(sends, route), _slot_of_output_row(receives, route)
-    received = _exchange([_take(x, rows) for x in xs], route)
-    return [_take_or_zero(x, slots) for x in received]
-
-
-def _send_back(xs: Sequence[jax.Array], receives: jax.Array, route: Route) -> list[jax.Array]:
-    """[output_rows, ...] → [slots, ...] of the ranks that the rows came from; unused slots hold anything."""
-    rows = _output_row_of_slot(receives, route)
-    return _exchange([_take(x, rows) for x in xs], route)
+    """[G, input_rows, ...] → [G, output_rows, ...]; rows that nobody sends are zero."""
+    rows = jax.vmap(functools.partial(input_row_of_slot, route=route))(sends)
+    slots = jax.vmap(functools.partial(_slot_of_output_row, route=route))(receives)
+    received = _exchange([jax.vmap(_take)(x, rows) for x in xs], route)
+    return [jax.vmap(_take_or_zero)(x, slots) for x in received]
 
 
 def add_in_order(x: jax.Array, rows: jax.Array, route: Route) -> jax.Array:
@@ -140,7 +140,9 @@ def reduce_sum(
     route: Route,
     out_dtypes: Sequence[jnp.dtype],
 ) -> list[jax.Array]:
-    """[output_rows, ...] → [input_rows, ...], added up in `accumulator_dtype`; the transpose of `cast`."""
-    rows = input_row_of_slot(sends, route)
-    received = _send_back(xs, receives, route)
-    return [add_in_order(x, rows, route).astype(dtype) for x, dtype in zip(received, out_dtypes, strict=True)]
+    """[G, output_rows, ...] → [G, input_rows, ...], added up in `accumulator_dtype`: `cast` transposed."""
+    rows = jax.vmap(functools.partial(input_row_of_slot, route=route))(sends)
+    places = jax.vmap(functools.partial(_output_row_of_slot, route=route))(receives)
+    received = _exchange([jax.vmap(_take)(x, places) for x in xs], route)  # unused slots hold anything
+    add = jax.vmap(functools.partial(add_in_order, route=route))
+    return [add(x, rows).astype(dtype) for x, dtype in zip(received, out_dtypes, strict=True)]

@@ -116,19 +116,13 @@ def _fold(x: Any, axis: int | None, size: int) -> Any:
 
 
 def _portable_cast(*operands: jax.Array, route: Route) -> list[jax.Array]:
-    def one(*operands: jax.Array) -> list[jax.Array]:
-        *xs, sends, receives = operands
-        return cast(xs, sends, receives, route)
-
-    return jax.vmap(one)(*operands)
+    *xs, sends, receives = operands
+    return cast(xs, sends, receives, route)
 
 
 def _portable_reduce(*operands: jax.Array, route: Route, out_dtypes: Sequence[jnp.dtype]) -> list[jax.Array]:
-    def one(*operands: jax.Array) -> list[jax.Array]:
-        *xs, sends, receives = operands
-        return reduce_sum(xs, sends, receives, route, out_dtypes)
-
-    return jax.vmap(one)(*operands)
+    *xs, sends, receives = operands
+    return reduce_sum(xs, sends, receives, route, out_dtypes)
 
 
 def _define(

@@ -1,5 +1,6 @@
 """The static side of a transfer: sizes, and how the rows shall travel."""
 
+import itertools
 from typing import Literal, NamedTuple
 
 import jax
@@ -24,11 +25,25 @@ class Route(NamedTuple):
     implementation: Implementation = None
     num_sms: int = NUM_SMS
     ranks_per_host: int | None = None  # None: what the hardware says
+    group_size: int | None = None  # so many consecutive ranks exchange rows among them; None: the whole axis
 
     @property
     def slots(self) -> int:
         """The slots of all pair buffers of a rank."""
-        return jax.lax.axis_size(self.axis_name) * self.pair_rows
+        return (self.group_size or jax.lax.axis_size(self.axis_name)) * self.pair_rows
+
+    @property
+    def groups(self) -> list[list[int]] | None:
+        """The ranks of each group, for collectives of JAX."""
+        if self.group_size is None:
+            return None
+        ranks = range(jax.lax.axis_size(self.axis_name))
+        return [[*group] for group in itertools.batched(ranks, self.group_size)]
+
+    def place(self) -> jax.Array:
+        """That of the calling rank in its group, by which tables know it."""
+        rank = jax.lax.axis_index(self.axis_name)
+        return rank if self.group_size is None else rank % self.group_size
 
     @property
     def back_to_slots(self) -> "Route":

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ..attention import MeshAxes, axis_names
-from ..planning import GroupCastSpec
+from ..planning import GroupCastSpec, RelayedSpec
 
 
 class Stages(NamedTuple):
     """What ranks compute and fetch: the arrays of a `ContextPlan` that travel to the devices."""
 
     bands: Any  # int32 [cp, num_stages, C, 6]
-    transfers: tuple[GroupCastSpec, ...]
+    transfers: tuple[GroupCastSpec | RelayedSpec, ...]
     backward: "Stages | None" = None  # the same for the backward pass, where that has its own
 
     @property

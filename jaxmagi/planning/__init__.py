@@ -11,5 +11,6 @@ from ._plan import ContextPlan as ContextPlan, PlanStages as PlanStages
 from ._plan_context import plan_context as plan_context
 from ._plan_contexts import plan_contexts as plan_contexts
 from ._prefetch import PlanPrefetcher as PlanPrefetcher, prefetch_plans as prefetch_plans
+from ._relayed_spec import RelayedSpec as RelayedSpec
 from ._report import PlanReport as PlanReport
 from ._spec import GroupCastSpec as GroupCastSpec

@@ -9,6 +9,7 @@ from ..masks._validation import integer
 
 _MINIMUM = 8
 _SIZES = ("bands", "copies", "pair_rows", "output_rows")
+_PARTS = ("backward", "between")
 
 SAME_STAGES = "give plan_context num_stages=plan.stage_counts of one of them, or an integer"
 """What to do about plans with different numbers of stages."""
@@ -31,10 +32,13 @@ class PlanCapacity:
         backward: the same of the backward pass, in plans that stage it on its own.
         num_stages: the plans' `ContextPlan.stage_counts`: a pair with ``backward``, else one integer. None
             goes with any.
+        between: of the step across hosts, in plans by `ContextPlan.by_host` (``bands`` is 0). The sizes
+            beside it are then those of the step inside hosts.
 
     Raises:
         ValueError: a size is not an integer from 0 to 2**30, ``num_stages`` is neither None nor such an
-            integer above zero or pair, or ``backward`` has a ``backward`` or ``num_stages``.
+            integer above zero or pair, ``backward`` has a ``backward`` or ``num_stages``, or ``between`` has
+            anything but sizes.
     """
 
     bands: int
@@ -43,15 +47,13 @@ class PlanCapacity:
     output_rows: int
     backward: "PlanCapacity | None" = None
     num_stages: StageCounts | None = None
+    between: "PlanCapacity | None" = None
 
     def __post_init__(self) -> None:
         for name, value in self._sizes().items():
             integer(value, f"PlanCapacity.{name}")
-        if self.backward is not None and not _is_plain(self.backward):
-            raise ValueError(
-                "PlanCapacity.backward must be None or a PlanCapacity without backward and num_stages, "
-                f"but it is {self.backward!r}."
-            )
+        _check_part("backward", self.backward, without=("backward", "num_stages"))
+        _check_part("between", self.between, without=("backward", "num_stages", "between"))
         if self.num_stages is None:
             return
         passes = counts_of_passes(self.num_stages, "PlanCapacity.num_stages")
@@ -64,41 +66,45 @@ class PlanCapacity:
     def _sizes(self) -> dict[str, int]:
         return {name: vars(self)[name] for name in _SIZES}
 
+    def _parts(self) -> "dict[str, PlanCapacity]":
+        return {name: vars(self)[name] for name in _PARTS if vars(self)[name] is not None}
+
     def bucketed(self) -> "PlanCapacity":
         """Each size rounded up to an eighth of an octave, and to 8 at least."""
-        backward = None if self.backward is None else self.backward.bucketed()
         sizes = {name: bucket(size) for name, size in self._sizes().items()}
-        return replace(self, **sizes, backward=backward)
+        return replace(self, **sizes, **{name: part.bucketed() for name, part in self._parts().items()})
 
     def union(self, other: "PlanCapacity") -> "PlanCapacity":
         """The larger of each size.
 
         Raises:
-            ValueError: only one of the two has a ``backward``, or they differ in ``num_stages``.
+            ValueError: only one of the two has a ``backward``, or a ``between``, or they differ in
+                ``num_stages``.
         """
-        self._check_same_passes(other)
-        backward = self.backward and other.backward and self.backward.union(other.backward)
+        self._check_same_kind(other)
         sizes = {name: max(size, getattr(other, name)) for name, size in self._sizes().items()}
-        return PlanCapacity(**sizes, backward=backward, num_stages=self.num_stages or other.num_stages)
+        parts: Any = {name: part.union(getattr(other, name)) for name, part in self._parts().items()}
+        return PlanCapacity(**sizes, **parts, num_stages=self.num_stages or other.num_stages)
 
     def require(self, needed: "PlanCapacity") -> None:
         """ValueError naming each size that is smaller than needed, or other numbers of stages."""
-        self._check_same_passes(needed)
+        self._check_same_kind(needed)
         short = self._shortages(needed, "")
-        if self.backward is not None and needed.backward is not None:
-            short += self.backward._shortages(needed.backward, "backward.")
         if short:
             raise ValueError(f"capacity is too small: {', '.join(short)}.")
 
     def _shortages(self, needed: "PlanCapacity", prefix: str) -> list[str]:
-        sizes, needed_sizes = self._sizes(), needed._sizes()
-        return [
+        needed_sizes, needed_parts = needed._sizes(), needed._parts()
+        short = [
             f"{prefix}{name}={size} (needs {needed_sizes[name]})"
-            for name, size in sizes.items()
+            for name, size in self._sizes().items()
             if size < needed_sizes[name]
         ]
+        for name, part in self._parts().items():
+            short += part._shortages(needed_parts[name], f"{prefix}{name}.")
+        return short
 
-    def _check_same_passes(self, other: "PlanCapacity") -> None:
+    def _check_same_kind(self, other: "PlanCapacity") -> None:
         if self.num_stages and other.num_stages and self.num_stages != other.num_stages:
             raise ValueError(
                 f"plans of num_stages={self.num_stages} and num_stages={other.num_stages} share no "
@@ -109,6 +115,13 @@ class PlanCapacity:
                 "capacities of plans that stage the backward pass on its own do not go with others: "
                 f"backward is {self.backward} and {other.backward}."
             )
+        if (self.between is None) != (other.between is None):
+            raise ValueError(
+                "capacities of plans by ContextPlan.by_host do not go with others: build the plan without, "
+                f"then use by_host and pad_to. between is {self.between} and {other.between}."
+            )
+        if self.backward is not None and other.backward is not None:
+            self.backward._check_same_kind(other.backward)
 
 
 def counts_of_passes(num_stages: Any, name: str) -> list[int]:
@@ -119,9 +132,15 @@ def counts_of_passes(num_stages: Any, name: str) -> list[int]:
     return [integer(num_stages, name, minimum=1)]
 
 
-def _is_plain(capacity: Any) -> bool:
-    """Whether it has nothing but sizes."""
-    return isinstance(capacity, PlanCapacity) and capacity.backward is None and capacity.num_stages is None
+def _check_part(name: str, part: Any, without: tuple[str, ...]) -> None:
+    """ValueError unless a part is None or a capacity that leaves some fields at None."""
+    if part is None:
+        return
+    if not isinstance(part, PlanCapacity) or any(vars(part)[field] is not None for field in without):
+        raise ValueError(
+            f"PlanCapacity.{name} must be None or a PlanCapacity without {', '.join(without[:-1])} and "
+            f"{without[-1]}, but it is {part!r}."
+        )
 
 
 def bucket(size: int) -> int:

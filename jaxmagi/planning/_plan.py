@@ -12,6 +12,7 @@ from ..masks._validation import is_traced
 from ._capacity import SAME_STAGES, PlanCapacity, StageCounts, frozen, resize_axis, used_length
 from ._cost import CostModel
 from ._draw import draw_plan
+from ._relayed_spec import RelayedSpec
 from ._report import PlanReport, report_plan
 from ._spec import GroupCastSpec
 
@@ -30,7 +31,7 @@ class PlanStages:
     """
 
     bands: jax.Array | np.ndarray
-    transfers: tuple[GroupCastSpec, ...]
+    transfers: tuple[GroupCastSpec | RelayedSpec, ...]
 
     @property
     def num_stages(self) -> int:
@@ -40,28 +41,40 @@ class PlanStages:
     @property
     def capacity(self) -> PlanCapacity:
         """The static sizes of the arrays."""
-        transfer = self.transfers[0]
-        return PlanCapacity(
-            bands=self.bands.shape[-2],
-            copies=transfer.sends.shape[-2],
-            pair_rows=transfer.pair_rows,
-            output_rows=transfer.output_rows,
-        )
+        return replace(self.transfers[0].capacity, bands=self.bands.shape[-2])
 
     def pad_to(self, capacity: PlanCapacity) -> "PlanStages":
         """The same with other static sizes. Raises ValueError if one is smaller than what is used."""
         bands = np.asarray(self.bands)
-        used = PlanCapacity(used_length(bands.any(axis=-1)), copies=0, pair_rows=0, output_rows=0)
-        replace(capacity, backward=None, num_stages=None).require(
-            functools.reduce(PlanCapacity.union, [spec.used for spec in self.transfers], used)
+        used = functools.reduce(PlanCapacity.union, [spec.used for spec in self.transfers])
+        sizes = replace(capacity, backward=None, num_stages=None)
+        sizes.require(replace(used, bands=used_length(bands.any(axis=-1))))
+        return PlanStages(resize_axis(bands, capacity.bands, -2), _pad_transfers(self.transfers, capacity))
+
+    def by_host(self, ranks_per_host: int) -> "PlanStages":
+        """The same with transfers in two steps: see `ContextPlan.by_host`."""
+        relayed = [_relayed(spec, ranks_per_host) for spec in self.transfers]
+        sizes = functools.reduce(PlanCapacity.union, [spec.capacity for spec in relayed])
+        return PlanStages(self.bands, _pad_transfers(relayed, sizes))
+
+
+def _pad_transfers(
+    transfers: Sequence[GroupCastSpec | RelayedSpec], capacity: PlanCapacity
+) -> tuple[GroupCastSpec | RelayedSpec, ...]:
+    """The transfers of a pass with the static sizes of ``capacity``."""
+    sizes: dict[str, Any] = {name: getattr(capacity, name) for name in ("copies", "output_rows", "pair_rows")}
+    if capacity.between is not None:
+        sizes["between"] = capacity.between
+    return tuple(spec.padded(**sizes) for spec in transfers)
+
+
+def _relayed(spec: GroupCastSpec | RelayedSpec, ranks_per_host: int) -> RelayedSpec:
+    if isinstance(spec, RelayedSpec):
+        raise ValueError(
+            f"by_host({ranks_per_host}): the transfers of this plan are in two steps already, "
+            f"by_host({spec.ranks_per_host})."
         )
-        transfers = tuple(
-            spec.padded(
-                copies=capacity.copies, output_rows=capacity.output_rows, pair_rows=capacity.pair_rows
-            )
-            for spec in self.transfers
-        )
-        return PlanStages(resize_axis(bands, capacity.bands, -2), transfers)
+    return spec.by_host(ranks_per_host)
 
 
 @jax.tree_util.register_dataclass
@@ -71,7 +84,7 @@ class ContextPlan:
 
     A registered pytree of int32 arrays. Each leads with the rank or with the dispatched tokens in rank order,
     so ``PartitionSpec(axis_name)`` shards the whole plan. Only sizes are static: plans of one `capacity`,
-    length and shard length share a compilation.
+    length, shard length and `ranks_per_host` share a compilation.
 
     A rank makes ``num_stages`` attention calls with its own queries. With one stage the keys are its own
     shard followed by the rows received in ``transfers[0]``. With more, stage 0 sees its own shard only and
@@ -84,7 +97,8 @@ class ContextPlan:
         position_ids: int32 ``[T_padded]``, the same with 0 for padding (for rotary embeddings).
         bands: int32 ``[cp, num_stages, C, 6]``, each rank's and stage's mask: row ``q`` of the shard, key
             ``k`` of the stage's key buffer. Unused rows are all zero.
-        transfers: one `GroupCastSpec` per transfer of keys and values: ``max(1, num_stages - 1)``.
+        transfers: one `GroupCastSpec` per transfer of keys and values: ``max(1, num_stages - 1)``; one
+            `RelayedSpec` in plans by `by_host`.
         length: tokens of the sequence, without padding. Static.
         cp_size: number of ranks. Static.
         num_stages: attention calls of a rank in the forward pass. Static.
@@ -95,7 +109,7 @@ class ContextPlan:
     token_order: jax.Array | np.ndarray
     position_ids: jax.Array | np.ndarray
     bands: jax.Array | np.ndarray
-    transfers: tuple[GroupCastSpec, ...]
+    transfers: tuple[GroupCastSpec | RelayedSpec, ...]
     length: int = field(metadata={"static": True})
     cp_size: int = field(metadata={"static": True})
     num_stages: int = field(metadata={"static": True})
@@ -122,10 +136,39 @@ class ContextPlan:
         return self.transfers[0].input_rows
 
     @property
+    def ranks_per_host(self) -> int | None:
+        """That of `by_host`; None in plans whose transfers have one step."""
+        spec = self.transfers[0]
+        return spec.ranks_per_host if isinstance(spec, RelayedSpec) else None
+
+    @property
     def capacity(self) -> PlanCapacity:
         """The static sizes and numbers of stages, for other plans (``plan_context(capacity=...)``)."""
         backward = None if self.backward is None else self.backward.capacity
         return replace(self.forward_stages.capacity, backward=backward, num_stages=self.stage_counts)
+
+    def by_host(self, ranks_per_host: int) -> "ContextPlan":
+        """The same plan with transfers in two steps, so that a row crosses to another host once.
+
+        A row that several ranks of a host need is brought to one of them, its relay, over the network, and
+        handed on inside the host; gradients that return for it are added up inside the host, in float32,
+        before one row crosses. Worth it where ranks of one host need the same rows and the network is slow.
+        It takes memory for the relay rows, and a copy of the own ones.
+
+        Use it before `stack` and `pad_to`: capacities of what it returns go with each other only. The layout
+        and the stages stay as they were planned, for transfers in one step.
+
+        Args:
+            ranks_per_host: ranks with the same ``rank // ranks_per_host`` share a host.
+
+        Raises:
+            ValueError: ``cp_size`` is no multiple of ``ranks_per_host``, or the plan is traced, stacked, a
+                part, or comes from this method.
+        """
+        plan = _on_host(self, "by_host")
+        forward = plan.forward_stages.by_host(ranks_per_host)
+        backward = plan.backward and plan.backward.by_host(ranks_per_host)
+        return replace(plan, transfers=forward.transfers, backward=backward)
 
     @staticmethod
     def stack(plans: Sequence["ContextPlan"]) -> "ContextPlan":
@@ -134,7 +177,8 @@ class ContextPlan:
         For ``PartitionSpec(data_axis, axis_name)`` and ``jax.vmap``. All are padded to the largest capacity.
 
         Raises:
-            ValueError: there is no plan, or lengths, ranks, shard lengths or numbers of stages differ.
+            ValueError: there is no plan, or lengths, ranks, shard lengths, numbers of stages or ranks per
+                host differ.
         """
         if not plans:
             raise ValueError("ContextPlan.stack needs at least one plan.")
@@ -192,7 +236,8 @@ class ContextPlan:
 
 def _static_sizes(plans: Sequence[ContextPlan]) -> dict[str, list[Any]]:
     """What plans have to agree in to be stacked."""
-    sizes = {name: [getattr(plan, name) for plan in plans] for name in ("length", "cp_size", "shard_length")}
+    names = ("length", "cp_size", "shard_length", "ranks_per_host")
+    sizes = {name: [getattr(plan, name) for plan in plans] for name in names}
     return {**sizes, "num_stages": [plan.stage_counts for plan in plans]}
 
 

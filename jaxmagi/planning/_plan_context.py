@@ -16,7 +16,8 @@ from ._layout import make_layout
 from ._merge import merge
 from ._overlap import OverlapSolver, Staged
 from ._plan import ContextPlan, PlanStages
-from ._spec import largest_pair, longest, pack_spec
+from ._spec import pack_spec
+from ._tables import largest_pair, longest
 
 _MAX_AUTO_STAGES = 4
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from ._ranges import meet
+from ._relayed_spec import RelayedSpec
 from ._spec import GroupCastSpec
 
 
@@ -26,6 +27,13 @@ class TokenRuns(NamedTuple):
         return self._replace(row=self.row + rows)
 
 
+def joined(first: TokenRuns, second: TokenRuns) -> TokenRuns:
+    """The runs of both, in different rows."""
+    both = TokenRuns(*(np.concatenate(columns) for columns in zip(first, second, strict=True)))
+    order = np.lexsort((both.row, both.rank))
+    return TokenRuns(*(column[order] for column in both))
+
+
 def own_runs(token_order: jax.Array | np.ndarray, cp_size: int) -> TokenRuns:
     """The tokens of the ranks' shards."""
     shards = np.asarray(token_order, np.int64).reshape(cp_size, -1)
@@ -39,8 +47,11 @@ def own_runs(token_order: jax.Array | np.ndarray, cp_size: int) -> TokenRuns:
     return TokenRuns(rank, row, shards.reshape(-1)[starts], lengths)
 
 
-def received_runs(spec: GroupCastSpec, own: TokenRuns) -> TokenRuns:
+def received_runs(spec: GroupCastSpec | RelayedSpec, own: TokenRuns) -> TokenRuns:
     """The tokens in the output rows of a transfer of the ranks' shards."""
+    if isinstance(spec, RelayedSpec):
+        relayed = received_runs(spec.between, own).shifted(spec.input_rows)
+        return received_runs(spec.within, joined(own, relayed))
     # Rows as positions in the shards of all ranks, one after the other.
     src, index = np.nonzero(np.asarray(spec.sends)[..., 3])
     dst, _, row, length, dst_row = np.asarray(spec.sends, np.int64)[src, index].T

@@ -8,8 +8,10 @@ import numpy as np
 from ..masks.geometry import area, tighten
 from ._cost import CostModel, Pass
 from ._ranges import meet, union
-from ._received import TokenRuns, own_runs, received_runs
-from ._schedule import Schedule, busiest_links, count_tiles, schedule, work_of
+from ._received import TokenRuns, joined, own_runs, received_runs
+from ._relayed_spec import RelayedSpec
+from ._schedule import Schedule, Work, busiest_links, count_tiles, schedule, work_of
+from ._spec import GroupCastSpec
 
 if TYPE_CHECKING:
     from ._plan import ContextPlan, PlanStages
@@ -55,7 +57,7 @@ def report_plan(plan: "ContextPlan", cost: CostModel) -> PlanReport:
     per_rank = area(np.asarray(plan.bands)).sum(axis=(1, 2))
     mean = per_rank.mean()
     forward, backward = plan.forward_stages, plan.backward_stages
-    sent, received = np.moveaxis(_traffic(forward, cost.ranks_per_host).sum(axis=1), 1, 0)
+    sent, received = np.moveaxis(_traffic(forward, cost.ranks_per_host).sum(axis=(1, 2)), 1, 0)
     own = own_runs(plan.token_order, plan.cp_size)
     redundant = _redundant_rows(forward, own)
     if plan.backward is not None:
@@ -80,20 +82,35 @@ def schedule_stages(stages: "PlanStages", cost: CostModel, direction: Pass) -> S
     bands = np.asarray(stages.bands)
     tiles = count_tiles(bands.reshape(-1, 6), direction).reshape(*bands.shape[:3], 2).sum(axis=2)
     rows = busiest_links(_traffic(stages, cost.ranks_per_host))
-    return schedule(work_of(tiles, rows, stages.transfers[0].input_rows, cost, direction))
+    by_step = work_of(tiles, rows, stages.transfers[0].input_rows, cost, direction)
+    returns = None if by_step.returns is None else by_step.returns.sum(axis=-1)
+    return schedule(Work(by_step.compute, by_step.fetches.sum(axis=-1), returns))
+
+
+def _steps(spec: GroupCastSpec | RelayedSpec) -> tuple[GroupCastSpec, ...]:
+    """What a transfer does one after the other."""
+    return (spec.between, spec.within) if isinstance(spec, RelayedSpec) else (spec,)
 
 
 def _traffic(stages: "PlanStages", ranks_per_host: int) -> np.ndarray:
-    """Rows sent and received, within a host and between hosts: int64 ``[cp, num_transfers, 2, 2]``."""
-    cp_size = len(stages.bands)
-    traffic = np.zeros((cp_size, len(stages.transfers), 2, 2), np.int64)
-    host = np.arange(cp_size) // ranks_per_host
-    for index, spec in enumerate(stages.transfers):
-        for side, table in enumerate((spec.sends, spec.receives)):
-            rows = np.asarray(table)[..., 3]
-            between = host[np.asarray(table)[..., 0]] != host[:, None]
-            for level in range(2):
-                traffic[:, index, side, level] = rows.sum(axis=1, where=between == level, dtype=np.int64)
+    """Rows sent and received, within a host and between hosts: int64 ``[cp, num_transfers, steps, 2, 2]``.
+
+    What stays on its rank does not count.
+    """
+    rows = [[_traffic_of(step, ranks_per_host) for step in _steps(spec)] for spec in stages.transfers]
+    return np.moveaxis(np.array(rows), 2, 0)
+
+
+def _traffic_of(spec: GroupCastSpec, ranks_per_host: int) -> np.ndarray:
+    """Likewise of one step: int64 ``[cp, 2, 2]``."""
+    rank = np.arange(len(spec.sends))[:, None]
+    traffic = np.zeros((len(rank), 2, 2), np.int64)
+    for side, table in enumerate(map(np.asarray, (spec.sends, spec.receives))):
+        peer, rows = table[..., 0], table[..., 3]
+        between = peer // ranks_per_host != rank // ranks_per_host
+        for level in range(2):
+            counted = (between == level) & (peer != rank)
+            traffic[:, side, level] = rows.sum(axis=1, where=counted, dtype=np.int64)
     return traffic
 
 
@@ -102,10 +119,7 @@ def key_runs(stages: "PlanStages", own: TokenRuns) -> list[TokenRuns]:
     received = [received_runs(spec, own) for spec in stages.transfers]
     if stages.num_stages > 1:
         return [own, *received]
-    both = zip(own, received[0].shifted(stages.transfers[0].input_rows), strict=True)
-    joined = TokenRuns(*(np.concatenate(columns) for columns in both))
-    order = np.lexsort((joined.row, joined.rank))
-    return [TokenRuns(*(column[order] for column in joined))]
+    return [joined(own, received[0].shifted(stages.transfers[0].input_rows))]
 
 
 def _redundant_rows(stages: "PlanStages", own: TokenRuns) -> int:
@@ -118,7 +132,7 @@ def _redundant_rows(stages: "PlanStages", own: TokenRuns) -> int:
     own_end = np.sort(own.rank * width + own.token + own.length)
     *_, first, last = meet(begin, end, own_begin, own_end)
     useful = int((end - begin).sum() - (last - first).sum())
-    received = (np.asarray(spec.receives)[..., 3] for spec in stages.transfers)
+    received = (np.asarray(_steps(spec)[-1].receives)[..., 3] for spec in stages.transfers)
     return sum(int(rows.sum(dtype=np.int64)) for rows in received) - useful
 
 

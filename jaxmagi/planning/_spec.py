@@ -7,11 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..masks._validation import integer
+from ..masks._validation import integer, is_traced
 from ..masks.geometry import UNBOUNDED
-from ._capacity import PlanCapacity, bucket, frozen, resize_axis, used_length
+from ._capacity import PlanCapacity, bucket, resize_axis, used_length
 from ._compiled import planner
 from ._ranges import meet
+from ._relay import copies_of, relay
+from ._relayed_spec import RelayedSpec
+from ._tables import largest_pair, longest, pack_table
 
 
 @jax.tree_util.register_dataclass
@@ -76,16 +79,34 @@ class GroupCastSpec:
         sources = [[[src] for src in ranks] for ranks in sources]
         received = _split_copies("output_split_sizes", outputs, "src_ranks", sources)
         _check_totals(sent, received, cp_size)
-        sends, receives = planner().place_copies(_link(sent, received))
-        return pack_spec(
-            sends,
-            receives,
-            cp_size=cp_size,
-            copies=bucket(max(longest(sends, cp_size), longest(receives, cp_size))),
-            input_rows=max(map(sum, inputs)),
-            output_rows=max(map(sum, outputs)),
-            pair_rows=bucket(largest_pair(sends)),
+        copies = _link(sent, received)
+        return _spec_of(copies, cp_size, max(map(sum, inputs)), max(map(sum, outputs)))
+
+    def by_host(self, ranks_per_host: int) -> RelayedSpec:
+        """The same transfer in two steps, so that a row crosses to another host once, whoever needs it there.
+
+        Made on the host, from what this spec sends; static sizes are rounded up as in plans.
+
+        Args:
+            ranks_per_host: ranks with the same ``rank // ranks_per_host`` share a host.
+
+        Raises:
+            ValueError: the number of ranks is no multiple of ``ranks_per_host``, or the spec is traced,
+                stacked or a part.
+        """
+        cp_size, sends = _check_hosts(self, ranks_per_host)
+        between, within = relay(copies_of(sends), cp_size, ranks_per_host, self.input_rows)
+        relay_rows = bucket(int((between.dst_row + between.length).max(initial=0)))
+        return RelayedSpec(
+            between=_spec_of(between.table(), cp_size, self.input_rows, relay_rows),
+            within=_spec_of(within.table(), cp_size, self.input_rows + relay_rows, self.output_rows),
+            ranks_per_host=int(ranks_per_host),
         )
+
+    @property
+    def capacity(self) -> PlanCapacity:
+        """The static sizes (``bands`` is 0)."""
+        return PlanCapacity(0, self.sends.shape[-2], self.pair_rows, self.output_rows)
 
     @property
     def used(self) -> PlanCapacity:
@@ -136,29 +157,49 @@ def pack_spec(
         pair_rows: as in `GroupCastSpec`.
     """
     return GroupCastSpec(
-        sends=_pack_table(sends, cp_size, copies),
-        receives=_pack_table(receives, cp_size, copies),
+        sends=pack_table(sends, cp_size, copies),
+        receives=pack_table(receives, cp_size, copies),
         input_rows=input_rows,
         output_rows=output_rows,
         pair_rows=pair_rows,
     )
 
 
-def longest(table: np.ndarray, cp_size: int) -> int:
-    """The largest number of entries of a rank."""
-    return int(np.bincount(table[:, 0], minlength=cp_size).max(initial=0))
+def _spec_of(copies: np.ndarray, cp_size: int, input_rows: int, output_rows: int) -> GroupCastSpec:
+    """The spec of copies int32 ``[n, 5]``, rows ``(src_rank, dst_rank, row, dst_row, length)``."""
+    sends, receives = planner().place_copies(copies)
+    return pack_spec(
+        sends,
+        receives,
+        cp_size=cp_size,
+        copies=bucket(max(longest(sends, cp_size), longest(receives, cp_size))),
+        input_rows=input_rows,
+        output_rows=output_rows,
+        pair_rows=bucket(largest_pair(sends)),
+    )
 
 
-def largest_pair(table: np.ndarray) -> int:
-    """The largest number of rows between two ranks."""
-    return int((table[:, 2] + table[:, 4]).max(initial=0))
-
-
-def _pack_table(table: np.ndarray, cp_size: int, copies: int) -> np.ndarray:
-    packed = np.zeros((cp_size, copies, table.shape[1] - 1), np.int32)
-    rank = table[:, 0]
-    packed[rank, np.arange(len(rank)) - np.searchsorted(rank, rank)] = table[:, 1:]
-    return frozen(packed)
+def _check_hosts(spec: GroupCastSpec, ranks_per_host: Any) -> tuple[int, np.ndarray]:
+    """The number of ranks and the sends of a spec that can be cut into hosts."""
+    if is_traced(spec):
+        raise ValueError("by_host needs the spec's host data, but the spec is traced: call it outside jit.")
+    sends = np.asarray(spec.sends)
+    if sends.ndim != 3:
+        raise ValueError(
+            f"by_host takes one spec with sends [cp, M, 5], but they are {sends.shape}: call it on each spec "
+            "before they are stacked."
+        )
+    cp_size = len(sends)
+    if cp_size % integer(ranks_per_host, "ranks_per_host", minimum=1):
+        raise ValueError(
+            f"the spec is for {cp_size} ranks, which is no multiple of ranks_per_host={ranks_per_host}."
+        )
+    if sends[..., 0].max(initial=0) >= cp_size:
+        raise ValueError(
+            f"by_host needs a whole spec, but this one is a part: it leads with {cp_size} ranks and sends to "
+            f"rank {sends[..., 0].max()}."
+        )
+    return cp_size, sends
 
 
 def _sizes(value: Any, name: str) -> list[list[int]]:

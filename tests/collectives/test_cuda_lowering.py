@@ -109,6 +109,25 @@ def test_options(target: str, implementation: str, number: int, workspaces: list
     assert len(workspaces) == (implementation == "nccl")
 
 
+def test_two_steps(workspaces: list[tuple[Any, ...]]) -> None:
+    """Hosts of one rank: pairs of ranks exchange rows by NCCL in the step between them alone."""
+    relayed = SPEC.by_host(1)
+
+    def both(x: Any, axis_name: str) -> Any:
+        y = group_cast(x, relayed, axis_name=axis_name)
+        return group_reduce(y, relayed, axis_name=axis_name)
+
+    calls = custom_calls(text_of(both, array(ROWS, 8, dtype=jnp.bfloat16)))
+    assert [call.target for call in calls] == [_cuda.CAST, _cuda.CAST, _cuda.REDUCE, _cuda.REDUCE]
+    names = ("group_size", "ranks_per_host", "implementation")
+    numbers = [tuple(call.attributes[name] for name in names) for call in calls]
+    assert numbers == [(2, 1, 0), (1, 0, 0), (1, 0, 0), (2, 1, 0)]
+    assert [call.arrays for call in calls] == [{"groups": [0, 1]}] * 4
+    assert [call.operands[2].split("x")[-1] for call in calls] == ["bf16", "bf16", "bf16", "f32"]
+    assert [call.results[0].split("x")[-1] for call in calls] == ["bf16", "bf16", "f32", "f32"]
+    assert len(workspaces) == 2
+
+
 def test_calls_are_collectives_to_the_scheduler() -> None:
     (line,) = [line for line in text_of(cast, array(ROWS, 4)).splitlines() if "call @compute_on" in line]
     assert '_xla_stream_annotation = "collective"' in line

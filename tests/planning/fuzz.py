@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmagi import AttnMask, masks
-from jaxmagi.planning import ContextPlan, CostModel, GroupCastSpec, PlanStages, plan_context
+from jaxmagi.planning import ContextPlan, CostModel, GroupCastSpec, PlanStages, RelayedSpec, plan_context
 
 from ..cases import random_bands
 from .oracle import NAMED_LAYOUTS, assert_same, check_plan, group_cast
@@ -110,8 +110,11 @@ def check_gradients(plan: ContextPlan, stages: PlanStages) -> None:
         np.testing.assert_array_equal(group_reduce(spec, returned)[owned], expected[shards[owned]])
 
 
-def group_reduce(spec: GroupCastSpec, rows: np.ndarray) -> np.ndarray:
+def group_reduce(spec: GroupCastSpec | RelayedSpec, rows: np.ndarray) -> np.ndarray:
     """The sums ``[cp, input_rows]`` of rows ``[cp, output_rows]``, sent back where they came from."""
+    if isinstance(spec, RelayedSpec):
+        own, relayed = np.split(group_reduce(spec.within, rows), [spec.input_rows], axis=1)
+        return own + group_reduce(spec.between, relayed)
     cp = len(rows)
     buffers = np.zeros((cp, cp, spec.pair_rows), np.int64)
     sums = np.zeros((cp, spec.input_rows), np.int64)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jaxmagi import AttnMask, masks
-from jaxmagi.planning import ContextPlan, GroupCastSpec
+from jaxmagi.planning import ContextPlan, GroupCastSpec, RelayedSpec
 from jaxmagi.planning._plan_context import Layout
 
 NAMED_LAYOUTS: tuple[Layout, ...] = ("balanced", "zigzag", "contiguous")
@@ -40,8 +40,11 @@ def cast_tokens(plan: ContextPlan) -> list[np.ndarray]:
     return [group_cast(spec, shards, fill=-1) for spec in plan.transfers]
 
 
-def group_cast(spec: GroupCastSpec, shards: np.ndarray, fill: int = 0) -> np.ndarray:
+def group_cast(spec: GroupCastSpec | RelayedSpec, shards: np.ndarray, fill: int = 0) -> np.ndarray:
     """The rows ``[cp, output_rows]`` that every rank receives from the rows ``[cp, input_rows]``."""
+    if isinstance(spec, RelayedSpec):
+        relayed = group_cast(spec.between, shards, fill)
+        return group_cast(spec.within, np.concatenate([shards, relayed], axis=1), fill)
     cp = len(shards)
     buffers = np.full((cp, cp, spec.pair_rows), -2)
     output = np.full((cp, spec.output_rows), fill)
@@ -55,8 +58,12 @@ def group_cast(spec: GroupCastSpec, shards: np.ndarray, fill: int = 0) -> np.nda
     return output
 
 
-def check_spec(spec: GroupCastSpec) -> None:
+def check_spec(spec: GroupCastSpec | RelayedSpec) -> None:
     """The tables agree: the same dense slots to the same rows, sorted entries, no output row filled twice."""
+    if isinstance(spec, RelayedSpec):
+        check_spec(spec.between)
+        check_spec(spec.within)
+        return
     cp = len(spec.sends)
     filled = np.zeros((2, cp, cp, spec.pair_rows), int)
     outputs = np.zeros((cp, spec.output_rows), int)

@@ -1,0 +1,202 @@
+"""Transfers in two steps against the same in one: rows, sums, means, merges, and their derivatives."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxmagi import GroupCastSpec, PlanCapacity, RelayedSpec, group_cast, group_reduce
+
+from .groups import Group, assert_same_bits
+from .harness import AXIS, cast_function, make_mesh, normal
+from .routes import INPUT_ROWS, random_transfer
+from .test_gpu_patterns import check_results, payload, program
+
+CP = 8
+
+
+def relayed(spec: GroupCastSpec, ranks_per_host: int) -> RelayedSpec:
+    """Of a size for all specs by `random_transfer`, to share compilations."""
+    most = spec.pair_rows
+    return spec.by_host(ranks_per_host).padded(
+        copies=512,
+        output_rows=spec.output_rows,
+        pair_rows=4 * most,
+        between=PlanCapacity(0, 256, most, 8 * most),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.xdist_group("whole_gpus")
+@pytest.mark.parametrize(
+    "group", [Group(None, 4, ranks_per_host=n) for n in (1, 2, 4)], ids=str, indirect=True
+)
+def test_random_transfers(group: Group) -> None:
+    """Arrays of all kinds, as in one step, by one compilation, and twice the same to the bit."""
+    rng = np.random.default_rng(group.size)
+    assert group.ranks_per_host is not None
+    with jax.enable_x64(True):
+        run = program(group)
+        for _ in range(40):
+            transfer = random_transfer(rng, group.size, repeats=True)
+            host = payload(rng, transfer)
+            operands = group.shard(host), group.replicate(relayed(transfer.spec, group.ranks_per_host))
+            results = run(*operands)
+            check_results(results, host, transfer)
+            assert_same_bits(run(*operands), results)
+        assert run._cache_size() == 1
+
+
+@functools.cache
+def cast_and_transpose() -> Any:
+    """Compiled: x, spec in parts, cotangents → rows, gradient of x."""
+
+    def local(x: Any, spec: Any, cotangents: Any) -> Any:
+        rows, vjp = jax.vjp(lambda x: group_cast(x, spec, axis_name=AXIS), x[0])
+        return rows[None], vjp(cotangents[0])[0][None]
+
+    return jax.jit(jax.shard_map(local, mesh=make_mesh(CP), in_specs=P(AXIS), out_specs=P(AXIS)))
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2, 8])
+def test_rows_sent_twice_to_a_rank(ranks_per_host: int, rng: np.random.Generator) -> None:
+    for _ in range(3):
+        transfer = random_transfer(rng, CP, repeats=True)
+        x = normal(rng, CP, INPUT_ROWS, 3)
+        rows = cast_function(CP)(x, relayed(transfer.spec, ranks_per_host))
+        np.testing.assert_array_equal(rows, transfer.cast(x))
+
+
+def test_casts_and_their_gradients(rng: np.random.Generator) -> None:
+    """Rows to the bit, sums up to the order of additions; with sharded tables."""
+    for _ in range(3):
+        transfer = random_transfer(rng, CP)
+        spec = relayed(transfer.spec, 4)
+        x, dy = normal(rng, CP, INPUT_ROWS, 3), normal(rng, CP, transfer.spec.output_rows, 3)
+        rows, gradient = cast_and_transpose()(x, spec, dy)
+        np.testing.assert_array_equal(rows, transfer.cast(x))
+        np.testing.assert_allclose(gradient, transfer.reduce_sum(dy), rtol=1e-5, atol=1e-5)
+
+
+def test_sums_and_means_of_half_precision_are_rounded_once(rng: np.random.Generator) -> None:
+    """What crosses between hosts are float32 sums. Their gradient is the cast."""
+    transfer = random_transfer(rng, CP)
+    y = normal(rng, CP, transfer.spec.output_rows, 3, dtype=jnp.bfloat16)
+    dx = normal(rng, CP, INPUT_ROWS, 3, dtype=jnp.bfloat16)
+
+    def local(y: Any, spec: Any, dx: Any) -> Any:
+        sums, vjp = jax.vjp(lambda y: group_reduce(y, spec, axis_name=AXIS), y[0])
+        mean = group_reduce(y[0], spec, axis_name=AXIS, op="avg")
+        return sums[None], mean[None], vjp(dx[0])[0][None]
+
+    mapped = jax.shard_map(local, mesh=make_mesh(CP), in_specs=(P(AXIS), P(), P(AXIS)), out_specs=P(AXIS))
+    sums, mean, gradient = jax.jit(mapped)(y, relayed(transfer.spec, 4), dx)
+    np.testing.assert_array_equal(gradient, transfer.cast(dx))
+    exact = transfer.reduce_sum(y.astype(np.float64))
+    size = transfer.reduce_sum(np.abs(y.astype(np.float64)))
+    counts = np.maximum(transfer.counts(), 1)[..., None]
+    for got, want in ((sums, exact), (mean, exact / counts)):
+        assert got.dtype == jnp.bfloat16
+        error = np.abs(np.asarray(got).astype(np.float64) - want)
+        assert (error <= 2.0**-8 * np.abs(want) + 1e-6 * size).all()
+
+
+def test_merges_and_their_gradients(x64: None, rng: np.random.Generator) -> None:
+    """Against a merge of all parts in one place. Silent parts hold NaN."""
+    transfer = random_transfer(rng, 4)
+    rows = transfer.spec.output_rows
+    y, lse = normal(rng, 4, rows, 2, 4, dtype=np.float64), normal(rng, 4, rows, 2, dtype=np.float64)
+    lse[rng.random(lse.shape) < 0.3] = -np.inf
+    y[np.isneginf(lse)] = np.nan
+    own = normal(rng, 4, INPUT_ROWS, 2, 4, dtype=np.float64), normal(rng, 4, INPUT_ROWS, 2, dtype=np.float64)
+    operands = (y, lse, own)
+
+    def in_two_steps(operands: Any) -> Any:
+        def local(operands: Any) -> Any:
+            y, lse, own = jax.tree.map(lambda leaf: leaf[0], operands)
+            spec = transfer.spec.by_host(2)
+            merged = group_reduce(y, spec, axis_name=AXIS, op="lse", lse=lse, accumulate=own)
+            return jax.tree.map(lambda leaf: leaf[None], merged)
+
+        return jax.shard_map(local, mesh=make_mesh(4), in_specs=P(AXIS), out_specs=P(AXIS))(operands)
+
+    def in_one_place(operands: Any) -> Any:
+        y, lse, (out, own_lse) = operands
+        numbers = transfer.source_numbers().reshape(-1)
+        share = jnp.where(jnp.isneginf(lse), 0, jnp.exp(lse)).reshape(-1, 2, 1)
+        weighted = share * jnp.where(jnp.isneginf(lse)[..., None], 0, y).reshape(-1, 2, 4)
+        place = jnp.where(numbers < 0, 4 * INPUT_ROWS, numbers)
+        start = jnp.exp(own_lse).reshape(-1, 2, 1)
+        total = start.at[place].add(share, mode="drop")
+        merged = (start * out.reshape(-1, 2, 4)).at[place].add(weighted, mode="drop") / total
+        return merged.reshape(out.shape), jnp.log(total).reshape(own_lse.shape)
+
+    def loss(merge: Any, operands: Any) -> Any:
+        out, total = merge(operands)
+        return (jnp.sin(out) * total[..., None]).sum(), (out, total)
+
+    given, expected = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, merge), has_aux=True))(operands)
+        for merge in (in_two_steps, in_one_place)
+    )
+    for ours, theirs in zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_inside_hosts_are_exchanged_inside_hosts(rng: np.random.Generator) -> None:
+    transfer = random_transfer(rng, 4)
+    mapped = jax.shard_map(
+        lambda x: group_cast(x, transfer.spec.by_host(2), axis_name=AXIS),
+        mesh=make_mesh(4),
+        in_specs=P(AXIS),
+        out_specs=P(AXIS),
+    )
+    text = jax.jit(mapped).lower(np.zeros((4 * INPUT_ROWS, 3), np.float32)).as_text()
+    assert re.findall(r"all_to_all.* split_count = (\d+)", text) == ["4", "2"]
+    assert "[[0, 1], [2, 3]]" in text
+
+
+SPEC = GroupCastSpec.from_splits([[2]] * 4, [[[1]], [[2]], [[3]], [[0]]], [[2]] * 4, [[3], [0], [1], [2]])
+
+
+@pytest.mark.parametrize(
+    ("cp_size", "options", "error", "message"),
+    [
+        (4, {"ranks_per_host": 4}, ValueError, "ranks_per_host=4, but the spec is for hosts of 2 ranks"),
+        (4, {"num_sms": 0}, ValueError, "num_sms must be between 1 and 132, but it is 0"),
+        (3, {}, ValueError, "for hosts of 2 ranks, but mesh axis 'context' has size 3"),
+        (2, {}, ValueError, "the spec is for 4 ranks, but mesh axis 'context' has size 2"),
+        (4, {"implementation": "native"}, NotImplementedError, "brings rows across hosts: use None"),
+    ],
+)
+@pytest.mark.parametrize("function", [group_cast, group_reduce])
+def test_errors(
+    function: Any, cp_size: int, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    mapped = jax.shard_map(
+        lambda x: function(x, SPEC.by_host(2), axis_name=AXIS, **options),
+        mesh=make_mesh(cp_size),
+        in_specs=P(AXIS),
+        out_specs=P(AXIS),
+    )
+    with pytest.raises(error, match=re.escape(message)):
+        jax.eval_shape(mapped, np.zeros((2 * cp_size, 3), np.float32))
+
+
+def test_stacked_spec() -> None:
+    stacked = jax.tree.map(lambda table: table[None], SPEC.by_host(2))
+    mapped = jax.shard_map(
+        lambda x: group_cast(x, stacked, axis_name=AXIS),
+        mesh=make_mesh(4),
+        in_specs=P(AXIS),
+        out_specs=P(AXIS),
+    )
+    with pytest.raises(
+        ValueError, match=r"spec.between.sends must be \[cp, M, 5\], but has shape .*: use jax.vmap"
+    ):
+        jax.eval_shape(mapped, np.zeros((8, 3), np.float32))

@@ -1,0 +1,189 @@
+"""Transfers in two steps: what crosses to other hosts, over whom, and that everything arrives."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmagi import AttnMask, CostModel, masks
+from jaxmagi.planning import ContextPlan, GroupCastSpec, PlanCapacity, RelayedSpec, plan_context
+
+from ..cases import random_bands
+from ..collectives.routes import Transfer, random_transfer
+from .fuzz import group_reduce
+from .oracle import assert_same, check_plan, check_spec, group_cast
+
+CP = 8
+
+
+def hosts_of(table: Any, ranks_per_host: int) -> tuple[np.ndarray, np.ndarray]:
+    """The hosts of both ends of each entry that is used."""
+    rank, entry = np.nonzero(table[..., 3])
+    return rank // ranks_per_host, table[rank, entry, 0] // ranks_per_host
+
+
+def crossings(transfer: Transfer, ranks_per_host: int) -> set[tuple[tuple[int, int], int]]:
+    """Each row, as (rank, row), with each other host that needs it."""
+    needed = {(source, rank // ranks_per_host) for source, (rank, _) in transfer.contributions()}
+    return {(source, host) for source, host in needed if source[0] // ranks_per_host != host}
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2, 4, 8])
+@pytest.mark.parametrize("repeats", [False, True])
+def test_random_transfers(ranks_per_host: int, repeats: bool, rng: np.random.Generator) -> None:
+    for _ in range(10):
+        transfer = random_transfer(rng, CP, repeats=repeats)
+        spec, relayed = transfer.spec, transfer.spec.by_host(ranks_per_host)
+        check_spec(relayed)
+        assert (relayed.input_rows, relayed.output_rows) == (spec.input_rows, spec.output_rows)
+        first, second = hosts_of(relayed.between.sends, ranks_per_host)
+        assert (first != second).all()
+        first, second = hosts_of(relayed.within.sends, ranks_per_host)
+        assert (first == second).all()
+        assert relayed.rows_between_hosts == len(crossings(transfer, ranks_per_host))
+
+        rows = rng.integers(1, 1000, (CP, spec.input_rows))
+        received = group_cast(relayed, rows)
+        np.testing.assert_array_equal(received, group_cast(spec, rows))
+        np.testing.assert_array_equal(group_reduce(relayed, received), group_reduce(spec, received))
+
+
+def test_relays_need_what_they_get(rng: np.random.Generator) -> None:
+    transfer = random_transfer(rng, CP)
+    relayed = transfer.spec.by_host(4)
+    numbers = np.arange(CP * transfer.spec.input_rows).reshape(CP, -1) + 1
+    needed, got = group_cast(transfer.spec, numbers), group_cast(relayed.between, numbers)
+    assert got.any()
+    for rank in range(CP):
+        assert set(got[rank][got[rank] > 0]) <= set(needed[rank])
+
+
+def broadcast(num_rows: int, cp_size: int) -> GroupCastSpec:
+    """All rows of each rank to all ranks."""
+    everyone = list(range(cp_size))
+    sizes = [[num_rows]] * cp_size
+    return GroupCastSpec.from_splits(
+        sizes, [[everyone]] * cp_size, [[num_rows] * cp_size] * cp_size, [everyone] * cp_size
+    )
+
+
+def test_each_source_shares_its_rows_out_among_relays() -> None:
+    """One run of rows all the same, so that no pair of ranks has more than its share."""
+    relayed = broadcast(100, CP).by_host(4)
+    rows = relayed.between.sends[..., 3]
+    assert relayed.rows_between_hosts == 100 * CP
+    assert ((rows > 0).sum(axis=1) == 4).all() and rows.max() == 25
+    assert (relayed.between.receives[..., 3].sum(axis=1) == 100).all()
+
+
+def test_what_few_need_is_balanced_by_what_many_need() -> None:
+    """Rank 2 alone needs rows 0 to 5 of rank 0; ranks 2 and 3 need all others."""
+    spec = GroupCastSpec.from_splits(
+        [[6, 6], [], [], []], [[[2], [2, 3]], [], [], []], [[], [], [12], [6]], [[], [], [0], [0]]
+    )
+    np.testing.assert_array_equal(spec.by_host(2).between.sends[0, :2], [[2, 0, 0, 6, 0], [3, 0, 6, 6, 0]])
+
+
+def test_short_runs_of_different_sources_go_to_different_relays() -> None:
+    relayed = broadcast(1, CP).by_host(4)
+    assert (relayed.between.receives[..., 3].sum(axis=1) == 1).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_plan_is_right(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ranks_per_host, hosts = rng.integers(1, 4, 2).tolist()
+    length = int(rng.integers(1, 120))
+    mask = AttnMask.from_bands(random_bands(rng, length, length, 8), q_len=length, kv_len=length)
+    plan = plan_context(mask, ranks_per_host * hosts, num_stages=((1, 2), 2, 3)[seed % 3])
+    relayed = plan.by_host(ranks_per_host)
+    check_plan(mask, relayed)
+    assert_same(relayed, plan.by_host(ranks_per_host))
+    assert (relayed.ranks_per_host, plan.ranks_per_host) == (ranks_per_host, None)
+
+
+def test_report_counts_each_row_once_between_hosts() -> None:
+    mask, cost = masks.causal(4096), CostModel(ranks_per_host=4)
+    plan = plan_context(mask, CP, num_stages=3, cost=cost)
+    relayed = plan.by_host(4)
+    before, after = plan.report(cost), relayed.report(cost)
+    np.testing.assert_array_equal(after.rows_received, before.rows_received)
+    crossing = sum(spec.rows_between_hosts for spec in relayed.transfers if isinstance(spec, RelayedSpec))
+    assert after.network_rows_sent.sum() == after.network_rows_received.sum() == crossing
+    assert crossing < before.network_rows_sent.sum() / 3
+    assert after.predicted_seconds < before.predicted_seconds
+
+
+def test_steps_are_predicted_one_after_the_other() -> None:
+    """Of one row that goes to two ranks of another host: both latencies instead of the longer one."""
+    mask = AttnMask.from_bands([[2, 4, 0, 1, -4, 4]], q_len=4, kv_len=4)
+    cost = CostModel(ranks_per_host=2, latency_us=1000, network_latency_us=3000)
+    plan = plan_context(mask, 4, num_stages=1, layout="contiguous")
+    seconds = [p.report(cost).predicted_seconds for p in (plan, plan.by_host(2))]
+    np.testing.assert_allclose(seconds, [4e-3, 5e-3], rtol=1e-2)  # with the attention call
+
+
+def test_sizes_grow_and_shrink_with_the_capacity() -> None:
+    stream = [masks.causal(512), masks.documents([100] * 5 + [12]), masks.sliding_window(512, 40)]
+    plans = [plan_context(mask, CP, num_stages=(1, 2)).by_host(4) for mask in stream]
+    capacity = functools.reduce(PlanCapacity.union, [plan.capacity for plan in plans])
+    padded = [plan.pad_to(capacity) for plan in plans]
+    assert len({jax.tree.structure(plan) for plan in padded}) == 1
+    assert len({tuple(leaf.shape for leaf in jax.tree.leaves(plan)) for plan in padded}) == 1
+    for mask, plan, tight in zip(stream, padded, plans, strict=True):
+        assert plan.capacity == capacity
+        check_plan(mask, plan)
+        assert_same(plan.pad_to(tight.capacity), tight)
+    assert ContextPlan.stack(plans).capacity == capacity
+
+
+def test_capacities_of_the_other_kind() -> None:
+    plan = plan_context(masks.causal(512), CP, num_stages=2)
+    relayed = plan.by_host(4)
+    for call in (
+        lambda: plan.pad_to(relayed.capacity),
+        lambda: relayed.pad_to(plan.capacity),
+        lambda: plan_context(masks.causal(512), CP, capacity=relayed.capacity),
+        lambda: ContextPlan.stack([plan.pad_to(plan.capacity), relayed]),
+    ):
+        with pytest.raises(ValueError, match=r"by_host|ranks_per_host"):
+            call()
+    with pytest.raises(ValueError, match=r"differ in ranks_per_host: \[4, 2\]"):
+        ContextPlan.stack([relayed, plan.by_host(2)])
+    small = relayed.capacity.between
+    assert small is not None
+    with pytest.raises(ValueError, match=r"too small: between.pair_rows=1 \(needs \d+\)"):
+        spec = relayed.transfers[0]
+        assert isinstance(spec, RelayedSpec)
+        spec.padded(
+            copies=64,
+            output_rows=512,
+            pair_rows=512,
+            between=PlanCapacity(0, small.copies, 1, small.output_rows),
+        )
+    with pytest.raises(
+        ValueError, match=r"PlanCapacity.between must be None or a PlanCapacity without backward"
+    ):
+        PlanCapacity(8, 8, 8, 8, between=relayed.capacity)
+
+
+def test_bad_arguments() -> None:
+    spec = broadcast(2, 4)
+    with pytest.raises(ValueError, match="for 4 ranks, which is no multiple of ranks_per_host=3"):
+        spec.by_host(3)
+    with pytest.raises(ValueError, match=r"ranks_per_host must be between 1 and .* it is 0"):
+        spec.by_host(0)
+    with pytest.raises(ValueError, match=r"by_host takes one spec with sends .* call it on each spec"):
+        jax.tree.map(lambda table: np.stack([table] * 2), spec).by_host(2)
+    with pytest.raises(ValueError, match="this one is a part: it leads with 2 ranks and sends to rank 3"):
+        jax.tree.map(lambda table: table[:2], spec).by_host(2)
+    with pytest.raises(ValueError, match="by_host needs the spec's host data, but the spec is traced"):
+        jax.eval_shape(lambda spec: spec.by_host(2), jax.tree.map(jnp.asarray, spec))
+    plan = plan_context(masks.causal(64), 4, num_stages=1)
+    with pytest.raises(ValueError, match=r"by_host\(4\): .* in two steps already, by_host\(2\)"):
+        plan.by_host(2).by_host(4)
+    with pytest.raises(ValueError, match="by_host needs one whole plan"):
+        ContextPlan.stack([plan, plan]).by_host(2)
