@@ -1,9 +1,5 @@
 """Small runs of every kernel, for compute-sanitizer: it slows programs down too much for the other tests."""
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -12,6 +8,7 @@ import pytest
 
 from jaxmagi.attention import Partial, attention_reference, attention_reference_vjp
 from tests.cases import tile_edge_bands
+from tests.sanitizer import memcheck
 
 from .device_reference import Logits
 from .gpu_harness import KERNEL_DIMS, forward
@@ -71,19 +68,5 @@ def test_sanitizer_subset_of_gradients(rng: np.random.Generator, dim: int, v_dim
 
 
 def test_memcheck_is_clean() -> None:
-    """The tests above in another process, with each array an allocation, to see steps beyond its end."""
-    sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
-    assert sanitizer is not None, "compute-sanitizer, a part of CUDA, is not on the PATH"
-    memcheck = [sanitizer, "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "1"]
-    tests = [sys.executable, "-m", "pytest", "-m", "gpu", "-k", "test_sanitizer_subset", __file__]
-    run = subprocess.run(
-        [*memcheck, *tests, "-p", "no:cacheprovider"],
-        cwd=Path(__file__).parent.parent.parent,
-        env=os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    report = run.stdout + run.stderr
-    assert run.returncode == 0, report
-    assert "ERROR SUMMARY: 0 errors" in report and f"{2 * len(DIMS)} passed" in report, report
+    report = memcheck(Path(__file__))
+    assert f"{2 * len(DIMS)} passed" in report, report
