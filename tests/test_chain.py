@@ -1,5 +1,6 @@
 """Calls that are timed as a chain: all are made, on every rank, each after the last, and nothing else is."""
 
+import itertools
 import math
 import re
 from typing import Any
@@ -85,8 +86,11 @@ def test_what_communicates(call: str, found: bool) -> None:
     assert bool(_chain.COMMUNICATES.search(call)) == found
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("transfer", _transfers.transfers(RANKS, 1024), ids=lambda transfer: transfer.name)
+@pytest.mark.parametrize(
+    ("transfer", "direction"),
+    list(zip(_transfers.transfers(RANKS, 1024), itertools.cycle(DIRECTIONS), strict=False)),
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_programs_make_calls_and_nothing_else(
     transfer: _transfers.Transfer, direction: _jax_collectives.Direction
 ) -> None:
