@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from ._ranges import meet
+from ._relay import copies_of
 from ._relayed_spec import RelayedSpec
 from ._spec import GroupCastSpec
 
@@ -29,9 +30,12 @@ class TokenRuns(NamedTuple):
 
 def joined(first: TokenRuns, second: TokenRuns) -> TokenRuns:
     """The runs of both, in different rows."""
-    both = TokenRuns(*(np.concatenate(columns) for columns in zip(first, second, strict=True)))
-    order = np.lexsort((both.row, both.rank))
-    return TokenRuns(*(column[order] for column in both))
+    return _sorted(TokenRuns(*(np.concatenate(columns) for columns in zip(first, second, strict=True))))
+
+
+def _sorted(runs: TokenRuns) -> TokenRuns:
+    order = np.lexsort((runs.row, runs.rank))
+    return TokenRuns(*(column[order] for column in runs))
 
 
 def own_runs(token_order: jax.Array | np.ndarray, cp_size: int) -> TokenRuns:
@@ -52,12 +56,10 @@ def received_runs(spec: GroupCastSpec | RelayedSpec, own: TokenRuns) -> TokenRun
     if isinstance(spec, RelayedSpec):
         relayed = received_runs(spec.between, own).shifted(spec.input_rows)
         return received_runs(spec.within, joined(own, relayed))
+    copies = copies_of(np.asarray(spec.sends))
     # Rows as positions in the shards of all ranks, one after the other.
-    src, index = np.nonzero(np.asarray(spec.sends)[..., 3])
-    dst, _, row, length, dst_row = np.asarray(spec.sends, np.int64)[src, index].T
-    begin, own_begin = src * spec.input_rows + row, own.rank * spec.input_rows + own.row
-    send, run, first, last = meet(begin, begin + length, own_begin, own_begin + own.length)
-    rank, place = dst[send], dst_row[send] + first - begin[send]
-    order = np.lexsort((place, rank))
-    runs = TokenRuns(rank, place, own.token[run] + first - own_begin[run], last - first)
-    return TokenRuns(*(column[order] for column in runs))
+    begin, own_begin = copies.src * spec.input_rows + copies.row, own.rank * spec.input_rows + own.row
+    send, run, first, last = meet(begin, begin + copies.length, own_begin, own_begin + own.length)
+    row = copies.dst_row[send] + first - begin[send]
+    token = own.token[run] + first - own_begin[run]
+    return _sorted(TokenRuns(copies.dst[send], row, token, last - first))
