@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from benchmarks._measure import Timing
+
 
 @dataclass(frozen=True)
 class Row:
@@ -21,6 +23,20 @@ class Row:
     tflops: float
     speedup: float | None
 
+    @staticmethod
+    def of(
+        workload: str,
+        direction: str,
+        implementation: str,
+        timing: Timing,
+        *,
+        tflops: float,
+        speedup: float | None,
+    ) -> "Row":
+        """The row of what was timed."""
+        median, fastest, slowest = (1e3 * x for x in (timing.median, timing.fastest, timing.slowest))
+        return Row(workload, direction, implementation, median, fastest, slowest, tflops, speedup)
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -30,6 +46,11 @@ class Failure:
     direction: str
     implementation: str
     error: str
+
+    @staticmethod
+    def of(workload: str, direction: str, implementation: str, error: Exception) -> "Failure":
+        """That of an exception, cut short where its message is long."""
+        return Failure(workload, direction, implementation, f"{type(error).__name__}: {error}"[:300])
 
 
 def show(rows: Iterable[Row | Failure]) -> None:

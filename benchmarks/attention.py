@@ -64,7 +64,7 @@ def make_works(
         except ModuleNotFoundError as error:
             failures.append(Failure(workload.name, direction, name, f"not installed: {error.name}"))
         except Exception as error:
-            failures.append(Failure(workload.name, direction, name, f"{type(error).__name__}: {error}"[:300]))
+            failures.append(Failure.of(workload.name, direction, name, error))
     return works, failures
 
 
@@ -105,13 +105,11 @@ def to_rows(direction: Direction, workload: Workload, timings: dict[str, Timing]
         return flops / against.median / rate(name, timing) if against else None
 
     return [
-        Row(
-            workload=workload.name,
-            direction=direction,
-            implementation=name,
-            median_ms=1e3 * timing.median,
-            fastest_ms=1e3 * timing.fastest,
-            slowest_ms=1e3 * timing.slowest,
+        Row.of(
+            workload.name,
+            direction,
+            name,
+            timing,
             tflops=rate(name, timing) / 1e12,
             speedup=speedup(name, timing),
         )

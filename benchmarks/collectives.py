@@ -109,8 +109,7 @@ def measure(
         try:
             works[name] = make_work(implementation, direction, mesh, estimate)
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"[:300]
-            failures.append(Failure(transfer.name, direction, name, message))
+            failures.append(Failure.of(transfer.name, direction, name, error))
     timings = time_on_device(works, repeats, batches=2)
     return [*to_rows(transfer, direction, timings), *failures]
 

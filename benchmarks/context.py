@@ -119,8 +119,7 @@ def make_works(
             work.seconds(1)
             works[name] = work
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"[:300]
-            failures.append(Failure(workload.name, direction, name, message))
+            failures.append(Failure.of(workload.name, direction, name, error))
     return works, failures
 
 
@@ -138,13 +137,11 @@ def to_rows(
 ) -> list[Row]:
     flops, ours = workload.flops(direction) / num_ranks, timings.get(OURS)
     return [
-        Row(
-            workload=workload.name,
-            direction=direction,
-            implementation=name,
-            median_ms=1e3 * timing.median,
-            fastest_ms=1e3 * timing.fastest,
-            slowest_ms=1e3 * timing.slowest,
+        Row.of(
+            workload.name,
+            direction,
+            name,
+            timing,
             tflops=flops / timing.median / 1e12,
             speedup=timing.median / ours.median if ours else None,
         )

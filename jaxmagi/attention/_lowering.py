@@ -10,6 +10,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from .. import _hopper, _native
+from .._refusal import refusal
 from . import _cuda, _xla
 from ._dtypes import accumulator_dtype
 from ._partial import Partial, accumulate
@@ -59,11 +60,7 @@ def _portable_rule(primitive: Primitive, function: _Function, misfit: _Misfit) -
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any) -> Any:
         if implementation != "ffi":
             return lower(ctx, *operands, **params)
-        platforms = ", ".join(ctx.platforms or ctx.module_context.platforms)
-        raise NotImplementedError(
-            f'implementation="ffi": {primitive.name} cannot run on platform {platforms}: '
-            f'{misfit(ctx.avals_in, **params)}. Use implementation="xla", or None for what fits.'
-        )
+        raise refusal(ctx, primitive, implementation, misfit(ctx.avals_in, **params))
 
     return rule
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from .._refusal import refusal
 from ._groups import replica_groups
 from ._route import Route
 
@@ -38,13 +39,8 @@ def _portable_rule(primitive: Primitive, function: _Function, misfit: _Misfit) -
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, route: Route, **params: Any) -> Any:
         if route.implementation in (None, "xla"):
             return lower(ctx, *operands, route=route, **params)
-        cp_size = _groups(ctx, route).shape[1]
-        reason = misfit(ctx.avals_in, cp_size=cp_size, **params)
-        platforms = ", ".join(ctx.platforms or ctx.module_context.platforms)
-        raise NotImplementedError(
-            f'implementation="{route.implementation}": {primitive.name} cannot run on platform {platforms}: '
-            f'{reason}. Use implementation="xla", or None for what fits.'
-        )
+        reason = misfit(ctx.avals_in, cp_size=_groups(ctx, route).shape[1], **params)
+        raise refusal(ctx, primitive, route.implementation, reason)
 
     return rule
 
