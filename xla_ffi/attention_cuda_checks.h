@@ -20,13 +20,6 @@ using Stream = ffi::PlatformStream<cudaStream_t>;
 
 inline constexpr size_t kTensorAlignment = 16;  // of TMA and vector loads
 
-inline int to_int(const char* name, int64_t value, int64_t smallest = 0) {
-    check(smallest <= value and value <= kUnbounded,
-          std::string(name) + " must be between " + std::to_string(smallest) + " and 2^30, got " +
-              std::to_string(value));
-    return static_cast<int>(value);
-}
-
 inline void check_shape_and_type(const char* name, const Argument& buffer, const Shape& shape, ffi::DataType type) {
     check_shape(name, buffer, shape);
     check_type(name, buffer, type);

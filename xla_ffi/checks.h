@@ -38,6 +38,13 @@ inline void check(bool holds, const std::string& message) {
         throw std::invalid_argument(message);
 }
 
+// Up to 2^30 unless more is said: sums of two are numbers too.
+inline int to_int(const char* name, int64_t value, int64_t least = 0, int64_t most = int64_t{1} << 30) {
+    check(least <= value and value <= most, std::string(name) + " must be from " + std::to_string(least) + " to " +
+                                                std::to_string(most) + ", got " + std::to_string(value));
+    return static_cast<int>(value);
+}
+
 inline void check_rank(const char* name, const xla::ffi::AnyBuffer& buffer, size_t rank) {
     const Shape shape = shape_of(buffer);
     check(shape.size() == rank,

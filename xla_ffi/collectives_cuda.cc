@@ -19,18 +19,15 @@ namespace {
 namespace ffi = xla::ffi;
 using namespace collectives;
 
-// What a call works on, beside its buffers.
-struct Group {
+struct Members {
     nccl::Communicator communicator;
     Peers* peers;
-    cudaStream_t stream;
 };
 
-int current_ordinal() {
-    int ordinal;
-    check_cuda(cudaGetDevice(&ordinal), "the current device");
-    return ordinal;
-}
+// What a call works on, beside its buffers.
+struct Group : Members {
+    cudaStream_t stream;
+};
 
 // The groups of each device, by the ids of their mesh axis. Initialize, which every execution begins with, finds them;
 // Execute takes them from here, since asking XLA for the communicator takes longer than a short transfer.
@@ -41,14 +38,12 @@ public:
         Peers& peers = peers_of(current_ordinal(), communicator, stream, sizeof(Control));
         const std::lock_guard lock(mutex_);
         load_kernels();
-        return groups_[key(attributes)] = {communicator, &peers, stream};
+        return {groups_[key(attributes)] = {communicator, &peers}, stream};
     }
 
     Group get(const Attributes& attributes, cudaStream_t stream) {
         const std::lock_guard lock(mutex_);
-        Group group = groups_.at(key(attributes));
-        group.stream = stream;
-        return group;
+        return {groups_.at(key(attributes)), stream};
     }
 
 private:
@@ -56,10 +51,11 @@ private:
 
     // Once for each device.
     void load_kernels() {
-        if (not loaded_.insert(current_ordinal()).second)
+        if (loaded_.contains(current_ordinal()))
             return;
         for (const auto preload : {preload_push, preload_pair_rows, preload_pull})
             check_cuda(preload(), "loading the kernels");
+        loaded_.insert(current_ordinal());
     }
 
     static Key key(const Attributes& attributes) {
@@ -67,7 +63,7 @@ private:
     }
 
     std::mutex mutex_;
-    std::map<Key, Group> groups_;
+    std::map<Key, Members> groups_;
     std::set<int> loaded_;
 };
 
@@ -77,8 +73,6 @@ KnownGroups& known_groups() {
 }
 
 void exchange_pair_buffers(const Transfer& transfer, const Group& group) {
-    if (transfer.outgoing == nullptr)
-        return;
     const size_t bytes = static_cast<size_t>(transfer.pair_bytes);
     std::vector<nccl::Message> sends, receives;
     for (int peer = 0; peer < transfer.size; ++peer)
@@ -110,6 +104,8 @@ void copy_through_arena(Direction direction, const Transfer& transfer, const std
 void group_cast(const Transfer& transfer, const Buffers& buffers, const Group& group) {
     check_cuda(push_rows(transfer, group.stream), "launching the kernel that pushes rows");
     copy_through_arena(Direction::kOutOfArena, transfer, buffers.to, group);
+    if (transfer.outgoing == nullptr)
+        return;
     exchange_pair_buffers(transfer, group);
     check_cuda(fill_rows(transfer, group.stream), "launching the kernel that fills rows");
 }
@@ -136,9 +132,10 @@ Transfer of_one_kind(const Transfer& transfer, const Buffers& buffers, int i) {
 
 void group_reduce(const Transfer& transfer, const Buffers& buffers, const Group& group) {
     copy_through_arena(Direction::kIntoArena, transfer, buffers.from, group);
-    if (transfer.outgoing)
+    if (transfer.outgoing) {
         check_cuda(pack_partials(transfer, group.stream), "launching the kernel that packs rows");
-    exchange_pair_buffers(transfer, group);
+        exchange_pair_buffers(transfer, group);
+    }
     for (const ffi::AnyBuffer& sums : buffers.to)
         check_cuda(cudaMemsetAsync(sums.untyped_data(), 0, sums.size_bytes(), group.stream), "zeroing sums");
     for (int i = 0; i < transfer.num_arrays; ++i)

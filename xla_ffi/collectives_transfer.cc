@@ -18,14 +18,12 @@ ffi::AnyBuffer get(const ffi::ErrorOr<ffi::AnyBuffer>& buffer) {
     return buffer.value();
 }
 
-int64_t row_bytes_of(const ffi::AnyBuffer& buffer) {
-    return buffer.dimensions()[2] * static_cast<int64_t>(ffi::ByteWidth(buffer.element_type()));
+int64_t bytes_of(const ffi::AnyBuffer& buffer) {
+    return static_cast<int64_t>(buffer.size_bytes());
 }
 
-int to_int(const char* name, int64_t value, int64_t least, int64_t most = std::numeric_limits<int32_t>::max()) {
-    check(least <= value and value <= most, std::string(name) + " must be from " + std::to_string(least) + " to " +
-                                                std::to_string(most) + ", got " + std::to_string(value));
-    return static_cast<int>(value);
+int64_t row_bytes_of(const ffi::AnyBuffer& buffer) {
+    return buffer.dimensions()[2] * static_cast<int64_t>(ffi::ByteWidth(buffer.element_type()));
 }
 
 // --- checks ---

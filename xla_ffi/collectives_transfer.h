@@ -25,10 +25,6 @@ struct Buffers {
 
 Buffers to_buffers(const xla::ffi::RemainingArgs& arguments, const xla::ffi::RemainingRets& results);
 
-inline int64_t bytes_of(const xla::ffi::AnyBuffer& buffer) {
-    return static_cast<int64_t>(buffer.size_bytes());
-}
-
 // What peers read or write of a call: the results of a cast, the operands of a reduction.
 const std::vector<xla::ffi::AnyBuffer>& shared_side(Kind kind, const Buffers& buffers);
 

@@ -27,8 +27,7 @@ inline CudaDevice query_device(int ordinal) {
 inline const CudaDevice& current_device() {
     static std::mutex mutex;
     static auto* const devices = new std::map<int, CudaDevice>;  // never destroyed: handlers may outlive main
-    int ordinal;
-    check_cuda(cudaGetDevice(&ordinal), "the current device");
+    const int ordinal = current_ordinal();
     const std::lock_guard lock(mutex);
     const auto known = devices->find(ordinal);
     return known != devices->end() ? known->second : devices->emplace(ordinal, query_device(ordinal)).first->second;

@@ -1,7 +1,11 @@
+#include <algorithm>
+
 #include "csrc/collectives/segments.cuh"
+#include "csrc/collectives/unsent_rows.cuh"
 
 // Rows to where they are needed. Each warp takes chunks of its own. It loads a chunk piece by piece into shared memory, as
-// far as somebody needs it, and stores every piece to all who do, each lane to another.
+// far as somebody needs it, and stores every piece to all who do, each lane to another. The last warp of each CTA writes
+// zeros where nobody sends anything.
 //
 // Schedule of a warp: kStages buffers in turn. Up to kAhead loads are under way, so that kStages - kAhead pieces may be on
 // their way out. Between chunks there is a pause of some microseconds, which the other warps fill.
@@ -9,9 +13,10 @@
 namespace jaxmagi::collectives {
 namespace {
 
-constexpr int kWarps = 4, kThreads = kWarps * kWarp;
+constexpr int kWarps = 4, kThreads = (kWarps + 1) * kWarp;
 constexpr int kPiece = 8192, kStages = 5, kAhead = 2;
 constexpr int kMostChunkBytes = 32 * kPiece;  // a bit for each piece
+constexpr int kZeroedBytes = 1 << 18;  // for which a CTA is worth starting
 
 struct WarpMemory {
     alignas(128) char stages[kStages][kPiece];
@@ -101,31 +106,46 @@ private:
     unsigned loaded_ = 0, stored_ = 0;
 };
 
-__global__ void __launch_bounds__(kThreads, 1)
-    push(const __grid_constant__ Transfer transfer, const __grid_constant__ Chunks chunks) {
-    extern __shared__ __align__(128) char shared[];
-    Memory& memory = *reinterpret_cast<Memory*>(shared);
-    Pusher pusher(memory.warps[threadIdx.x / kWarp]);
-    meet(transfer, memory.meeting);
-    if (blockIdx.x == 0)
-        write_headers(transfer, transfer.sends, memory.meeting.rows);
-    Segments& segments = memory.warps[threadIdx.x / kWarp].segments;
+__device__ void push_chunks(const Transfer& transfer, const Chunks& chunks, const Meeting& meeting, WarpMemory& memory) {
+    Pusher pusher(memory);
     for (int number; (number = next_chunk(transfer)) < chunks.total;) {
         const Chunk chunk = chunks(transfer, number);
         const Array& array = transfer.arrays[chunk.array];
         const char* const from = array.from + int64_t{chunk.group} * transfer.input_rows * array.row_bytes;
-        for_parts(transfer, memory.meeting, transfer.outgoing, chunk, segments,
+        for_parts(transfer, meeting, transfer.outgoing, chunk, memory.segments,
                   [&](const Chunk& part, int count) { pusher.push(from + part.begin, part.bytes, count); });
     }
     sm90::bulk_wait();
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    push(const __grid_constant__ Transfer transfer, const __grid_constant__ Chunks chunks) {
+    extern __shared__ __align__(128) char shared[];
+    Memory& memory = *reinterpret_cast<Memory*>(shared);
+    const int warp = static_cast<int>(threadIdx.x) / kWarp;
+    meet(transfer, memory.meeting);
+    if (blockIdx.x == 0)
+        write_headers(transfer, transfer.sends, memory.meeting.rows);
+    if (warp < kWarps)
+        push_chunks(transfer, chunks, memory.meeting, memory.warps[warp]);
+    else
+        zero_unsent_rows(transfer, memory.meeting);
     leave(transfer, memory.meeting);
+}
+
+int num_ctas(const Transfer& transfer, const Chunks& chunks) {
+    int64_t row_bytes = 0;
+    for (int i = 0; i < transfer.num_arrays; ++i)
+        row_bytes += transfer.arrays[i].row_bytes;
+    const int64_t zeroed = row_bytes * transfer.output_rows * transfer.groups / kZeroedBytes;
+    return std::max(chunks.num_ctas(transfer, kWarps), static_cast<int>(std::min<int64_t>(zeroed, transfer.num_sms)));
 }
 
 }  // namespace
 
 cudaError_t push_rows(const Transfer& transfer, cudaStream_t stream) {
     const Chunks chunks = cut_into_chunks(transfer, kWarps, kPiece, kMostChunkBytes);
-    push<<<chunks.num_ctas(transfer, kWarps), kThreads, sizeof(Memory), stream>>>(transfer, chunks);
+    push<<<num_ctas(transfer, chunks), kThreads, sizeof(Memory), stream>>>(transfer, chunks);
     return cudaGetLastError();
 }
 

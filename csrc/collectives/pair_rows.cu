@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "csrc/collectives/entries.cuh"
 #include "csrc/collectives/pair_headers.cuh"
 
 // Between pair buffers and the rows that a rank receives in a group cast, or gives back in a group reduce. A warp has a row
@@ -21,23 +22,9 @@ __device__ int last_at_most(const Receive* receives, int entries, int row) {
     return begin - 1;
 }
 
-__device__ void check(const Transfer& transfer, const Receive& receive) {
-    const bool fits = receive.peer >= 0 and receive.peer < transfer.size and receive.row >= 0 and receive.slot >= 0 and
-                      receive.length <= transfer.pair_rows - receive.slot;
-    if (not fits)
-        stop("jaxmagi: rank %d has a spec with the entry (src_rank %d, slot %d, row %d, length %d), which does not fit %d "
-             "ranks and %d rows of a pair\n",
-             transfer.rank, receive.peer, receive.slot, receive.row, receive.length, transfer.size, transfer.pair_rows);
-}
-
 __device__ void copy_row(const char* from, char* to, int bytes) {
     for (int at = threadIdx.x % kWarp * 16; at < bytes; at += kWarp * 16)
         *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(from + at);
-}
-
-__device__ void zero_row(char* to, int bytes) {
-    for (int at = threadIdx.x % kWarp * 16; at < bytes; at += kWarp * 16)
-        *reinterpret_cast<uint4*>(to + at) = {};
 }
 
 // What came, to the output rows.
@@ -45,11 +32,8 @@ struct Fill {
     static __device__ void header(const Transfer& transfer, RowCounts& rows) {
         check_headers(transfer, transfer.receives, rows);
     }
-    static __device__ void sent(const Array& array, const Transfer& transfer, int64_t in_pairs, int64_t row) {
+    static __device__ void row(const Array& array, const Transfer& transfer, int64_t in_pairs, int64_t row) {
         copy_row(transfer.incoming + in_pairs, array.to + row * array.row_bytes, array.row_bytes);
-    }
-    static __device__ void unsent(const Array& array, int64_t row) {
-        zero_row(array.to + row * array.row_bytes, array.row_bytes);
     }
 };
 
@@ -58,10 +42,9 @@ struct Pack {
     static __device__ void header(const Transfer& transfer, RowCounts& rows) {
         write_headers(transfer, transfer.receives, rows);
     }
-    static __device__ void sent(const Array& array, const Transfer& transfer, int64_t in_pairs, int64_t row) {
+    static __device__ void row(const Array& array, const Transfer& transfer, int64_t in_pairs, int64_t row) {
         copy_row(array.from + row * array.row_bytes, transfer.outgoing + in_pairs, array.row_bytes);
     }
-    static __device__ void unsent(const Array&, int64_t) {}
 };
 
 template <typename Action> __global__ void __launch_bounds__(kThreads) for_rows(const __grid_constant__ Transfer transfer) {
@@ -75,21 +58,17 @@ template <typename Action> __global__ void __launch_bounds__(kThreads) for_rows(
         const int row = static_cast<int>(number % transfer.output_rows);
         const Receive* const receives = transfer.receives + int64_t{group} * transfer.entries;
         const int entry = last_at_most(receives, transfer.entries, row);
-        const bool is_sent = entry >= 0 and row - receives[entry].row < receives[entry].length;
-        if (is_sent)
-            check(transfer, receives[entry]);
-        if (is_sent and transfer.is_native(receives[entry].peer))
+        if (entry < 0 or row - receives[entry].row >= receives[entry].length)
             continue;
+        const Receive receive = receives[entry];
+        check(transfer, receive);
+        if (transfer.is_native(receive.peer))
+            continue;
+        const int64_t slot = int64_t{group} * transfer.pair_rows + receive.slot + row - receive.row;
         for (int i = 0; i < transfer.num_arrays; ++i) {
             const Array& array = transfer.arrays[i];
-            if (not is_sent) {
-                Action::unsent(array, number);
-                continue;
-            }
-            const Receive& receive = receives[entry];
-            const int64_t slot = int64_t{group} * transfer.pair_rows + receive.slot + row - receive.row;
-            Action::sent(array, transfer,
-                         receive.peer * transfer.pair_bytes + array.pair_offset + slot * array.row_bytes, number);
+            Action::row(array, transfer, receive.peer * transfer.pair_bytes + array.pair_offset + slot * array.row_bytes,
+                        number);
         }
     }
 }

@@ -268,8 +268,7 @@ void finalize() {
     }
     if (entries.empty())
         return;  // also without a GPU
-    int current = 0;
-    check_cuda(cudaGetDevice(&current), "the current device");
+    const int current = current_ordinal();
     for_each_connected(entries, disconnect);
     for_each_connected(entries, free_all);  // only now that no device of this process uses another's memory
     check_cuda(cudaSetDevice(current), "choosing a device");

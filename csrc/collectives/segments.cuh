@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "csrc/collectives/entries.cuh"
 #include "csrc/collectives/pair_headers.cuh"
 #include "csrc/collectives/rendezvous.cuh"
 
@@ -86,18 +87,6 @@ constexpr int kMaxSegments = 256;
 struct Segments {
     Segment list[kMaxSegments];
 };
-
-__device__ inline void check(const Transfer& transfer, const Send& send) {
-    const bool fits = send.peer >= 0 and send.peer < transfer.size and send.row >= 0 and send.slot >= 0 and
-                      send.peer_row >= 0 and send.length <= transfer.input_rows - send.row and
-                      send.length <= transfer.output_rows - send.peer_row and
-                      send.length <= transfer.pair_rows - send.slot;
-    if (not fits)
-        stop("jaxmagi: rank %d has a spec with the entry (dst_rank %d, slot %d, row %d, length %d, dst_row %d), which does "
-             "not fit %d ranks, %d input rows, %d output rows and %d rows of a pair\n",
-             transfer.rank, send.peer, send.slot, send.row, send.length, send.peer_row, transfer.size,
-             transfer.input_rows, transfer.output_rows, transfer.pair_rows);
-}
 
 // The byte where a send's first row is at its peer.
 __device__ __forceinline__ char* remote_row(const Transfer& transfer, const Meeting& meeting, char* pair_buffer,

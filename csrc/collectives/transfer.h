@@ -68,10 +68,11 @@ struct Transfer {
 // every peer sees at an address of its own.
 constexpr uint64_t kInArena = uint64_t{1} << 63;
 
-// Rows to the native peers, and into `outgoing` for the others. It ends when no native peer stores here any more.
+// Rows to the native peers, and into `outgoing` for the others, and zeros to the output rows that nobody sends. It ends when
+// no native peer stores here any more.
 cudaError_t push_rows(const Transfer& transfer, cudaStream_t stream);
 
-// Of the output rows, writes those that came by `incoming`, and zeros to those that nobody sends.
+// Writes the output rows that came by `incoming`.
 cudaError_t fill_rows(const Transfer& transfer, cudaStream_t stream);
 
 // Into `outgoing` what goes back to peers that are not native: of arrays [groups, output_rows].

@@ -93,11 +93,9 @@ cudaEvent_t record(cudaStream_t stream) {
 
 void watch(cudaStream_t stream, uint64_t timeout_ms, std::string who, const std::function<void()>& enqueue) {
     static auto* const watchdog = new Watchdog;  // never destroyed: its thread runs until the process ends
-    int ordinal;
-    check_cuda(cudaGetDevice(&ordinal), "the current device");
     const cudaEvent_t begin = record(stream);
     enqueue();
-    watchdog->add({ordinal, begin, record(stream), std::chrono::milliseconds(timeout_ms), std::move(who)});
+    watchdog->add({current_ordinal(), begin, record(stream), std::chrono::milliseconds(timeout_ms), std::move(who)});
 }
 
 }  // namespace jaxmagi::collectives

@@ -12,4 +12,11 @@ inline void check_cuda(cudaError_t error, const std::string& what) {
         throw std::runtime_error(what + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
 }
 
+// The device that is current for this thread.
+inline int current_ordinal() {
+    int ordinal;
+    check_cuda(cudaGetDevice(&ordinal), "the current device");
+    return ordinal;
+}
+
 }  // namespace jaxmagi

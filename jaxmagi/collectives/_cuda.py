@@ -99,7 +99,7 @@ def _move(
     groups: np.ndarray,
 ) -> list[jax.Array]:
     """Arrays [G, ..., ...] to such with so many rows and of these dtypes, several in a call."""
-    *xs, sends, receives = operands
+    *xs, sends, receives = (_gathered(x) for x in operands)
     results = [
         jax.ShapeDtypeStruct((x.shape[0], rows, *x.shape[2:]), dtype)
         for x, dtype in zip(xs, dtypes, strict=True)
@@ -117,12 +117,25 @@ def _move(
     ]
 
 
+def _gathered(x: jax.Array) -> jax.Array:
+    """The same, whole on each device as far as the compiler decides that.
+
+    A custom call takes whole arrays. Gathered inside of what runs as a collective, they would be a collective
+    in a collective, which XLA's scheduler fails on.
+    """
+    mesh = jax.typeof(x).sharding.mesh
+    return jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P())) if mesh.auto_axes else x
+
+
 def _as_collective(function: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
-    """The same as a collective. XLA's scheduler may put all else between the start and end of another one."""
+    """The same as a collective. XLA's scheduler may put all else between the start and end of another one.
+
+    Behind a barrier, or XLA would take each of several results out of the call by one more collective.
+    """
     wrapped: Any = compute_on(
         function, compute_type="gpu_stream:collective", out_memory_spaces=jax.memory.Space.Device
     )
-    return wrapped
+    return lambda *operands: jax.lax.optimization_barrier(wrapped(*operands))
 
 
 def _call(

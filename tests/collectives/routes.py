@@ -72,11 +72,16 @@ class Transfer:
 
 
 def random_transfer(
-    rng: np.random.Generator, cp_size: int, most_rows: int = INPUT_ROWS, *, repeats: bool = False
+    rng: np.random.Generator,
+    cp_size: int,
+    most_rows: int = INPUT_ROWS,
+    *,
+    repeats: bool = False,
+    room_for_repeats: bool = False,
 ) -> Transfer:
     """Splits of 0, 1 or more rows to any number of ranks; some ranks have nothing or get nothing.
 
-    With ``repeats`` a rank may get a row up to three times.
+    With ``repeats`` a rank may get a row up to three times. The spec has room for that, or is padded to it.
     """
     sizes = [_random_split(rng, int(rng.choice([0, 1, most_rows]))) for _ in range(cp_size)]
     deaf = rng.random(cp_size) < 0.2
@@ -84,7 +89,7 @@ def random_transfer(
         [[d for d in _random_targets(rng, cp_size, repeats) if not deaf[d]] for _ in own] for own in sizes
     ]
     transfer = make_transfer(rng, sizes, targets)
-    most = 3 if repeats else 1
+    most = 3 if repeats or room_for_repeats else 1
     spec = dataclasses.replace(transfer.spec, input_rows=INPUT_ROWS)
     spec = spec.padded(copies=64 * most, output_rows=most * cp_size * INPUT_ROWS, pair_rows=32 * most)
     return Transfer(spec, transfer.sources)

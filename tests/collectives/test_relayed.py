@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmagi import GroupCastSpec, PlanCapacity, RelayedSpec, group_cast, group_reduce
 
-from .groups import Group, assert_same_bits
+from .groups import Group
 from .harness import AXIS, cast_function, make_mesh, normal
 from .routes import INPUT_ROWS, random_transfer
-from .test_gpu_patterns import check_results, payload, program
+from .test_gpu_patterns import check_patterns
 
 CP = 8
 
@@ -37,19 +37,10 @@ def relayed(spec: GroupCastSpec, ranks_per_host: int) -> RelayedSpec:
     "group", [Group(None, 4, ranks_per_host=n) for n in (1, 2, 4)], ids=str, indirect=True
 )
 def test_random_transfers(group: Group) -> None:
-    """Arrays of all kinds, as in one step, by one compilation, and twice the same to the bit."""
-    rng = np.random.default_rng(group.size)
-    assert group.ranks_per_host is not None
-    with jax.enable_x64(True):
-        run = program(group)
-        for _ in range(40):
-            transfer = random_transfer(rng, group.size, repeats=True)
-            host = payload(rng, transfer)
-            operands = group.shard(host), group.replicate(relayed(transfer.spec, group.ranks_per_host))
-            results = run(*operands)
-            check_results(results, host, transfer)
-            assert_same_bits(run(*operands), results)
-        assert run._cache_size() == 1
+    """Arrays of all kinds, as in one step."""
+    ranks_per_host = group.ranks_per_host
+    assert ranks_per_host is not None
+    check_patterns(group, rounds=40, spec_of=lambda spec: relayed(spec, ranks_per_host))
 
 
 @functools.cache

@@ -1,0 +1,54 @@
+#pragma once
+
+#include "csrc/collectives/entries.cuh"
+#include "csrc/collectives/rendezvous.cuh"
+
+// Zeros to the output rows of a group cast that nobody sends: those between the entries of `receives`, which are sorted by
+// row. One warp of each CTA does it, beside the others. All functions are for a whole warp.
+
+namespace jaxmagi::collectives {
+
+// Output rows [begin, end) of one of the groups.
+struct Rows {
+    int begin, end;
+};
+
+__device__ inline void zero_rows(const Transfer& transfer, const Meeting& meeting, int group, Rows rows) {
+    for (int i = 0; i < transfer.num_arrays; ++i) {
+        const int64_t row_bytes = transfer.arrays[i].row_bytes;
+        char* const first = reinterpret_cast<char*>(meeting.addresses[transfer.rank][i]) +
+                            (int64_t{group} * transfer.output_rows + rows.begin) * row_bytes;
+        const int64_t bytes = (rows.end - rows.begin) * row_bytes, lane = threadIdx.x % kWarp;
+        for (int64_t at = (blockIdx.x * kWarp + lane) * 16; at < bytes; at += int64_t{gridDim.x} * kWarp * 16)
+            *reinterpret_cast<uint4*>(first + at) = {};
+    }
+}
+
+// Those before each of the entries from the first one on, an entry for each lane. Entries that are not used, and one behind
+// the last, count as such at the end of the rows. `done`: where the rows before them end; returns where theirs do.
+__device__ inline int zero_before_entries(const Transfer& transfer, const Meeting& meeting, int group, int first,
+                                          int done) {
+    const int number = first + static_cast<int>(threadIdx.x % kWarp);
+    Receive entry{.row = transfer.output_rows};
+    if (number < transfer.entries)
+        if (const Receive one = transfer.receives[int64_t{group} * transfer.entries + number]; one.length > 0) {
+            check(transfer, one);
+            entry = one;
+        }
+    const int end = entry.row + entry.length, before = __shfl_up_sync(~0u, end, 1);
+    const Rows unsent{threadIdx.x % kWarp == 0 ? done : before, entry.row};
+    for (unsigned lanes = __ballot_sync(~0u, unsent.begin < unsent.end); lanes; lanes &= lanes - 1) {
+        const int lane = __ffs(lanes) - 1;
+        zero_rows(transfer, meeting, group,
+                  {__shfl_sync(~0u, unsent.begin, lane), __shfl_sync(~0u, unsent.end, lane)});
+    }
+    return __shfl_sync(~0u, end, kWarp - 1);
+}
+
+__device__ inline void zero_unsent_rows(const Transfer& transfer, const Meeting& meeting) {
+    for (int group = 0; group < transfer.groups; ++group)
+        for (int first = 0, done = 0; done < transfer.output_rows; first += kWarp)
+            done = zero_before_entries(transfer, meeting, group, first, done);
+}
+
+}  // namespace jaxmagi::collectives
