@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks._chain import AXIS
 from benchmarks._local_bands import seen, stacked, zigzag
 from jaxmagi import AttnMask, context_attention, plan_context
+from jaxmagi._chain import AXIS
 from jaxmagi.attention import (
     Partial,
     accumulator_dtype,

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks._measure import DeviceWork
 from benchmarks._workloads import (
     HEADS,
     KV_HEADS,
@@ -23,6 +22,7 @@ from benchmarks._workloads import (
     shuffled_documents,
 )
 from jaxmagi import AttnMask, _native, attention
+from jaxmagi._timing import DeviceWork
 from jaxmagi.attention import Partial, _cuda, attention_backward, row_delta
 
 DETERMINISTIC = "ours, deterministic"

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from benchmarks._measure import Timing
+from jaxmagi._timing import Timing
 
 
 @dataclass(frozen=True)

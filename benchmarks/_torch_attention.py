@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._measure import DeviceWork, package_version
+from benchmarks._measure import package_version
 from benchmarks._workloads import (
     HEADS,
     KV_HEADS,
@@ -27,6 +27,7 @@ from benchmarks._workloads import (
     Window,
     Workload,
 )
+from jaxmagi._timing import DeviceWork
 
 type Attend = Callable[[Any, Any, Any], Any]
 """Takes query, key and value [length, heads, dim]; the output has the layout that suits the library."""

@@ -32,11 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _jax_attention, _torch_attention
-from benchmarks._measure import DeviceWork, Timing, gpu_environment, save, time_on_device
+from benchmarks._measure import gpu_environment, save
 from benchmarks._plot import plot
 from benchmarks._requirements import checks, show_checks
 from benchmarks._rows import Failure, Row, show
 from benchmarks._workloads import Direction, Workload, held_against, workloads
+from jaxmagi._timing import DeviceWork, Timing, time_on_device
 
 NAMES: dict[Direction, str] = {"forward": "attention_h200", "backward": "attention_backward_h200"}
 PLAN = "plan of 4096 bands, 2048 tiles"

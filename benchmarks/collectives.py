@@ -35,7 +35,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks import _transfers
-from benchmarks._chain import AXIS, chain, mesh_of
 from benchmarks._jax_collectives import (
     DTYPES,
     PADDED,
@@ -45,10 +44,12 @@ from benchmarks._jax_collectives import (
     implementations,
     native,
 )
-from benchmarks._measure import DeviceWork, Timing, gpu_environment, save, time_on_device
+from benchmarks._measure import gpu_environment, save
 from benchmarks._requirements import Check, check, show_checks
 from benchmarks._rows import Failure
 from benchmarks._transfers import DIM, KV_HEADS, Transfer, transfers
+from jaxmagi._chain import AXIS, chain, mesh_of
+from jaxmagi._timing import DeviceWork, Timing, time_on_device
 
 NAME = "collectives_h200"
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction.__value__)

@@ -30,9 +30,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from benchmarks._chain import AXIS, chain, draw_normal, mesh_of, on_ranks
 from benchmarks._context_peers import METHODS, OURS, PEERS, Method
-from benchmarks._measure import DeviceWork, Timing, gpu_environment, save, time_on_device
+from benchmarks._measure import gpu_environment, save
 from benchmarks._plot import plot
 from benchmarks._requirements import Check, check, show_checks
 from benchmarks._rows import Failure, Row, show
@@ -48,6 +47,8 @@ from benchmarks._workloads import (
     Window,
     Workload,
 )
+from jaxmagi._chain import AXIS, chain, chain_backward, draw_normal, mesh_of
+from jaxmagi._timing import DeviceWork, Timing, time_on_device
 from tests.cases import document_lengths
 
 NAMES: dict[Direction, str] = {"forward": "context_h200", "backward": "context_backward_h200"}
@@ -84,20 +85,9 @@ def forward_work(method: Method, arrays: list[jax.Array], tables: Any, mesh: Mes
 def backward_work(method: Method, arrays: list[jax.Array], tables: Any, mesh: Mesh, turns: int) -> DeviceWork:
     """What differentiating runs behind the forward pass."""
     *rows, cotangent = arrays
-    structure = None
-
-    def save_for_backward(rows: list[jax.Array], tables: Any) -> list[jax.Array]:
-        nonlocal structure
-        _, pullback = jax.vjp(lambda *rows: method.attend(*rows, tables), *rows)
-        leaves, structure = jax.tree.flatten(pullback)
-        return leaves
-
-    def gradients(operands: tuple[list[jax.Array], jax.Array], _: Any) -> Any:
-        leaves, cotangent = operands
-        return jax.tree.unflatten(structure, leaves)(cotangent)
-
-    saved = on_ranks(save_for_backward, mesh)(rows, tables)
-    return chain(gradients, (saved, cotangent), (), mesh, turns)
+    return chain_backward(
+        lambda rows, tables: method.attend(*rows, tables), rows, cotangent, tables, mesh, turns
+    )
 
 
 def make_works(

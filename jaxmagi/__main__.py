@@ -1,4 +1,4 @@
-"""``python -m jaxmagi plan``, ``python -m jaxmagi doctor``: see ``--help`` of each."""
+"""``python -m jaxmagi plan``, ``calibrate`` or ``doctor``: see ``--help`` of each."""
 
 import sys
 

@@ -6,7 +6,12 @@ from typing import Any
 import jax
 import pytest
 
-WHOLE_GPUS = ("tests/collectives/", "tests/context/", "tests/attention/test_gpu_large.py")
+WHOLE_GPUS = (
+    "tests/collectives/",
+    "tests/context/",
+    "tests/attention/test_gpu_large.py",
+    "tests/planning/test_gpu_calibrate.py",
+)
 """Where tests need several GPUs, or most of the memory of one, which their process then keeps."""
 
 

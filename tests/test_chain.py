@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from benchmarks import _chain, _jax_collectives, _transfers
+from benchmarks import _jax_collectives, _transfers
+from jaxmagi import _chain
 
 RANKS, TURNS, CALLS = 4, 5, 3
 COPY = re.compile(r"= \w+\[([\d,]+)\]\S* copy\(")

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import jaxmagi
-from benchmarks import _jax_attention, _measure, _torch_attention, _workloads, attention
+from benchmarks import _jax_attention, _torch_attention, _workloads, attention
 from jaxmagi import AttnMask, flops, masks
+from jaxmagi._timing import Timing
 
 SMALL = [
     _workloads.Full(30),
@@ -75,13 +76,9 @@ def test_shuffled_documents(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(AttnMask(bands, 60, 60).to_dense(), expected)
 
 
-def test_each_candidate_is_first_in_turn() -> None:
-    assert "".join(_measure._in_turns("abc", 4)) == "abcbcacababc"
-
-
 def test_peers_of_short_rows_are_held_against_own_plans() -> None:
     timings = {
-        name: _measure.Timing(seconds, seconds, seconds)
+        name: Timing(seconds, seconds, seconds)
         for name, seconds in {"ours": 1e-4, "ours, own plans": 2e-4, "cuDNN": 3e-4}.items()
     }
     short, long = (_workloads.Workload("", _workloads.Causal(length)) for length in (1024, 8192))
@@ -94,7 +91,7 @@ def test_rates_on_another_workload_are_compared_by_its_own_operations() -> None:
     other = _workloads.held_against(prefix, "forward")
     assert other is not None and _workloads.held_against(prefix, "backward") is None
     seconds = {"ours": 4e-3, _jax_attention.ours_on(other.name): 8e-3}
-    timings = {name: _measure.Timing(value, value, value) for name, value in seconds.items()}
+    timings = {name: Timing(value, value, value) for name, value in seconds.items()}
     ours, elsewhere = attention.to_rows("forward", prefix, timings)
     assert elsewhere.tflops == pytest.approx(other.flops("forward") / 8e-3 / 1e12)
     assert elsewhere.speedup == pytest.approx(ours.tflops / elsewhere.tflops)
@@ -102,7 +99,7 @@ def test_rates_on_another_workload_are_compared_by_its_own_operations() -> None:
 
 def test_deterministic_is_held_against_what_shares_its_plan_too() -> None:
     timings = {
-        name: _measure.Timing(seconds, seconds, seconds)
+        name: Timing(seconds, seconds, seconds)
         for name, seconds in {"ours": 1e-4, "ours, own plans": 2e-4, "ours, deterministic": 1.2e-4}.items()
     }
     short = _workloads.Workload("", _workloads.Causal(1024))

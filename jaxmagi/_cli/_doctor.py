@@ -1,5 +1,6 @@
 """``doctor``: what is installed, which implementations can run here, and why not."""
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -28,8 +29,14 @@ _PLATFORMS = ("cpu", "cuda")
 type _Line = tuple[str, str]
 
 
-def run() -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """It has no options."""
+    del parser
+
+
+def run(options: argparse.Namespace) -> int:
     """Prints what there is; 1 where something that everybody needs is missing."""
+    del options
     try:
         devices, complaint = _devices(), None
     except RuntimeError as error:

@@ -4,7 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import _doctor, _plan
+from . import _calibrate, _doctor, _plan
+
+_COMMANDS = {"plan": _plan, "calibrate": _calibrate, "doctor": _doctor}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -14,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: of the command line, by default those of the process.
 
     Returns:
-        The exit status: 0, or 1 where something that the command needs is missing or unsupported.
+        The exit status: 0, or 1 where something that the command needs is missing, unsupported or fails.
 
     Raises:
         SystemExit: with status 2 after a message that names the bad argument, and with 0 after ``--help``.
@@ -23,16 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m jaxmagi", description="Attention for JAX under any mask."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    plan = commands.add_parser("plan", help=_plan.HELP, description=_plan.DESCRIPTION, allow_abbrev=False)
-    _plan.add_arguments(plan)
-    commands.add_parser("doctor", help=_doctor.HELP, description=_doctor.DESCRIPTION, allow_abbrev=False)
+    for name, command in _COMMANDS.items():
+        own = commands.add_parser(
+            name, help=command.HELP, description=command.DESCRIPTION, allow_abbrev=False
+        )
+        command.add_arguments(own)
     options = parser.parse_args(arguments)
-    if options.command == "doctor":
-        return _doctor.run()
     try:
-        return _plan.run(options)
+        return _COMMANDS[options.command].run(options)
     except (ValueError, OSError) as error:
-        plan.error(str(error))
-    except (ImportError, NotImplementedError) as error:
-        print(f"{plan.prog}: {error}", file=sys.stderr)
+        commands.choices[options.command].error(str(error))
+    except (ImportError, RuntimeError) as error:
+        print(f"{commands.choices[options.command].prog}: {error}", file=sys.stderr)
         return 1

@@ -5,6 +5,7 @@ import importlib
 from pathlib import Path
 
 from ..planning import CostModel, plan_context
+from ._heads import HEADS, add_cost_argument, check_heads
 from ._lengths import at_least
 from ._masks import add_mask_arguments, mask_of
 
@@ -13,7 +14,6 @@ DESCRIPTION = (
     "Plans the attention of a mask over ranks, as jaxmagi.plan_context does, and prints what each computes, "
     "sends and receives. Needs no accelerator."
 )
-_DEFAULTS = CostModel()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,16 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--out", metavar="FOLDER", help="where to write mask.png, ranks.png and timeline.png")
     group = parser.add_argument_group("attention and hosts, for bytes and times")
     for option, name, text in (
-        ("--heads", "num_heads", "query heads"),
-        ("--kv-heads", "num_kv_heads", "key heads"),
-        ("--head-dim", "head_dim", "head dimension"),
+        *HEADS,
         ("--bytes-per-element", "bytes_per_element", "of keys and values"),
         ("--ranks-per-host", "ranks_per_host", "ranks whose links are those within a host"),
     ):
-        default = getattr(_DEFAULTS, name)
-        group.add_argument(
-            option, type=at_least(1), default=default, metavar="N", dest=name, help=f"{text} ({default})"
-        )
+        add_cost_argument(group, option, name, text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -77,8 +72,7 @@ def _stages(text: str) -> int | str:
 
 
 def _cost_of(options: argparse.Namespace) -> CostModel:
-    if options.num_heads % options.num_kv_heads:
-        raise ValueError(f"--heads {options.num_heads} is no multiple of --kv-heads {options.num_kv_heads}")
+    check_heads(options)
     return CostModel(
         num_heads=options.num_heads,
         num_kv_heads=options.num_kv_heads,

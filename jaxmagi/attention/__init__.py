@@ -5,7 +5,7 @@
 """
 
 from ._api import attention as attention
-from ._dtypes import accumulator_dtype as accumulator_dtype
+from ._dtypes import DTYPES as DTYPES, accumulator_dtype as accumulator_dtype
 from ._flops import flops as flops
 from ._partial import (
     Partial as Partial,

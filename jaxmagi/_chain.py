@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from benchmarks._measure import DeviceWork
+from ._timing import DeviceWork
 
 AXIS = "ranks"
 COMMUNICATES = re.compile(
@@ -32,14 +32,14 @@ COMMUNICATES = re.compile(
 
 
 def mesh_of(num_ranks: int) -> Mesh:
-    """The first devices, one a rank."""
+    """The first devices, one a rank, on one axis."""
     return jax.make_mesh((num_ranks,), (AXIS,), devices=jax.devices()[:num_ranks])
 
 
 @functools.lru_cache
 def _drawing(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     draw = functools.partial(jax.random.normal, shape=shape, dtype=dtype)
-    return jax.jit(draw, out_shardings=NamedSharding(mesh, P(AXIS)))
+    return jax.jit(draw, out_shardings=NamedSharding(mesh, P(mesh.axis_names)))
 
 
 def draw_normal(seed: int, rows: int, shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> jax.Array:
@@ -49,7 +49,8 @@ def draw_normal(seed: int, rows: int, shape: tuple[int, ...], dtype: Any, mesh: 
 
 def on_ranks(function: Callable[..., Any], mesh: Mesh) -> jax.stages.Wrapped:
     """``function`` of ranks' parts, compiled; all operands and results lead with the ranks' rows."""
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False))
+    layout = P(mesh.axis_names)
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=layout, out_specs=layout, check_vma=False))
 
 
 def chain(
@@ -61,7 +62,7 @@ def chain(
         function: returns a pytree of floating-point arrays.
         operands: pytree of arrays that lead with the ranks' rows. The floating-point ones link the calls.
         tables: likewise, of what all calls share.
-        mesh: of `mesh_of`.
+        mesh: each of its devices is a rank.
         turns: of the loop, two at least: one would be no loop.
         calls: in each turn.
 
@@ -70,6 +71,45 @@ def chain(
     """
     run = compile_chain(function, operands, tables, mesh, turns, calls)
     return DeviceWork(lambda: run(operands, tables), jax.block_until_ready, turns * calls)
+
+
+def chain_backward(
+    function: Callable[[Any, Any], jax.Array],
+    operands: Any,
+    cotangent: jax.Array,
+    tables: Any,
+    mesh: Mesh,
+    turns: int,
+) -> DeviceWork:
+    """What differentiating ``function(operands, tables)`` runs behind the forward pass, many times.
+
+    What the forward pass saves is made beforehand.
+
+    Args:
+        function: returns a floating-point array.
+        operands: as in `chain`.
+        cotangent: of the result, leading with the ranks' rows.
+        tables: as in `chain`.
+        mesh: as in `chain`.
+        turns: as in `chain`.
+
+    Raises:
+        RuntimeError: as in `chain`.
+    """
+    structure = None
+
+    def save(operands: Any, tables: Any) -> list[jax.Array]:
+        nonlocal structure
+        _, pullback = jax.vjp(lambda operands: function(operands, tables), operands)
+        leaves, structure = jax.tree.flatten(pullback)
+        return leaves
+
+    def gradients(linked: tuple[list[jax.Array], jax.Array], _: Any) -> Any:
+        leaves, cotangent = linked
+        return jax.tree.unflatten(structure, leaves)(cotangent)
+
+    saved = on_ranks(save, mesh)(operands, tables)
+    return chain(gradients, (saved, cotangent), (), mesh, turns)
 
 
 def compile_chain(
