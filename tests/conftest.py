@@ -1,8 +1,9 @@
 """Session set-up: eight CPU devices, strict promotion, GPU tests skipped where there is no GPU and logged."""
 
+import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return gpu_sharing.make_scheduler(config, log) if config.option.markexpr == "gpu" else None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    turns = gpu_sharing.turns() if item.config.option.markexpr == "gpu" else None
+    with turns.take(item.nodeid, nextitem.nodeid if nextitem else "") if turns else contextlib.nullcontext():
+        return (yield)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_sharing.sort(items)
     if jax.default_backend() == "gpu":
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -80,7 +80,9 @@ def run_project(project: Path, arguments: str, **environment: str) -> tuple[Path
     log = project / "out" / "log.json"
     command = [sys.executable, "-m", "pytest", "-q", f"--gpu-log={log}", *arguments.split()]
     environment |= {"PYTHONPATH": str(gpu_log.ROOT), "JAX_PLATFORMS": "cpu"}
-    run = subprocess.run(command, cwd=project, env=os.environ | environment, capture_output=True, text=True)
+    # This may be one of several processes itself.
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    run = subprocess.run(command, cwd=project, env=outside | environment, capture_output=True, text=True)
     return log, run.stdout + run.stderr
 
 

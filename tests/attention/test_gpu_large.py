@@ -15,7 +15,6 @@ from .device_reference import check, judge
 from .gpu_harness import Shape, assert_same, default_logits, random_operands, run
 from .helpers import Operands
 
-# One process for both, since it keeps the memory that it takes: 40 GB.
 pytestmark = pytest.mark.gpu
 
 TOKENS, HEADS, KV_HEADS, DIM = 2**20, 64, 8, 128

@@ -32,7 +32,6 @@ def relayed(spec: GroupCastSpec, ranks_per_host: int) -> RelayedSpec:
 
 
 @pytest.mark.gpu
-@pytest.mark.xdist_group("whole_gpus")
 @pytest.mark.parametrize(
     "group", [Group(None, 4, ranks_per_host=n) for n in (1, 2, 4)], ids=str, indirect=True
 )
