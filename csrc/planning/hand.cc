@@ -1,28 +1,15 @@
 #include "csrc/planning/hand.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <utility>
 
 namespace jaxmagi::planning {
-namespace {
 
-// The last entry that begins at `key` or before, without branches that depend on the data.
-template <typename Entry> const Entry& last_before(const std::vector<Entry>& entries, int key) {
-    const Entry* entry = entries.data();
-    for (size_t count = entries.size(); count > 1;) {
-        const size_t half = count / 2;
-        entry += entry[half].begin <= key ? half : 0;
-        count -= half;
-    }
-    return *entry;
-}
-
-}  // namespace
-
-// The members that need keys, or own them.
+// The members that need some keys, or own them.
 struct Hand::Users {
     int needed = 0, owned = 0;
-    int64_t needed_places = 0, owned_places = 0;  // sums
+    int64_t needed_places = 0, owned_places = 0;  // sums: of one member, its place
 
     void change_by(const Edge& edge) {
         needed += edge.needed;
@@ -30,13 +17,6 @@ struct Hand::Users {
         needed_places += int64_t{edge.needed} * edge.place;
         owned_places += int64_t{edge.owned} * edge.place;
     }
-    Kind kind() const {
-        if (needed == 0)
-            return owned > 0 ? kOwnedUnneeded : kOther;
-        return needed == 1 and owned == 0 ? kNeededOnce : kOther;
-    }
-    // Of the only one, if the kind is counted.
-    int64_t place() const { return owned > 0 ? owned_places : needed_places; }
 };
 
 Hand::Hand(const Units& units, std::vector<int> members) : units_(&units), members_(std::move(members)) {
@@ -67,53 +47,42 @@ void Hand::add_edges(int place) {
 }
 
 void Hand::count_rows() {
-    area_ = received_ = 0;
+    area_ = 0;
     without_.clear();
     for (const int unit : members_) {
         area_ += units_->area(unit);
         without_.push_back(length_of(units_->rows(unit)));
     }
-    steps_.assign(1, {.begin = -1, .rows_before = {}, .kind = kOther});
-    held_.assign(1, {.begin = -1, .end = -1, .rows_before = 0});
-    received_keys_.clear();
+    for (CountedRanges* ranges : {&held_, &received_, &needed_once_, &owned_unneeded_})
+        ranges->clear();
     Users users;
-    for (size_t i = 0; i < edges_.size();) {
-        const int key = edges_[i].key;
-        close_step(key, users);
-        for (; i < edges_.size() and edges_[i].key == key; ++i)
-            users.change_by(edges_[i]);
-        open_step(key, users);
+    for (size_t i = 0; i + 1 < edges_.size(); ++i) {
+        users.change_by(edges_[i]);
+        if (edges_[i].key < edges_[i + 1].key)
+            count_step(edges_[i].key, edges_[i + 1].key, users);
     }
 }
 
-void Hand::close_step(int end, const Users& users) {
-    const int begin = steps_.back().begin;
-    if (users.kind() != kOther)
-        without_[users.place()] -= end - begin;
+void Hand::count_step(int begin, int end, const Users& users) {
+    if (users.needed > 0 or users.owned > 0)
+        held_.add(begin, end);
     if (users.needed > 0 and users.owned == 0) {
-        received_ += end - begin;
-        received_keys_.push_back({begin, end});
+        received_.add(begin, end);
+        if (users.needed == 1) {
+            needed_once_.add(begin, end);
+            without_[users.needed_places] -= end - begin;
+        }
     }
-    if (users.needed + users.owned > 0)
-        held_.back().end = end;
-}
-
-void Hand::open_step(int begin, const Users& users) {
-    Step step = steps_.back();
-    if (step.kind != kOther)
-        step.rows_before[step.kind] += begin - step.begin;
-    step.begin = begin;
-    step.kind = users.kind();
-    steps_.push_back(step);
-    const Held& last = held_.back();
-    if (users.needed + users.owned > 0 and last.end < begin)
-        held_.push_back({begin, begin, last.rows_before + last.end - last.begin});
+    if (users.owned > 0 and users.needed == 0) {
+        owned_unneeded_.add(begin, end);
+        without_[users.owned_places] -= end - begin;
+    }
 }
 
 int Hand::with(int unit) const {
     int rows = units_->foreign_before(unit) + units_->foreign_behind(unit);
     for (const Range& keys : units_->held(unit))
-        rows -= held_before(keys.end) - held_before(keys.begin);
+        rows -= held_.rows_in(keys);
     return rows;
 }
 
@@ -121,26 +90,13 @@ int Hand::exchange_surcharge(int place, int unit) const {
     const int leaving = members_[place];
     int rows = 0;
     for (const Range& keys : units_->foreign(unit)) {
-        rows += rows_of(kOwnedUnneeded, intersect(keys, units_->rows(leaving)));
+        rows += owned_unneeded_.rows_in(intersect(keys, units_->rows(leaving)));
         for (const Range& before : units_->foreign(leaving))
-            rows += rows_of(kNeededOnce, intersect(keys, before));
+            rows += needed_once_.rows_in(intersect(keys, before));
     }
     for (const Range& before : units_->foreign(leaving))
-        rows += rows_of(kNeededOnce, intersect(units_->rows(unit), before));
+        rows += needed_once_.rows_in(intersect(units_->rows(unit), before));
     return rows;
-}
-
-int Hand::rows_of(Kind kind, Range keys) const {
-    const auto rows_before = [&](int key) {
-        const Step& step = last_before(steps_, key);
-        return step.rows_before[kind] + (step.kind == kind ? key - step.begin : 0);
-    };
-    return is_empty(keys) ? 0 : rows_before(keys.end) - rows_before(keys.begin);
-}
-
-int Hand::held_before(int key) const {
-    const Held& held = last_before(held_, key);
-    return held.rows_before + std::min(key, held.end) - held.begin;
 }
 
 }  // namespace jaxmagi::planning

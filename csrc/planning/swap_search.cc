@@ -33,8 +33,16 @@ private:
         int64_t area, sent;
     };
 
+    // A unit that could leave a rank for another.
+    struct Move {
+        int unit;
+        int64_t rows;  // by which both together receive more
+        int64_t area, demand;
+    };
+
     bool sweep();
     bool improve(int rank, int other);
+    void find_moves(std::vector<Move>& moves, const Hand& from, const Hand& to) const;
     std::optional<Swap> best_swap(int rank, int other);
     Excess excess_of(int rank, int other, int64_t moved_area, int64_t moved_demand) const;
     int64_t saved(Excess before, Excess after) const {
@@ -48,7 +56,7 @@ private:
     int clock_ = 1;
     std::vector<int> changed_, checked_;
     std::vector<int64_t> demand_, sent_;
-    std::vector<int> cost_a_, cost_b_;
+    std::vector<Move> moves_a_, moves_b_;
 };
 
 void Search::run() {
@@ -107,38 +115,40 @@ bool Search::improve(int rank, int other) {
     return true;
 }
 
-std::optional<Search::Swap> Search::best_swap(int rank, int other_rank) {
-    const Hand &a = hands_[rank], &b = hands_[other_rank];
-    const int count = static_cast<int>(a.members().size());
-    cost_a_.resize(count);
-    cost_b_.resize(count);
-    for (int i = 0; i < count; ++i) {
-        cost_a_[i] = a.without(i) + b.with(a.members()[i]);
-        cost_b_[i] = b.without(i) + a.with(b.members()[i]);
+void Search::find_moves(std::vector<Move>& moves, const Hand& from, const Hand& to) const {
+    moves.clear();
+    for (int place = 0; place < static_cast<int>(from.members().size()); ++place) {
+        const int unit = from.members()[place];
+        moves.push_back({unit, from.without(place) + to.with(unit), units_.area(unit), demand_[unit]});
     }
-    const Excess before = excess_of(rank, other_rank, 0, 0);
+}
+
+std::optional<Search::Swap> Search::best_swap(int rank, int other) {
+    const Hand &a = hands_[rank], &b = hands_[other];
+    find_moves(moves_a_, a, b);
+    find_moves(moves_b_, b, a);
+    const Excess before = excess_of(rank, other, 0, 0);
     const int64_t most_saved = saved(before, {0, 0});
-    const int lowest_b = *std::ranges::min_element(cost_b_);
+    const int64_t lowest_b = std::ranges::min(moves_b_, {}, &Move::rows).rows;
     std::optional<Swap> best;
     int64_t best_cost = 0;
-    for (int i = 0; i < count; ++i) {
+    for (const Move& leaving : moves_a_) {
         // What is left out below is never negative, so this bounds all swaps of the unit.
-        if (cost_a_[i] + lowest_b - most_saved >= best_cost)
+        if (leaving.rows + lowest_b - most_saved >= best_cost)
             continue;
-        const int unit = a.members()[i];
-        for (int j = 0; j < count; ++j) {
-            const int64_t rows = int64_t{cost_a_[i]} + cost_b_[j];
+        for (const Move& coming : moves_b_) {
+            const int64_t rows = leaving.rows + coming.rows;
             if (rows - most_saved >= best_cost)
                 continue;
-            const int other = b.members()[j];
-            const Excess after = excess_of(rank, other_rank, units_.area(other) - units_.area(unit),
-                                           demand_[other] - demand_[unit]);
+            const Excess after =
+                excess_of(rank, other, coming.area - leaving.area, coming.demand - leaving.demand);
             if (after.area > before.area)
                 continue;
             int64_t cost = rows - saved(before, after);
             if (cost >= best_cost)
                 continue;
-            cost += a.exchange_surcharge(i, other) + b.exchange_surcharge(j, unit);
+            const int i = static_cast<int>(&leaving - moves_a_.data()), j = static_cast<int>(&coming - moves_b_.data());
+            cost += a.exchange_surcharge(i, coming.unit) + b.exchange_surcharge(j, leaving.unit);
             if (cost < best_cost) {
                 best = {.place_a = i, .place_b = j};
                 best_cost = cost;
@@ -174,13 +184,13 @@ std::vector<int64_t> demand_of(const std::vector<Hand>& hands, const Units& unit
     // Whole units by where their numbers change, parts of units one by one.
     std::vector<int64_t> demand(units.count() + 1), steps(units.count() + 1);
     for (const Hand& hand : hands)
-        for (const Range& keys : hand.received_keys()) {
+        hand.received_keys().for_each([&](Range keys) {
             const int first = keys.begin / size, last = (keys.end - 1) / size;
             steps[first] += size;
             steps[last + 1] -= size;
             demand[first] -= keys.begin - first * size;
             demand[last] -= (last + 1) * size - keys.end;
-        }
+        });
     int64_t whole = 0;
     for (int unit = 0; unit < units.count(); ++unit)
         demand[unit] += whole += steps[unit];
