@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <functional>
 #include <numeric>
 #include <utility>
 
 #include "csrc/common/math.h"
+#include "csrc/mask/area.h"
 #include "csrc/planning/first_deal.h"
 #include "csrc/planning/hand.h"
 #include "csrc/planning/swap_search.h"
@@ -25,6 +27,7 @@ constexpr int64_t kMostRuns = int64_t{1} << 28;   // ranks times units, for a de
 constexpr int kTight = 1008, kLoose = 1045, kFewRanks = 8, kManyRanks = 64;
 constexpr int kNearlyBalanced = 1500;
 constexpr int kTolerance = 2;  // beyond the limit, if no other deal is within
+constexpr int64_t kMostCells = int64_t{1} << 60;  // of a time in cells, so that it stays within 64 bits
 
 // How many of a rank's chunks to deal as one: as few as leave 8 to 16 groups, or 1.
 int group_size(int chunks) {
@@ -224,12 +227,24 @@ GroupedDeal deal_groups(std::span<const WeightedMask> masks, int length, int num
     }
 }
 
+int64_t area_of(const WeightedMask& mask) {
+    return std::transform_reduce(mask.bands.begin(), mask.bands.end(), int64_t{0}, std::plus{}, area);
+}
+
+// Of all layers that have the mask with the largest area, as long as ranks send and receive at most so many rows.
+int64_t cells_per_row_of_layers(std::span<const WeightedMask> masks, int64_t cells_per_row, int64_t most_rows) {
+    const int64_t layers = std::ranges::max_element(masks, {}, area_of)->weight, most = kMostCells / most_rows;
+    return cells_per_row > most / layers ? most : cells_per_row * layers;
+}
+
 }  // namespace
 
 std::vector<int> balanced_owners(std::span<const WeightedMask> masks, int length, int num_ranks, int chunk,
                                  int64_t cells_per_row) {
     const int per_rank = std::max(1, ceil_div(ceil_div(length, chunk), num_ranks));
-    const auto [deal, group] = deal_groups(masks, length, num_ranks, chunk, per_rank, cells_per_row);
+    const auto [deal, group] =
+        deal_groups(masks, length, num_ranks, chunk, per_rank,
+                    cells_per_row_of_layers(masks, cells_per_row, length + int64_t{num_ranks} * chunk));
     std::vector<int> owners(static_cast<size_t>(per_rank) * num_ranks);
     for (int rank = 0; rank < num_ranks; ++rank)
         for (const int unit : deal[rank])
