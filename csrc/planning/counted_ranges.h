@@ -1,19 +1,22 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdint>
+#include <cstddef>
 #include <vector>
 
 #include "csrc/mask/band.h"
 
 namespace jaxmagi::planning {
 
-// Sorted, disjoint ranges that are not empty, filled in ascending order; what touches becomes one range. Rows of them
-// between two keys are found in O(log n).
+// Ranges of rows, filled in ascending order and disjoint; what touches becomes one range. How many of the rows lie in
+// another range is found in O(log n).
 class CountedRanges {
 public:
+    CountedRanges() { clear(); }
+
     void clear() { entries_.assign(1, {.begin = -1, .end = -1, .rows_before = 0}); }
 
+    // Not empty, and behind all others.
     void add(int begin, int end) {
         Entry& last = entries_.back();
         if (last.end == begin)
@@ -24,7 +27,6 @@ public:
 
     int rows() const { return rows_up_to(entries_.back(), entries_.back().end); }
 
-    // How many of its rows a range of rows has that are not below zero.
     int rows_in(Range range) const {
         return is_empty(range) ? 0 : rows_below(range.end) - rows_below(range.begin);
     }
@@ -54,7 +56,7 @@ private:
         return rows_up_to(*entry, key);
     }
 
-    std::vector<Entry> entries_;  // first one that no key lies in
+    std::vector<Entry> entries_;  // the first one is empty, before all rows
 };
 
 }  // namespace jaxmagi::planning

@@ -2,14 +2,15 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <utility>
 
 namespace jaxmagi::planning {
 
-// The members that need some keys, or own them.
+// How many members need some keys, or own them, and who it is if it is one.
 struct Hand::Users {
     int needed = 0, owned = 0;
-    int64_t needed_places = 0, owned_places = 0;  // sums: of one member, its place
+    int64_t needed_places = 0, owned_places = 0;  // sums
 
     void change_by(const Edge& edge) {
         needed += edge.needed;

@@ -8,6 +8,7 @@ import numpy as np
 from ..masks.geometry import area
 from ._compiled import planner
 
+
 class WeightedBands(NamedTuple):
     """The mask of ``weight`` layers, as bands int32 ``[S, 6]``."""
 
