@@ -165,12 +165,13 @@ Quality Balancer::quality_of(const std::vector<Hand>& hands) const {
             .received = received_rows(hands)};
 }
 
-// So many that sending takes no longer than half of the compute, if ranks can share the rows so.
+// So many that sending takes no longer than a tenth of the compute, if ranks can share the rows so. Short transfers are
+// not worth the merge of a stage that would hide them.
 int64_t Balancer::sent_limit(const std::vector<Hand>& hands) const {
     if (cells_per_row_ == 0)
         return INT64_MAX;
     const int64_t equal = received_rows(hands) / num_ranks_;
-    return std::max(mean_ / cells_per_row_ / 2, equal + equal / 4);
+    return std::max(mean_ / cells_per_row_ / 10, equal + equal / 4);
 }
 
 Deal Balancer::search(const Deal& deal, Quality& quality) const {
