@@ -88,7 +88,7 @@ private:
     int64_t limit() const { return std::max(most_even_, thousandths(mean_, allowed_)); }
     std::vector<Deal> first_deals();
     bool can_search() const;
-    int64_t sent_limit(const std::vector<Hand>& hands) const;
+    Limits limits_of(const std::vector<Hand>& hands) const;
     Quality quality_of(const std::vector<Hand>& hands) const;
     Deal search(const Deal& deal, Quality& quality) const;
     std::vector<Hand> hands_of(const Deal& deal) const;
@@ -165,19 +165,21 @@ Quality Balancer::quality_of(const std::vector<Hand>& hands) const {
             .received = received_rows(hands)};
 }
 
-// So many that sending takes no longer than a tenth of the compute, if ranks can share the rows so. Short transfers are
-// not worth the merge of a stage that would hide them.
-int64_t Balancer::sent_limit(const std::vector<Hand>& hands) const {
+// So many rows that they take no longer than a tenth of the compute, if ranks can share them so: short transfers are
+// not worth the merge of a stage that would hide them. What ranks receive is harder to share than what they send.
+Limits Balancer::limits_of(const std::vector<Hand>& hands) const {
     if (cells_per_row_ == 0)
-        return INT64_MAX;
-    const int64_t equal = received_rows(hands) / num_ranks_;
-    return std::max(mean_ / cells_per_row_ / 10, equal + equal / 4);
+        return {.area = limit(), .sent = INT64_MAX, .received = INT64_MAX};
+    const int64_t equal = received_rows(hands) / num_ranks_, short_rows = mean_ / cells_per_row_ / 10;
+    return {.area = limit(),
+            .sent = std::max(short_rows, equal + equal / 4),
+            .received = std::max(short_rows, 2 * equal)};
 }
 
 Deal Balancer::search(const Deal& deal, Quality& quality) const {
     std::vector<Hand> hands = hands_of(deal);
     if (can_search())
-        reduce_rows(hands, units_, {.area = limit(), .sent = sent_limit(hands)});
+        reduce_rows(hands, units_, limits_of(hands));
     quality = quality_of(hands);
     Deal found;
     for (const Hand& hand : hands)

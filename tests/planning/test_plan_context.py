@@ -220,6 +220,13 @@ def test_senders_of_a_long_document_are_spread() -> None:
     assert fast.report().rows_received.mean() < report.rows_received.mean()
 
 
+def test_receivers_of_a_long_document_are_spread() -> None:
+    """With many ranks it takes a price: few rows in all say nothing about who receives them."""
+    mask = masks.documents(document_lengths(1 << 23, seed=0))
+    report = plan_context(mask, 512, chunk_size=512, num_stages=1).report()
+    assert report.rows_received.max() < 2.1 * report.rows_received.mean()
+
+
 def test_senders_within_a_host_are_spread_where_nothing_hides_a_transfer() -> None:
     mask = masks.documents(document_lengths(1 << 16))
     spread = plan_context(mask, 4).report()
