@@ -112,7 +112,7 @@ def _ring_steps(seconds: np.ndarray) -> np.ndarray:
 
 
 def _seconds_of(bands: np.ndarray, cost: CostModel, direction: Pass) -> float:
-    return float(cost.compute_seconds(count_tiles(bands, direction).sum(axis=0), direction))
+    return float(cost.compute_seconds(count_tiles(bands, np.array(len(bands)), direction), direction))
 
 
 def _zigzag_seconds(mask: AttnMask, cp_size: int, cost: CostModel, direction: Pass) -> np.ndarray:
@@ -126,5 +126,6 @@ def _zigzag_seconds(mask: AttnMask, cp_size: int, cost: CostModel, direction: Pa
         for row in range(band[0] // chunk, -(-band[1] // chunk)):
             begin = columns * chunk
             pieces = geometry.crop(band, row * chunk, (row + 1) * chunk, begin, begin + chunk)
-            np.add.at(tiles[owner[row]], owner[columns], count_tiles(pieces, direction))
+            counted = count_tiles(pieces, np.ones(len(pieces), int), direction)
+            np.add.at(tiles[owner[row]], owner[columns], counted)
     return cost.compute_seconds(tiles, direction)

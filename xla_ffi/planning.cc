@@ -97,14 +97,16 @@ std::pair<Array<int32_t>, Array<int32_t>> place_copies(Table<5> copies) {
     return to_tables(released([&] { return planning::place_copies({first, first + copies.shape(0)}); }));
 }
 
-// [n, 2]: the full and the partial tiles of each band.
-Array<int64_t> tile_counts(Table<6> bands, int rows, int keys) {
-    std::vector<TileCount> counts;
-    released([&] {
-        const auto* first = reinterpret_cast<const Band*>(bands.data());
-        for (const Band& band : std::span(first, bands.shape(0)))
-            counts.push_back(count_tiles(tighten(band, kUnbounded, kUnbounded), rows, keys));
-        return true;
+// [n, 2]: the full and the partial tiles of groups of so many bands, one after the other.
+Array<int64_t> tile_counts(Table<6> bands, Ints groups, int rows, int keys, bool by_keys) {
+    auto counts = released([&] {
+        std::span rest(reinterpret_cast<const Band*>(bands.data()), bands.shape(0));
+        std::vector<TileCount> counts;
+        for (const int32_t count : to_span(groups)) {
+            counts.push_back(count_tiles(rest.first(count), rows, keys, by_keys));
+            rest = rest.subspan(count);
+        }
+        return counts;
     });
     const size_t count = counts.size();
     return to_numpy<int64_t>(std::move(counts), {count, 2});
@@ -174,7 +176,8 @@ void bind_planning(nb::module_& m) {
             PyErr_SetString(PyExc_NotImplementedError, error.what());
         }
     });
-    m.def("tile_counts", tile_counts, nb::arg("bands"), nb::arg("rows"), nb::arg("keys"));
+    m.def("tile_counts", tile_counts, nb::arg("bands"), nb::arg("groups"), nb::arg("rows"), nb::arg("keys"),
+          nb::arg("by_keys"));
     m.def("merge_bands", merge_bands, nb::arg("bands"));
     m.def("balanced_owners", balanced_owners, nb::arg("masks"), nb::arg("weights"), nb::arg("length"),
           nb::arg("cp_size"), nb::arg("chunk_size"), nb::arg("cells_per_row"), "The rank of each chunk: int32 [n].");

@@ -29,18 +29,29 @@ TileCount count_in_rectangle(const Band& band, int rows, int keys) {
     return {.full = full, .partial = met * ceil_div(band.k1 - band.k0, keys) - full};
 }
 
-}  // namespace
+void add(TileCount& count, TileCount more) {
+    count.full += more.full;
+    count.partial += more.partial;
+}
 
-TileCount count_tiles(const Band& band, int rows, int keys) {
+TileCount count_in_band(const Band& band, int rows, int keys) {
     if (band.q0 >= band.q1)
         return {};
     if (covers(band, {band.q0, band.q1}, {band.k0, band.k1}))
         return count_in_rectangle(band, rows, keys);
     TileCount count;
-    for (int begin = band.q0 / rows * rows; begin < band.q1; begin += rows) {
-        const TileCount tiles = count_in_rows(band, {begin, begin + rows}, keys);
-        count.full += tiles.full;
-        count.partial += tiles.partial;
+    for (int begin = band.q0 / rows * rows; begin < band.q1; begin += rows)
+        add(count, count_in_rows(band, {begin, begin + rows}, keys));
+    return count;
+}
+
+}  // namespace
+
+TileCount count_tiles(std::span<const Band> bands, int rows, int keys, bool by_keys) {
+    TileCount count;
+    for (const Band& band : bands) {
+        const Band tight = tighten(band, kUnbounded, kUnbounded);
+        add(count, by_keys ? count_in_band(transposed(tight), keys, rows) : count_in_band(tight, rows, keys));
     }
     return count;
 }

@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <functional>
 #include <numeric>
 #include <utility>
 
 #include "csrc/common/math.h"
+#include "csrc/mask/area.h"
 #include "csrc/planning/first_deal.h"
 #include "csrc/planning/hand.h"
 #include "csrc/planning/swap_search.h"
@@ -25,6 +27,7 @@ constexpr int64_t kMostRuns = int64_t{1} << 28;   // ranks times units, for a de
 constexpr int kTight = 1008, kLoose = 1045, kFewRanks = 8, kManyRanks = 64;
 constexpr int kNearlyBalanced = 1500;
 constexpr int kTolerance = 2;  // beyond the limit, if no other deal is within
+constexpr int64_t kMostCells = int64_t{1} << 60;  // of a time in cells, so that it stays within 64 bits
 
 // How many of a rank's chunks to deal as one: as few as leave 8 to 16 groups, or 1.
 int group_size(int chunks) {
@@ -85,7 +88,7 @@ private:
     int64_t limit() const { return std::max(most_even_, thousandths(mean_, allowed_)); }
     std::vector<Deal> first_deals();
     bool can_search() const;
-    int64_t sent_limit(const std::vector<Hand>& hands) const;
+    Limits limits_of(const std::vector<Hand>& hands) const;
     Quality quality_of(const std::vector<Hand>& hands) const;
     Deal search(const Deal& deal, Quality& quality) const;
     std::vector<Hand> hands_of(const Deal& deal) const;
@@ -162,18 +165,21 @@ Quality Balancer::quality_of(const std::vector<Hand>& hands) const {
             .received = received_rows(hands)};
 }
 
-// So many that sending takes no longer than half of the compute, if ranks can share the rows so.
-int64_t Balancer::sent_limit(const std::vector<Hand>& hands) const {
+// So many rows that they take no longer than a tenth of the compute, if ranks can share them so: short transfers are
+// not worth the merge of a stage that would hide them. What ranks receive is harder to share than what they send.
+Limits Balancer::limits_of(const std::vector<Hand>& hands) const {
     if (cells_per_row_ == 0)
-        return INT64_MAX;
-    const int64_t equal = received_rows(hands) / num_ranks_;
-    return std::max(mean_ / cells_per_row_ / 2, equal + equal / 4);
+        return {.area = limit(), .sent = INT64_MAX, .received = INT64_MAX};
+    const int64_t equal = received_rows(hands) / num_ranks_, short_rows = mean_ / cells_per_row_ / 10;
+    return {.area = limit(),
+            .sent = std::max(short_rows, equal + equal / 4),
+            .received = std::max(short_rows, 2 * equal)};
 }
 
 Deal Balancer::search(const Deal& deal, Quality& quality) const {
     std::vector<Hand> hands = hands_of(deal);
     if (can_search())
-        reduce_rows(hands, units_, {.area = limit(), .sent = sent_limit(hands)});
+        reduce_rows(hands, units_, limits_of(hands));
     quality = quality_of(hands);
     Deal found;
     for (const Hand& hand : hands)
@@ -224,12 +230,24 @@ GroupedDeal deal_groups(std::span<const WeightedMask> masks, int length, int num
     }
 }
 
+int64_t area_of(const WeightedMask& mask) {
+    return std::transform_reduce(mask.bands.begin(), mask.bands.end(), int64_t{0}, std::plus{}, area);
+}
+
+// Of all layers that have the mask with the largest area, as long as ranks send and receive at most so many rows.
+int64_t cells_per_row_of_layers(std::span<const WeightedMask> masks, int64_t cells_per_row, int64_t most_rows) {
+    const int64_t layers = std::ranges::max_element(masks, {}, area_of)->weight, most = kMostCells / most_rows;
+    return cells_per_row > most / layers ? most : cells_per_row * layers;
+}
+
 }  // namespace
 
 std::vector<int> balanced_owners(std::span<const WeightedMask> masks, int length, int num_ranks, int chunk,
                                  int64_t cells_per_row) {
     const int per_rank = std::max(1, ceil_div(ceil_div(length, chunk), num_ranks));
-    const auto [deal, group] = deal_groups(masks, length, num_ranks, chunk, per_rank, cells_per_row);
+    const auto [deal, group] =
+        deal_groups(masks, length, num_ranks, chunk, per_rank,
+                    cells_per_row_of_layers(masks, cells_per_row, length + int64_t{num_ranks} * chunk));
     std::vector<int> owners(static_cast<size_t>(per_rank) * num_ranks);
     for (int rank = 0; rank < num_ranks; ++rank)
         for (const int unit : deal[rank])

@@ -17,7 +17,7 @@ namespace jaxmagi::planning {
 // while the largest area of a rank is too large, or once if neighbours nearly balance and moving little would do.
 //
 // Of several deals, chunks dealt largest first among them, it takes the one with the shortest time of the slowest rank,
-// if a row that travels takes as long as `cells_per_row` cells; with 0 the one with the fewest rows.
+// if a row that travels takes each layer as long as `cells_per_row` cells; with 0 the one with the fewest rows.
 std::vector<int> balanced_owners(std::span<const WeightedMask> masks, int length, int num_ranks, int chunk,
                                  int64_t cells_per_row);
 

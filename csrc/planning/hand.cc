@@ -1,83 +1,89 @@
 #include "csrc/planning/hand.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <utility>
 
 namespace jaxmagi::planning {
 
+// How many members need some keys, or own them, and who it is if it is one.
+struct Hand::Users {
+    int needed = 0, owned = 0;
+    int64_t needed_places = 0, owned_places = 0;  // sums
+
+    void change_by(const Edge& edge) {
+        needed += edge.needed;
+        owned += edge.owned;
+        needed_places += int64_t{edge.needed} * edge.place;
+        owned_places += int64_t{edge.owned} * edge.place;
+    }
+};
+
 Hand::Hand(const Units& units, std::vector<int> members) : units_(&units), members_(std::move(members)) {
-    rebuild();
+    for (int place = 0; place < static_cast<int>(members_.size()); ++place)
+        add_edges(place);
+    std::ranges::sort(edges_, {}, &Edge::key);
+    count_rows();
 }
 
 void Hand::exchange(int place, int unit) {
+    std::erase_if(edges_, [&](const Edge& edge) { return edge.place == place; });
     members_[place] = unit;
-    rebuild();
+    const auto kept = static_cast<std::ptrdiff_t>(edges_.size());
+    add_edges(place);
+    std::ranges::sort(edges_.begin() + kept, edges_.end(), {}, &Edge::key);
+    std::ranges::inplace_merge(edges_, edges_.begin() + kept, {}, &Edge::key);
+    count_rows();
 }
 
-void Hand::rebuild() {
-    std::vector<Edge> edges;
-    edges.reserve(6 * members_.size());
+void Hand::add_edges(int place) {
+    const Range own = units_->rows(members_[place]);
+    edges_.push_back({own.begin, 0, 1, place});
+    edges_.push_back({own.end, 0, -1, place});
+    for (const Range& keys : units_->foreign(members_[place])) {
+        edges_.push_back({keys.begin, 1, 0, place});
+        edges_.push_back({keys.end, -1, 0, place});
+    }
+}
+
+void Hand::count_rows() {
     area_ = 0;
+    without_.clear();
     for (const int unit : members_) {
         area_ += units_->area(unit);
-        const Range own = units_->rows(unit);
-        edges.push_back({own.begin, 0, 1});
-        edges.push_back({own.end, 0, -1});
-        for (const Range& keys : units_->foreign(unit)) {
-            edges.push_back({keys.begin, 1, 0});
-            edges.push_back({keys.end, -1, 0});
-        }
+        without_.push_back(length_of(units_->rows(unit)));
     }
-    std::ranges::sort(edges, {}, &Edge::key);
-    count_rows(edges);
-
-    without_.resize(members_.size());
-    for (size_t place = 0; place < members_.size(); ++place) {
-        const Range own = units_->rows(members_[place]);
-        without_[place] = length_of(own) - rows_of(kOwnedUnneeded, own);
-        for (const Range& keys : units_->foreign(members_[place]))
-            without_[place] -= rows_of(kNeededOnce, keys);
+    for (CountedRanges* ranges : {&held_, &received_, &needed_once_, &owned_unneeded_})
+        ranges->clear();
+    Users users;
+    for (size_t i = 0; i + 1 < edges_.size(); ++i) {
+        users.change_by(edges_[i]);
+        if (edges_[i].key < edges_[i + 1].key)
+            count_step(edges_[i].key, edges_[i + 1].key, users);
     }
 }
 
-void Hand::count_rows(std::span<const Edge> edges) {
-    steps_.assign(1, {.begin = -1, .rows_before = {}, .kind = kUnused});
-    received_ = 0;
-    received_keys_.clear();
-    int needed = 0, owned = 0;
-    bool is_received = false;
-    for (size_t i = 0; i < edges.size();) {
-        const int key = edges[i].key;
-        for (; i < edges.size() and edges[i].key == key; ++i) {
-            needed += edges[i].needed;
-            owned += edges[i].owned;
+void Hand::count_step(int begin, int end, const Users& users) {
+    if (users.needed > 0 or users.owned > 0)
+        held_.add(begin, end);
+    if (users.needed > 0 and users.owned == 0) {
+        received_.add(begin, end);
+        if (users.needed == 1) {
+            needed_once_.add(begin, end);
+            without_[users.needed_places] -= end - begin;
         }
-        Step step = steps_.back();
-        const int length = key - step.begin;
-        if (step.kind < kNumCounted)
-            step.rows_before[step.kind] += length;
-        if (is_received) {
-            received_ += length;
-            received_keys_.push_back({step.begin, key});
-        }
-        is_received = needed > 0 and owned == 0;
-        step.begin = key;
-        step.kind = kind_of(needed, owned);
-        steps_.push_back(step);
     }
-}
-
-Hand::Kind Hand::kind_of(int needed, int owned) {
-    if (needed == 0)
-        return owned ? kOwnedUnneeded : kUnused;
-    return needed == 1 and not owned ? kNeededOnce : kOther;
+    if (users.owned > 0 and users.needed == 0) {
+        owned_unneeded_.add(begin, end);
+        without_[users.owned_places] -= end - begin;
+    }
 }
 
 int Hand::with(int unit) const {
-    const Range own = units_->rows(unit);
-    int rows = rows_of(kUnused, own) - length_of(own);
-    for (const Range& keys : units_->foreign(unit))
-        rows += rows_of(kUnused, keys);
+    int rows = units_->foreign_before(unit) + units_->foreign_behind(unit);
+    for (const Range& keys : units_->held(unit))
+        rows -= held_.rows_in(keys);
     return rows;
 }
 
@@ -85,33 +91,13 @@ int Hand::exchange_surcharge(int place, int unit) const {
     const int leaving = members_[place];
     int rows = 0;
     for (const Range& keys : units_->foreign(unit)) {
-        rows += rows_of(kOwnedUnneeded, intersect(keys, units_->rows(leaving)));
+        rows += owned_unneeded_.rows_in(intersect(keys, units_->rows(leaving)));
         for (const Range& before : units_->foreign(leaving))
-            rows += rows_of(kNeededOnce, intersect(keys, before));
+            rows += needed_once_.rows_in(intersect(keys, before));
     }
     for (const Range& before : units_->foreign(leaving))
-        rows += rows_of(kNeededOnce, intersect(units_->rows(unit), before));
+        rows += needed_once_.rows_in(intersect(units_->rows(unit), before));
     return rows;
-}
-
-// The last step that begins at `key` or before, without branches that depend on the data.
-const Hand::Step& Hand::step_at(int key) const {
-    const Step* step = steps_.data();
-    for (size_t count = steps_.size(); count > 1;) {
-        const size_t half = count / 2;
-        step += step[half].begin <= key ? half : 0;
-        count -= half;
-    }
-    return *step;
-}
-
-int Hand::rows_before(Kind kind, int key) const {
-    const Step& step = step_at(key);
-    return step.rows_before[kind] + (step.kind == kind ? key - step.begin : 0);
-}
-
-int Hand::rows_of(Kind kind, Range keys) const {
-    return is_empty(keys) ? 0 : rows_before(kind, keys.end) - rows_before(kind, keys.begin);
 }
 
 }  // namespace jaxmagi::planning

@@ -1,27 +1,26 @@
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <span>
 #include <vector>
 
+#include "csrc/planning/counted_ranges.h"
 #include "csrc/planning/units.h"
 
 namespace jaxmagi::planning {
 
-// The units of one rank, and the keys that it has to receive for them, as a step function over the sequence.
+// The units of one rank, and the keys that it has to receive for them.
 //
-// What changes when a unit comes, goes, or is exchanged is found in O(log n) for each of the unit's foreign ranges:
-// keys are counted by how many of the rank's units need them (none, one, more) and by whether the rank owns them.
+// What changes when a unit comes, goes, or is exchanged is found in O(log n) for each of the unit's ranges: keys are
+// counted by how many of the rank's units need them (none, one, more) and by whether the rank owns them.
 class Hand {
 public:
     Hand(const Units& units, std::vector<int> members);
 
     std::span<const int> members() const { return members_; }
     int64_t area() const { return area_; }
-    int64_t received() const { return received_; }
-    // The keys that it receives: sorted, disjoint.
-    std::span<const Range> received_keys() const { return received_keys_; }
+    int64_t received() const { return received_.rows(); }
+    const CountedRanges& received_keys() const { return received_; }
 
     void exchange(int place, int unit);
 
@@ -34,30 +33,24 @@ public:
     int exchange_surcharge(int place, int unit) const;
 
 private:
-    enum Kind : int { kUnused, kNeededOnce, kOwnedUnneeded, kOther, kNumCounted = kOther };
-    struct Step {
-        int begin;
-        std::array<int, kNumCounted> rows_before;  // of each kind
-        Kind kind;
-    };
-
-    // Where the number of members that need the keys, or own them, changes.
+    // Where the number of members that need the keys, or own them, changes, by the member at `place`.
     struct Edge {
-        int key, needed, owned;
+        int key, needed, owned, place;
     };
+    struct Users;
 
-    void rebuild();
-    void count_rows(std::span<const Edge> edges);
-    static Kind kind_of(int needed, int owned);
-    const Step& step_at(int key) const;
-    int rows_before(Kind kind, int key) const;
-    int rows_of(Kind kind, Range keys) const;
+    void add_edges(int place);
+    void count_rows();
+    void count_step(int begin, int end, const Users& users);
 
     const Units* units_;
     std::vector<int> members_;
-    int64_t area_ = 0, received_ = 0;
-    std::vector<Step> steps_;
-    std::vector<Range> received_keys_;
+    std::vector<Edge> edges_;  // by key
+    int64_t area_ = 0;
+    CountedRanges held_;            // keys that it needs or owns
+    CountedRanges received_;        // needs and does not own
+    CountedRanges needed_once_;     // of these, for one member only
+    CountedRanges owned_unneeded_;  // owns, and no other member needs
     std::vector<int> without_;
 };
 

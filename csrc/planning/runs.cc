@@ -1,6 +1,17 @@
 #include "csrc/planning/runs.h"
 
 namespace jaxmagi::planning {
+namespace {
+
+// Whether each token follows the one before it, also the first. Without branches, so that it becomes vector code.
+bool are_consecutive(const int32_t* tokens, int count) {
+    int32_t wrong = 0;
+    for (int i = 0; i < count; ++i)
+        wrong |= tokens[i] - tokens[i - 1] - 1;
+    return wrong == 0;
+}
+
+}  // namespace
 
 Runs runs_of_tokens(std::span<const int32_t> tokens) {
     Runs runs;
@@ -8,7 +19,10 @@ Runs runs_of_tokens(std::span<const int32_t> tokens) {
         const size_t first = place++;
         if (tokens[first] < 0)
             continue;
-        while (place < tokens.size() and tokens[place] == tokens[place - 1] + 1)
+        constexpr int kBlock = 64;
+        while (place + kBlock <= tokens.size() and are_consecutive(&tokens[place], kBlock))
+            place += kBlock;
+        while (place < tokens.size() and are_consecutive(&tokens[place], 1))
             ++place;
         runs.push_back({tokens[first], tokens[place - 1] + 1, static_cast<int>(first)});
     }

@@ -9,7 +9,7 @@ namespace {
 constexpr int kSweeps = 14;
 constexpr int kFirstShift = 3;   // the price of area above the limit starts at an eighth of the average and doubles
 constexpr int kLeastShare = 16;  // of all rows: what is received at least for that average
-constexpr int64_t kSentPrice = 4;  // received rows that weigh as much as one sent row above the limit
+constexpr int64_t kRowPrice = 4;   // received rows that weigh as much as one that is sent or received above the limit
 constexpr int kFewSweeps = 3;      // where sent rows are above the limit, which they seldom all leave
 constexpr int kFarthest = 64;  // pairs of ranks r, r + d with d up to this
 
@@ -28,17 +28,30 @@ private:
         int place_a, place_b;
     };
 
-    // What two ranks have above the limits.
+    // What two ranks have above the limits; rows are those that they send and those that they receive.
     struct Excess {
-        int64_t area, sent;
+        int64_t area, rows;
+    };
+
+    // What a swap changes: what the first rank gets from the other, and by how much each receives more.
+    struct Change {
+        int64_t area = 0, demand = 0, received = 0, other_received = 0;
+    };
+
+    // A unit that could leave a rank for another.
+    struct Move {
+        int unit, without, with;  // rows by which the rank that it leaves, and the other one, receive more
+        int64_t area, demand;
+        int64_t rows() const { return int64_t{without} + with; }
     };
 
     bool sweep();
     bool improve(int rank, int other);
+    void find_moves(std::vector<Move>& moves, const Hand& from, const Hand& to) const;
     std::optional<Swap> best_swap(int rank, int other);
-    Excess excess_of(int rank, int other, int64_t moved_area, int64_t moved_demand) const;
+    Excess excess_of(int rank, int other, const Change& change) const;
     int64_t saved(Excess before, Excess after) const {
-        return ((before.area - after.area) >> shift_) + (before.sent - after.sent) * kSentPrice;
+        return ((before.area - after.area) >> shift_) + (before.rows - after.rows) * kRowPrice;
     }
 
     std::vector<Hand>& hands_;
@@ -48,7 +61,7 @@ private:
     int clock_ = 1;
     std::vector<int> changed_, checked_;
     std::vector<int64_t> demand_, sent_;
-    std::vector<int> cost_a_, cost_b_;
+    std::vector<Move> moves_a_, moves_b_;
 };
 
 void Search::run() {
@@ -74,7 +87,7 @@ bool Search::sweep() {
         for (int rank = 0; rank + distance < num_ranks; ++rank) {
             const int other = rank + distance;
             int& checked = checked_[static_cast<size_t>(rank) * farthest + distance - 1];
-            if (excess_of(rank, other, 0, 0).area == 0 and checked >= std::max(changed_[rank], changed_[other]))
+            if (excess_of(rank, other, {}).area == 0 and checked >= std::max(changed_[rank], changed_[other]))
                 continue;
             if (improve(rank, other)) {
                 changed_[rank] = changed_[other] = ++clock_;
@@ -86,11 +99,14 @@ bool Search::sweep() {
     return changed;
 }
 
-Search::Excess Search::excess_of(int rank, int other, int64_t moved_area, int64_t moved_demand) const {
-    const auto above = [](int64_t value, int64_t limit) { return std::max<int64_t>(0, value - limit); };
+Search::Excess Search::excess_of(int rank, int other, const Change& change) const {
+    const auto above = [](int64_t value, int64_t limit) { return value > limit ? value - limit : 0; };
     const Hand &a = hands_[rank], &b = hands_[other];
-    return {.area = above(a.area() + moved_area, limits_.area) + above(b.area() - moved_area, limits_.area),
-            .sent = above(sent_[rank] + moved_demand, limits_.sent) + above(sent_[other] - moved_demand, limits_.sent)};
+    return {.area = above(a.area() + change.area, limits_.area) + above(b.area() - change.area, limits_.area),
+            .rows = above(sent_[rank] + change.demand, limits_.sent) +
+                    above(sent_[other] - change.demand, limits_.sent) +
+                    above(a.received() + change.received, limits_.received) +
+                    above(b.received() + change.other_received, limits_.received)};
 }
 
 bool Search::improve(int rank, int other) {
@@ -107,38 +123,43 @@ bool Search::improve(int rank, int other) {
     return true;
 }
 
-std::optional<Search::Swap> Search::best_swap(int rank, int other_rank) {
-    const Hand &a = hands_[rank], &b = hands_[other_rank];
-    const int count = static_cast<int>(a.members().size());
-    cost_a_.resize(count);
-    cost_b_.resize(count);
-    for (int i = 0; i < count; ++i) {
-        cost_a_[i] = a.without(i) + b.with(a.members()[i]);
-        cost_b_[i] = b.without(i) + a.with(b.members()[i]);
+void Search::find_moves(std::vector<Move>& moves, const Hand& from, const Hand& to) const {
+    moves.clear();
+    for (int place = 0; place < static_cast<int>(from.members().size()); ++place) {
+        const int unit = from.members()[place];
+        moves.push_back({unit, from.without(place), to.with(unit), units_.area(unit), demand_[unit]});
     }
-    const Excess before = excess_of(rank, other_rank, 0, 0);
+}
+
+std::optional<Search::Swap> Search::best_swap(int rank, int other) {
+    const Hand &a = hands_[rank], &b = hands_[other];
+    find_moves(moves_a_, a, b);
+    find_moves(moves_b_, b, a);
+    const Excess before = excess_of(rank, other, {});
     const int64_t most_saved = saved(before, {0, 0});
-    const int lowest_b = *std::ranges::min_element(cost_b_);
+    const int64_t lowest_b = std::ranges::min(moves_b_, {}, &Move::rows).rows();
     std::optional<Swap> best;
     int64_t best_cost = 0;
-    for (int i = 0; i < count; ++i) {
+    for (const Move& leaving : moves_a_) {
         // What is left out below is never negative, so this bounds all swaps of the unit.
-        if (cost_a_[i] + lowest_b - most_saved >= best_cost)
+        if (leaving.rows() + lowest_b - most_saved >= best_cost)
             continue;
-        const int unit = a.members()[i];
-        for (int j = 0; j < count; ++j) {
-            const int64_t rows = int64_t{cost_a_[i]} + cost_b_[j];
+        for (const Move& coming : moves_b_) {
+            const int64_t rows = leaving.rows() + coming.rows();
             if (rows - most_saved >= best_cost)
                 continue;
-            const int other = b.members()[j];
-            const Excess after = excess_of(rank, other_rank, units_.area(other) - units_.area(unit),
-                                           demand_[other] - demand_[unit]);
-            if (after.area > before.area)
+            Change change{.area = coming.area - leaving.area,
+                          .demand = coming.demand - leaving.demand,
+                          .received = int64_t{leaving.without} + coming.with,
+                          .other_received = int64_t{coming.without} + leaving.with};
+            const Excess after = excess_of(rank, other, change);
+            if (after.area > before.area or rows - saved(before, after) >= best_cost)
                 continue;
-            int64_t cost = rows - saved(before, after);
-            if (cost >= best_cost)
-                continue;
-            cost += a.exchange_surcharge(i, other) + b.exchange_surcharge(j, unit);
+            const int i = static_cast<int>(&leaving - moves_a_.data()), j = static_cast<int>(&coming - moves_b_.data());
+            change.received += a.exchange_surcharge(i, coming.unit);
+            change.other_received += b.exchange_surcharge(j, leaving.unit);
+            const int64_t cost =
+                change.received + change.other_received - saved(before, excess_of(rank, other, change));
             if (cost < best_cost) {
                 best = {.place_a = i, .place_b = j};
                 best_cost = cost;
@@ -174,13 +195,13 @@ std::vector<int64_t> demand_of(const std::vector<Hand>& hands, const Units& unit
     // Whole units by where their numbers change, parts of units one by one.
     std::vector<int64_t> demand(units.count() + 1), steps(units.count() + 1);
     for (const Hand& hand : hands)
-        for (const Range& keys : hand.received_keys()) {
+        hand.received_keys().for_each([&](Range keys) {
             const int first = keys.begin / size, last = (keys.end - 1) / size;
             steps[first] += size;
             steps[last + 1] -= size;
             demand[first] -= keys.begin - first * size;
             demand[last] -= (last + 1) * size - keys.end;
-        }
+        });
     int64_t whole = 0;
     for (int unit = 0; unit < units.count(); ++unit)
         demand[unit] += whole += steps[unit];

@@ -9,9 +9,9 @@
 
 namespace jaxmagi::planning {
 
-// What no rank should exceed: cells, and rows that it sends.
+// What no rank should exceed: cells, and rows that it sends and receives.
 struct Limits {
-    int64_t area, sent;
+    int64_t area, sent, received;
 };
 
 // Rows of each unit that ranks receive, all ranks together.
@@ -27,8 +27,8 @@ int64_t received_rows(const std::vector<Hand>& hands);
 int64_t num_pairs(int num_ranks);
 
 // Swaps units between ranks as long as that lowers the sum of received rows, without raising an area above its limit;
-// while areas and sent rows are above theirs, the excess has a price that rises, so that it goes where that costs few
-// received rows.
+// while areas and rows of ranks are above theirs, the excess has a price, which rises for areas, so that it goes where
+// that costs few received rows.
 //
 // Ranks are looked at in pairs, each pair's best swap is made, and pairs whose ranks have not changed are left alone:
 // the number of steps is bounded, and nothing but the arguments decides.

@@ -20,6 +20,15 @@ void check_units(const std::vector<Band>& bands, int size, int count) {
 
 }  // namespace
 
+void RangeLists::add(Range range) {
+    if (is_empty(range))
+        return;
+    if (static_cast<int>(ranges_.size()) > offsets_.back() and ranges_.back().end == range.begin)
+        ranges_.back().end = range.end;
+    else
+        ranges_.push_back(range);
+}
+
 Units::Units(std::span<const WeightedMask> masks, int length, int size, int count)
     : rows_(count), area_(count), before_(count), behind_(count) {
     std::vector<TileIndex> indices;
@@ -28,7 +37,6 @@ Units::Units(std::span<const WeightedMask> masks, int length, int size, int coun
         indices.emplace_back(mask.bands, Axis::kQuery, length, size);
     }
     std::vector<Range> seen;
-    offsets_.push_back(0);
     for (int unit = 0; unit < count; ++unit) {
         rows_[unit] = int64_t{unit} * size < length ? tile_range(unit, size, length) : Range{length, length};
         seen.clear();
@@ -40,31 +48,26 @@ Units::Units(std::span<const WeightedMask> masks, int length, int size, int coun
                     seen.push_back({piece.k0, piece.k1});
                 }
         total_area_ += area_[unit];
-        add_foreign(seen, rows_[unit]);
+        add_keys(seen, rows_[unit]);
         for (const Range& keys : foreign(unit))
             (keys.begin < rows_[unit].begin ? before_ : behind_)[unit] += length_of(keys);
     }
 }
 
-// Appends the union of `seen` without `own` as the next unit's.
-void Units::add_foreign(std::vector<Range>& seen, Range own) {
+// Sets the lists of the next unit.
+void Units::add_keys(std::vector<Range>& seen, Range own) {
+    seen.push_back(own);
     std::ranges::sort(seen, {}, &Range::begin);
     int reach = 0;
-    const auto add = [&](Range range) {
-        if (is_empty(range))
-            return;
-        if (static_cast<int>(foreign_.size()) > offsets_.back() and foreign_.back().end == range.begin)
-            foreign_.back().end = range.end;
-        else
-            foreign_.push_back(range);
-    };
     for (const Range& range : seen) {
         const Range fresh{std::max(range.begin, reach), range.end};
         reach = std::max(reach, range.end);
-        add(intersect(fresh, {0, own.begin}));
-        add(intersect(fresh, {own.end, kUnbounded}));
+        held_.add(fresh);
+        foreign_.add(intersect(fresh, {0, own.begin}));
+        foreign_.add(intersect(fresh, {own.end, kUnbounded}));
     }
-    offsets_.push_back(static_cast<int>(foreign_.size()));
+    held_.close_list();
+    foreign_.close_list();
 }
 
 }  // namespace jaxmagi::planning

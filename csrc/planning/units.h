@@ -14,6 +14,21 @@ struct WeightedMask {
     int64_t weight;
 };
 
+// Lists of ranges one after the other. Each is filled in ascending order; what touches becomes one range.
+class RangeLists {
+public:
+    void add(Range range);  // to the last list
+    void close_list() { offsets_.push_back(static_cast<int>(ranges_.size())); }
+
+    std::span<const Range> operator[](int list) const {
+        return {ranges_.data() + offsets_[list], static_cast<size_t>(offsets_[list + 1] - offsets_[list])};
+    }
+
+private:
+    std::vector<int> offsets_{0};
+    std::vector<Range> ranges_;
+};
+
 // What is dealt to ranks: consecutive rows of the sequence, all units of one size, with what they see of the masks:
 // the weighted sum of their cells, and the keys that any of them shows.
 class Units {
@@ -27,21 +42,21 @@ public:
     int64_t total_area() const { return total_area_; }
 
     // The keys that the unit sees outside of its own rows: sorted, disjoint.
-    std::span<const Range> foreign(int unit) const {
-        return {foreign_.data() + offsets_[unit], static_cast<size_t>(offsets_[unit + 1] - offsets_[unit])};
-    }
+    std::span<const Range> foreign(int unit) const { return foreign_[unit]; }
 
     // How many of them lie before its rows, and behind.
     int foreign_before(int unit) const { return before_[unit]; }
     int foreign_behind(int unit) const { return behind_[unit]; }
 
+    // Its own rows and the foreign keys: sorted, disjoint, and fewer ranges where these touch.
+    std::span<const Range> held(int unit) const { return held_[unit]; }
+
 private:
-    void add_foreign(std::vector<Range>& seen, Range own);
+    void add_keys(std::vector<Range>& seen, Range own);
 
     std::vector<Range> rows_;
     std::vector<int64_t> area_;
-    std::vector<int> offsets_;
-    std::vector<Range> foreign_;
+    RangeLists foreign_, held_;
     std::vector<int> before_, behind_;
     int64_t total_area_ = 0;
 };

@@ -8,8 +8,6 @@ import numpy as np
 from ..masks.geometry import area
 from ._compiled import planner
 
-_MOST_CELLS = 2**60  # of a time in cells, so that it stays within 64 bits
-
 
 class WeightedBands(NamedTuple):
     """The mask of ``weight`` layers, as bands int32 ``[S, 6]``."""
@@ -47,13 +45,11 @@ def balanced_owners(
     Raises:
         NotImplementedError: the chunks cut the mask into more than 2**22 pieces.
     """
-    layers = max(masks, key=lambda mask: mask.area).weight
-    most = _MOST_CELLS // (length + cp_size * chunk)  # ranks neither send nor receive more rows
     return planner().balanced_owners(
         [np.ascontiguousarray(mask.bands, np.int32) for mask in masks],
         [mask.weight for mask in masks],
         length,
         cp_size,
         chunk,
-        min(cells_per_row * layers, most),
+        cells_per_row,
     )

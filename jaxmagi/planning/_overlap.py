@@ -51,24 +51,21 @@ class Staged:
         """Rows int64 ``[cp, num_transfers, 2, 2]``; see `jaxmagi.planning._schedule.busiest_links`."""
         return self.staging.traffic(self._cost.ranks_per_host)
 
+    @functools.cached_property
+    def _busiest(self) -> np.ndarray:
+        """Rows on the busiest links: int64 ``[num_transfers, 2]``."""
+        return busiest_links(self.traffic)
+
     def work(self, direction: Pass) -> Work:
         """What ranks compute and transfer."""
         if direction not in self._works:
-            tiles, rows = self._tiles(direction), busiest_links(self.traffic)
-            self._works[direction] = work_of(tiles, rows, self._shard_length, self._cost, direction)
+            tiles = count_tiles(*self.bands, direction)
+            self._works[direction] = work_of(tiles, self._busiest, self._shard_length, self._cost, direction)
         return self._works[direction]
 
     def seconds(self, directions: Sequence[Pass]) -> float:
         """The predicted time of all directions together."""
         return sum(float(schedule(self.work(direction)).seconds) for direction in directions)
-
-    def _tiles(self, direction: Pass) -> np.ndarray:
-        """Full and partial tiles: int64 ``[cp, num_stages, 2]``."""
-        bands, per_stage = self.bands
-        before = np.zeros((len(bands) + 1, 2), np.int64)
-        np.cumsum(count_tiles(bands, direction), axis=0, out=before[1:])
-        ends = np.cumsum(per_stage.reshape(-1))
-        return (before[ends] - before[ends - per_stage.reshape(-1)]).reshape(*per_stage.shape, 2)
 
 
 class OverlapSolver:
@@ -89,14 +86,15 @@ class OverlapSolver:
         """The staging with the smallest predicted time of all directions together; the first of equals."""
         simple = [count for count in counts if not _is_cut(count)]
         cut = [count for count in counts if _is_cut(count)]
-        best = None
+        best, least = None, np.inf
         for count in simple:
             staged = self._of(Choice(count, (1,) * max(1, count - 1)))
-            if best is None or staged.seconds(directions) < best.seconds(directions):
-                best = staged
-        if cut and (best is None or best.seconds(directions) > self._least_seconds(min(cut), directions)):
+            seconds = staged.seconds(directions)
+            if seconds < least:
+                best, least = staged, seconds
+        if cut and least > self._least_seconds(min(cut), directions):
             staged = self._best_cut(cut, directions)
-            if best is None or staged.seconds(directions) < best.seconds(directions):
+            if best is None or staged.seconds(directions) < least:
                 best = staged
         assert best is not None
         return best

@@ -80,7 +80,7 @@ def report_plan(plan: "ContextPlan", cost: CostModel) -> PlanReport:
 def schedule_stages(stages: "PlanStages", cost: CostModel, direction: Pass) -> Schedule:
     """When each rank does what in a pass with host arrays, under a model of the machine."""
     bands = np.asarray(stages.bands)
-    tiles = count_tiles(bands.reshape(-1, 6), direction).reshape(*bands.shape[:3], 2).sum(axis=2)
+    tiles = count_tiles(bands.reshape(-1, 6), np.full(bands.shape[:2], bands.shape[2]), direction)
     rows = busiest_links(_traffic(stages, cost.ranks_per_host))
     by_step = work_of(tiles, rows, stages.transfers[0].input_rows, cost, direction)
     returns = None if by_step.returns is None else by_step.returns.sum(axis=-1)

@@ -45,14 +45,20 @@ class Schedule(NamedTuple):
         return np.maximum(self.stages[..., 1].max(axis=(-2, -1)), returned)
 
 
-def count_tiles(bands: np.ndarray, direction: Pass) -> np.ndarray:
-    """Full and partial tiles of bands int32 ``[n, 6]``: int64 ``[n, 2]``."""
-    rows, keys = direction.tile
-    if direction.by_keys:
-        q0, q1, k0, k1, lo, hi = bands.T
-        bands = np.stack([k0, k1, q0, q1, -hi, -lo], axis=1)
-        rows, keys = keys, rows
-    return planner().tile_counts(np.ascontiguousarray(bands), rows, keys)
+def count_tiles(bands: np.ndarray, counts: np.ndarray, direction: Pass) -> np.ndarray:
+    """Full and partial tiles of groups of bands.
+
+    Args:
+        bands: int32 ``[n, 6]``, those of all groups one after the other.
+        counts: integers of any shape, the number of bands of each group.
+        direction: of the pass.
+
+    Returns:
+        int64 ``[*counts.shape, 2]``.
+    """
+    groups = np.ascontiguousarray(counts, np.int32).reshape(-1)
+    tiles = planner().tile_counts(np.ascontiguousarray(bands), groups, *direction.tile, direction.by_keys)
+    return tiles.reshape(*counts.shape, 2)
 
 
 def work_of(tiles: np.ndarray, rows: np.ndarray, shard_length: int, cost: CostModel, direction: Pass) -> Work:

@@ -8,7 +8,6 @@ import pytest
 from jaxmagi import masks
 from jaxmagi.masks import geometry
 from jaxmagi.planning import CostModel, plan_context
-from jaxmagi.planning._compiled import planner
 from jaxmagi.planning._cost import Tile
 from jaxmagi.planning._schedule import Work, busiest_links, count_tiles, schedule
 
@@ -39,8 +38,12 @@ def tiles_by_rows(band: np.ndarray, rows: int, keys: int, size: int) -> tuple[in
 @pytest.mark.parametrize("seed", range(6))
 def test_tiles_are_those_of_the_dense_mask(seed: int, rows: int, keys: int) -> None:
     bands = random_bands(np.random.default_rng(seed), 96, 96, 12)
-    counted = planner().tile_counts(bands, rows, keys)
-    np.testing.assert_array_equal(counted, [tiles_by_rows(band, rows, keys, 96) for band in bands])
+    expected = np.array([tiles_by_rows(band, rows, keys, 96) for band in bands])
+    direction = CostModel().forward._replace(tile=Tile(rows, keys))
+    np.testing.assert_array_equal(count_tiles(bands, np.ones(len(bands), int), direction), expected)
+    counts = np.array([[3, 0], [1, len(bands) - 4]])
+    groups = [group.sum(axis=0) for group in np.split(expected, np.cumsum(counts)[:-1])]
+    np.testing.assert_array_equal(count_tiles(bands, counts, direction), np.reshape(groups, (2, 2, 2)))
 
 
 @pytest.mark.parametrize("dim", [8, 64, 72, 96, 128, 160, 192, 224, 256])
@@ -56,8 +59,9 @@ def test_tiles_of_the_backward_pass_own_keys() -> None:
     bands = np.asarray(masks.documents([37, 27]).bands)
     forward, backward = CostModel().forward._replace(tile=Tile(4, 8)), CostModel().backward
     mirrored = np.array([[0, 37, 0, 37, 0, 2**30], [37, 64, 37, 64, 0, 2**30]], np.int32)
-    counted = count_tiles(mirrored, backward._replace(tile=Tile(8, 4)))
-    np.testing.assert_array_equal(counted, count_tiles(bands[bands.any(axis=1)], forward))
+    each = np.ones(2, int)
+    counted = count_tiles(mirrored, each, backward._replace(tile=Tile(8, 4)))
+    np.testing.assert_array_equal(counted, count_tiles(bands[bands.any(axis=1)], each, forward))
 
 
 def test_tiles_are_those_of_the_kernels() -> None:
