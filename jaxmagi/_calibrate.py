@@ -69,10 +69,12 @@ def calibrate(
     between hosts ``network_gb_per_second``, ``network_latency_us`` and ``ranks_per_host``. What cannot be
     measured keeps the default: with one device all of links and networks, with one host all of networks.
 
-    All devices work at the same time, as they do under a plan, and the slowest one counts. The devices should
-    have nothing else to do. With several processes each of them has to call this, and all get the same model.
-    Planning needs no GPU and every host must plan with one model, so write down what this returns: its
-    ``repr`` is an expression that makes it again. ``python -m jaxmagi calibrate`` prints that.
+    Attention is measured as `attention` runs it here by default: in plain XLA where kernels do not fit
+    (float32 on GPUs, for one). All devices work at the same time, as they do under a plan, and the slowest
+    one counts. The devices should have nothing else to do. With several processes each of them has to call
+    this, and all get the same model. Planning needs no GPU and every host must plan with one model, so write
+    down what this returns: its ``repr`` is an expression that makes it again. ``python -m jaxmagi calibrate``
+    prints that.
 
     Args:
         mesh: the devices to measure, those of all processes. None: all devices, on one axis.
@@ -92,7 +94,8 @@ def calibrate(
             ``dtype`` is none of `attention` or needs 64-bit types to be enabled, the axis is unknown, the
             mesh has no device of some process, or ranks of one host have no consecutive numbers.
         ImportError: the compiled extension is missing.
-        RuntimeError: times were measured that no speed explains, on a machine that is busy otherwise.
+        RuntimeError: times were measured that no speed explains, on a machine that is busy otherwise; or the
+            compiler has taken a transfer out of the loop that is timed.
     """
     dtype = jnp.dtype(dtype)
     if dtype.name not in DTYPES:
@@ -251,10 +254,12 @@ class _PassSpeed(NamedTuple):
 def _solve_pass(name: Direction, direction: Pass, sizes: Sizes, seconds: Mapping[str, float]) -> _PassSpeed:
     """From as many masks as there are unknowns."""
     times = [seconds[f"{name} {mask}"] for mask in sizes.masks()]
-    tiles = [count_tiles(np.asarray(mask.bands), direction).sum(axis=0) for mask in sizes.masks().values()]
+    bands = [np.asarray(mask.bands) for mask in sizes.masks().values()]
+    tiles = count_tiles(np.concatenate(bands), np.array([len(part) for part in bands]), direction)
     full, partial, fixed = np.linalg.solve(np.column_stack([tiles, np.ones(len(times))]), times)
     cells = direction.tile.rows * direction.tile.keys
-    return _PassSpeed(_positive(full, name, seconds) / cells, partial / full, max(0.0, fixed))
+    cost = _positive(partial, name, seconds) / _positive(full, name, seconds)
+    return _PassSpeed(full / cells, cost, max(0.0, fixed))
 
 
 def _solve_link(

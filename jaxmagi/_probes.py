@@ -1,4 +1,4 @@
-"""What `jaxmagi.calibrate` has devices do, to take their time."""
+"""The programs that `jaxmagi.calibrate` times."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -46,6 +46,11 @@ def make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+def environment() -> dict[str, str]:
+    """For other runs of pytest that a test starts: they are no part of this one and take no turns."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+
+
 def sort(items: list[pytest.Item]) -> None:
     """What keeps most of a GPU's memory comes last."""
     items.sort(key=lambda item: item.nodeid.startswith(LARGE))

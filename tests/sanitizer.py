@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from .gpu_sharing import environment
+
 
 def memcheck(tests: Path) -> str:
     """What the memory checker and pytest say of the tests of a file whose names have ``sanitizer_subset``.
@@ -19,7 +21,7 @@ def memcheck(tests: Path) -> str:
     run = subprocess.run(
         [*check, *pytest, "-p", "no:cacheprovider"],
         cwd=Path(__file__).parent.parent,
-        env=os.environ | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
+        env=environment() | {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"},
         capture_output=True,
         text=True,
         timeout=280,

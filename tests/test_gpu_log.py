@@ -13,6 +13,8 @@ import pytest
 from benchmarks import gpu_log
 from jaxmagi import _native
 
+from . import gpu_sharing
+
 TESTS = {"tests/a.py::one": "passed", "tests/a.py::two[x]": "passed"}
 PROJECT = {
     "pytest.ini": "[pytest]\ntestpaths = tests\nmarkers = gpu",
@@ -80,8 +82,7 @@ def run_project(project: Path, arguments: str, **environment: str) -> tuple[Path
     log = project / "out" / "log.json"
     command = [sys.executable, "-m", "pytest", "-q", f"--gpu-log={log}", *arguments.split()]
     environment |= {"PYTHONPATH": str(gpu_log.ROOT), "JAX_PLATFORMS": "cpu"}
-    # This may be one of several processes itself.
-    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    outside = gpu_sharing.environment()
     run = subprocess.run(command, cwd=project, env=outside | environment, capture_output=True, text=True)
     return log, run.stdout + run.stderr
 

@@ -38,7 +38,7 @@ inline void check(bool holds, const std::string& message) {
         throw std::invalid_argument(message);
 }
 
-// Up to 2^30 unless more is said: sums of two are numbers too.
+// By default up to 2^30, so that the sum of two fits an int.
 inline int to_int(const char* name, int64_t value, int64_t least = 0, int64_t most = int64_t{1} << 30) {
     check(least <= value and value <= most, std::string(name) + " must be from " + std::to_string(least) + " to " +
                                                 std::to_string(most) + ", got " + std::to_string(value));

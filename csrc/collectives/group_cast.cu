@@ -16,7 +16,7 @@ namespace {
 constexpr int kWarps = 4, kThreads = (kWarps + 1) * kWarp;
 constexpr int kPiece = 8192, kStages = 5, kAhead = 2;
 constexpr int kMostChunkBytes = 32 * kPiece;  // a bit for each piece
-constexpr int kZeroedBytes = 1 << 18;  // for which a CTA is worth starting
+constexpr int kZeroedBytesOfCta = 1 << 18;  // at most, if there are as many CTAs
 
 struct WarpMemory {
     alignas(128) char stages[kStages][kPiece];
@@ -133,12 +133,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     leave(transfer, memory.meeting);
 }
 
+// How many rows nobody sends is known on the device only.
 int num_ctas(const Transfer& transfer, const Chunks& chunks) {
     int64_t row_bytes = 0;
     for (int i = 0; i < transfer.num_arrays; ++i)
         row_bytes += transfer.arrays[i].row_bytes;
-    const int64_t zeroed = row_bytes * transfer.output_rows * transfer.groups / kZeroedBytes;
-    return std::max(chunks.num_ctas(transfer, kWarps), static_cast<int>(std::min<int64_t>(zeroed, transfer.num_sms)));
+    const int64_t zeroing = row_bytes * transfer.output_rows * transfer.groups / kZeroedBytesOfCta;
+    return std::max(chunks.num_ctas(transfer, kWarps), static_cast<int>(std::min<int64_t>(zeroing, transfer.num_sms)));
 }
 
 }  // namespace

@@ -3,8 +3,9 @@
 #include "csrc/collectives/entries.cuh"
 #include "csrc/collectives/rendezvous.cuh"
 
-// Zeros to the output rows of a group cast that nobody sends: those between the entries of `receives`, which are sorted by
-// row. One warp of each CTA does it, beside the others. All functions are for a whole warp.
+// Zeros to the output rows of a group cast that nobody sends: those between the entries of `receives`. These have to be
+// sorted by row and disjoint, the unused ones last, or rows would be zeroed while peers store them. One warp of each CTA
+// does it, beside the others. All functions are for a whole warp.
 
 namespace jaxmagi::collectives {
 
@@ -13,13 +14,15 @@ struct Rows {
     int begin, end;
 };
 
-__device__ inline void zero_rows(const Transfer& transfer, const Meeting& meeting, int group, Rows rows) {
+// `turn`: which CTA begins. Short ranges take few of them.
+__device__ inline void zero_rows(const Transfer& transfer, const Meeting& meeting, int group, Rows rows, int turn) {
+    const int64_t cta = (blockIdx.x + turn) % gridDim.x;
     for (int i = 0; i < transfer.num_arrays; ++i) {
         const int64_t row_bytes = transfer.arrays[i].row_bytes;
         char* const first = reinterpret_cast<char*>(meeting.addresses[transfer.rank][i]) +
                             (int64_t{group} * transfer.output_rows + rows.begin) * row_bytes;
         const int64_t bytes = (rows.end - rows.begin) * row_bytes, lane = threadIdx.x % kWarp;
-        for (int64_t at = (blockIdx.x * kWarp + lane) * 16; at < bytes; at += int64_t{gridDim.x} * kWarp * 16)
+        for (int64_t at = (cta * kWarp + lane) * 16; at < bytes; at += int64_t{gridDim.x} * kWarp * 16)
             *reinterpret_cast<uint4*>(first + at) = {};
     }
 }
@@ -37,10 +40,13 @@ __device__ inline int zero_before_entries(const Transfer& transfer, const Meetin
         }
     const int end = entry.row + entry.length, before = __shfl_up_sync(~0u, end, 1);
     const Rows unsent{threadIdx.x % kWarp == 0 ? done : before, entry.row};
+    if (unsent.end < unsent.begin)
+        stop("jaxmagi: rank %d has a spec whose receives are not in order: rows from %d on come behind rows up to %d\n",
+             transfer.rank, unsent.end, unsent.begin);
     for (unsigned lanes = __ballot_sync(~0u, unsent.begin < unsent.end); lanes; lanes &= lanes - 1) {
         const int lane = __ffs(lanes) - 1;
         zero_rows(transfer, meeting, group,
-                  {__shfl_sync(~0u, unsent.begin, lane), __shfl_sync(~0u, unsent.end, lane)});
+                  {__shfl_sync(~0u, unsent.begin, lane), __shfl_sync(~0u, unsent.end, lane)}, first + lane);
     }
     return __shfl_sync(~0u, end, kWarp - 1);
 }

@@ -9,9 +9,9 @@ namespace {
 constexpr int kSweeps = 14;
 constexpr int kFirstShift = 3;   // the price of area above the limit starts at an eighth of the average and doubles
 constexpr int kLeastShare = 16;  // of all rows: what is received at least for that average
-constexpr int64_t kRowPrice = 4;   // received rows that weigh as much as one that is sent or received above the limit
-constexpr int kFewSweeps = 3;      // where sent rows are above the limit, which they seldom all leave
-constexpr int kFarthest = 64;  // pairs of ranks r, r + d with d up to this
+constexpr int64_t kRowPrice = 4;  // received rows that weigh as much as one that is sent or received above the limit
+constexpr int kFewSweeps = 3;     // where sent rows are above the limit, which they seldom all leave
+constexpr int kFarthest = 64;     // pairs of ranks r, r + d with d up to this
 
 class Search {
 public:

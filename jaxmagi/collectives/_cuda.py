@@ -128,9 +128,10 @@ def _gathered(x: jax.Array) -> jax.Array:
 
 
 def _as_collective(function: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
-    """The same as a collective. XLA's scheduler may put all else between the start and end of another one.
+    """The same as a collective, so that XLA does not put it between the start and the end of one of its own.
 
-    Behind a barrier, or XLA would take each of several results out of the call by one more collective.
+    XLA hides none of it behind other work: it ends where it starts. Behind a barrier, or XLA would take each
+    of several results out of the call by one more collective.
     """
     wrapped: Any = compute_on(
         function, compute_type="gpu_stream:collective", out_memory_spaces=jax.memory.Space.Device

@@ -40,7 +40,7 @@ class KeyValue(NamedTuple):
 
 
 def _key_buffers(own: KeyValue, stages: Stages, options: Options) -> list[KeyValue]:
-    """What each stage attends to. All transfers start first, so that XLA can hide them behind the stages."""
+    """What each stage attends to. No transfer waits for a stage, so that they may overlap."""
     received = [group_cast(own, spec, axis_name=options.axis_name) for spec in stages.transfers]
     if _num_stages(stages) > 1:
         return [own, *received]

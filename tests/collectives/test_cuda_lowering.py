@@ -1,6 +1,7 @@
 """What the collectives lower to for GPUs, seen from a machine that may have none."""
 
 import functools
+import re
 import types
 from typing import Any
 
@@ -88,6 +89,26 @@ def test_cast(workspaces: list[tuple[Any, ...]]) -> None:
     }
     assert not workspaces
     assert "all_to_all" not in text
+
+
+def test_results_leave_the_call_together() -> None:
+    """By a barrier, or XLA would make a collective of taking out each."""
+    _, behind = text_of(cast, (array(ROWS, 4), array(ROWS, 4))).split("func.call @compute_on")
+    assert re.search(r"optimization_barrier %\S+, %\S+ :", behind)
+
+
+def test_what_the_compiler_shards_is_gathered_before_the_call() -> None:
+    """Inside, it would be a collective in a collective."""
+    mesh = jax.make_mesh((2, 2), ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
+    mapped = jax.shard_map(
+        lambda x: group_cast(x, SPEC, axis_name=AXIS),
+        mesh=mesh,
+        in_specs=P(AXIS),
+        out_specs=P(AXIS),
+        axis_names={AXIS},
+    )
+    before, _ = lower(mapped, array(ROWS, 4)).split("func.call @compute_on")
+    assert len(re.findall(r"sharding_constraint .*\[\{\}, \{\}, \{\}\]", before)) == len(TABLES) + 1
 
 
 @pytest.mark.parametrize("options", [{"implementation": "nccl"}, {"ranks_per_host": 1}])

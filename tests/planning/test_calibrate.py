@@ -47,7 +47,8 @@ class Machine(NamedTuple):
     def attention_probe(self, direction: str, mask: jaxmagi.AttnMask, *_: Any) -> float:
         cost = self.forward if direction == "forward" else self.backward
         own = cost.forward if direction == "forward" else cost.backward
-        tiles = count_tiles(np.asarray(mask.bands), own).sum(axis=0)
+        bands = np.asarray(mask.bands)
+        tiles = count_tiles(bands, np.array(len(bands)), own)
         return float(cost.compute_seconds(tiles, own))
 
     def addition_probe(self, floats: int, *_: Any) -> float:
