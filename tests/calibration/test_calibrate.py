@@ -1,0 +1,239 @@
+"""What `calibrate` makes of known times, of real ones on CPUs, and of several processes."""
+
+import dataclasses
+import functools
+import re
+import socket
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+import jaxmagi
+from jaxmagi import CostModel, calibrate
+from jaxmagi._cli import main
+from jaxmagi.calibration import _probes, _processes
+from jaxmagi.calibration._probes import Probe
+from jaxmagi.planning._schedule import count_tiles
+
+from ..launcher import Launch
+
+HEADS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+TRUTH = CostModel(
+    tflops=0.25, backward_tflops=0.125, partial_tile_cost=1.75, memory_gb_per_second=12.5,
+    link_gb_per_second=0.5, network_gb_per_second=0.0625, latency_us=8.0, network_latency_us=20.0,
+    ranks_per_host=3, **HEADS,
+)  # fmt: skip
+KNOWN_ON_ONE_DEVICE = ("tflops", "backward_tflops", "partial_tile_cost", "memory_gb_per_second", "latency_us")
+KNOWN_ON_ONE_HOST = (*KNOWN_ON_ONE_DEVICE, "link_gb_per_second")
+
+
+class Machine(NamedTuple):
+    """Takes the times that cost models predict, instead of running anything."""
+
+    forward: CostModel = TRUTH
+    backward: CostModel = TRUTH
+    links: CostModel = TRUTH
+
+    def take_times(self, probes: Mapping[str, Probe]) -> dict[str, float]:
+        """By the masks, floats and specs that the probes ask for."""
+        asked = {name: probe for name, probe in probes.items() if isinstance(probe, functools.partial)}
+        assert asked.keys() == probes.keys()
+        return {name: getattr(self, probe.func.__name__)(*probe.args) for name, probe in asked.items()}
+
+    def attention_probe(self, direction: str, mask: jaxmagi.AttnMask, *_: Any) -> float:
+        cost = self.forward if direction == "forward" else self.backward
+        own = cost.forward if direction == "forward" else cost.backward
+        bands = np.asarray(mask.bands)
+        tiles = count_tiles(bands, np.array(len(bands)), own)
+        return float(cost.compute_seconds(tiles, own))
+
+    def addition_probe(self, floats: int, *_: Any) -> float:
+        return TRUTH.merge_seconds(1) * floats / (TRUTH.num_heads * TRUTH.head_dim)
+
+    def transfer_probe(self, spec: jaxmagi.GroupCastSpec, *_: Any) -> float:
+        """Of the rank that receives most."""
+        src, rows = np.asarray(spec.receives)[..., 0], np.asarray(spec.receives)[..., 3]
+        dst = np.arange(len(src))[:, None]
+        within = src // self.links.ranks_per_host == dst // self.links.ranks_per_host
+        busiest = np.array([(rows * where).sum(axis=1).max() for where in (within & (src != dst), ~within)])
+        return float(self.links.transfer_seconds(busiest, self.links.row_bytes))
+
+
+def measure(monkeypatch: pytest.MonkeyPatch, machine: Machine = Machine(), **options: Any) -> CostModel:  # noqa: B008
+    monkeypatch.setattr(_probes, "take_times", machine.take_times)
+    return calibrate(**(HEADS | options))
+
+
+def mesh_of(*shape: int, kind: AxisType = AxisType.Auto) -> Mesh:
+    names = ("data", "context")[-len(shape) :]
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=devices)
+
+
+def assert_known(found: CostModel, names: tuple[str, ...], truth: CostModel = TRUTH) -> None:
+    """Of the truth, and the defaults elsewhere."""
+    for name, value in vars(found).items():
+        expected = getattr(truth if name in names else CostModel(**HEADS), name)
+        assert value == pytest.approx(expected, rel=1e-3), name
+
+
+def test_one_device_knows_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_known(measure(monkeypatch, mesh=mesh_of(1)), KNOWN_ON_ONE_DEVICE)
+
+
+def test_all_devices_are_measured_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(links=dataclasses.replace(TRUTH, ranks_per_host=len(jax.devices())))
+    assert_known(measure(monkeypatch, machine), KNOWN_ON_ONE_HOST)
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4)])
+def test_several_hosts(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of which has fewer ranks."""
+    found = measure(monkeypatch, mesh=mesh_of(*shape), axis_name="context", ranks_per_host=3)
+    assert_known(found, tuple(vars(TRUTH)))
+
+
+def test_hosts_of_one_rank_have_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = dataclasses.replace(TRUTH, ranks_per_host=1)
+    found = measure(monkeypatch, Machine(links=truth), mesh=mesh_of(4), ranks_per_host=1)
+    names = ("network_gb_per_second", "network_latency_us", "ranks_per_host")
+    assert_known(found, (*KNOWN_ON_ONE_DEVICE, *names), truth)
+
+
+def test_rows_larger_than_a_short_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = dataclasses.replace(TRUTH, head_dim=2**18, ranks_per_host=2)
+    found = measure(monkeypatch, Machine(truth, truth, truth), mesh=mesh_of(2), head_dim=2**18)
+    assert found.link_gb_per_second == pytest.approx(truth.link_gb_per_second, rel=1e-3)
+
+
+def test_numbers_that_a_model_has_for_several_things(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean cost of a partial tile, and the largest of all fixed times."""
+    machine = Machine(
+        forward=dataclasses.replace(TRUTH, partial_tile_cost=1.25, latency_us=4.0),
+        backward=dataclasses.replace(TRUTH, partial_tile_cost=2.25, latency_us=0.0),
+        links=dataclasses.replace(TRUTH, latency_us=30.0),
+    )
+    found = measure(monkeypatch, machine, mesh=mesh_of(3))
+    expected = dataclasses.replace(TRUTH, latency_us=30.0)
+    assert_known(found, KNOWN_ON_ONE_HOST, expected)
+    assert measure(monkeypatch, machine, mesh=mesh_of(1)).latency_us == pytest.approx(4.0)
+
+
+def test_partial_tiles_are_never_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    cheap = dataclasses.replace(TRUTH, partial_tile_cost=0.5)
+    assert measure(monkeypatch, Machine(cheap, cheap), mesh=mesh_of(1)).partial_tile_cost == 1.0
+
+
+@pytest.mark.parametrize("name", ["memory", "forward full", "backward full", "link long"])
+def test_times_without_a_speed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = Machine(links=dataclasses.replace(TRUTH, ranks_per_host=2))
+    monkeypatch.setattr(_probes, "take_times", lambda probes: truth.take_times(probes) | {name: -1e-6})
+    with pytest.raises(RuntimeError, match=rf"cannot tell a speed .*{name}: -1 us.* try again"):
+        calibrate(mesh_of(2), **HEADS)
+
+
+def test_float64_is_measured_as_such(x64: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measure(monkeypatch, mesh=mesh_of(1), dtype=jnp.float64).bytes_per_element == 8
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"axis_name": "batch"}, r"axis_name must be one of \('ranks',\), but it is 'batch'"),
+    ({"mesh": (2, 4)}, r"one of \('data', 'context'\), but it is None"),
+    ({"num_heads": 5}, "num_heads=5 is no multiple of num_kv_heads=2"),
+    ({"head_dim": 0}, "head_dim .* 0"),
+    ({"ranks_per_host": 0}, "ranks_per_host .* 0"),
+    ({"dtype": jnp.int32}, "dtype must be one of .*bfloat16.*, but it is int32"),
+    ({"dtype": jnp.float64}, "float64 needs .*jax_enable_x64"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_bad_arguments_are_named(options: dict[str, Any], message: str) -> None:
+    if "mesh" in options:
+        options = {"mesh": mesh_of(*options["mesh"])}
+    with pytest.raises(ValueError, match=message):
+        calibrate(**(HEADS | options))
+
+
+def assert_measured(found: CostModel, names: tuple[str, ...]) -> None:
+    """The defaults elsewhere, whose speeds are those of GPUs."""
+    for name, default in vars(CostModel(**HEADS)).items():
+        value = getattr(found, name)
+        if name not in names:
+            assert value == default, name
+        elif name.endswith(("flops", "per_second")):
+            assert 0 < value < default, name
+
+
+def test_the_cpu() -> None:
+    assert_measured(calibrate(mesh_of(1), **HEADS), KNOWN_ON_ONE_DEVICE)
+
+
+def test_an_axis_of_a_mesh_of_the_caller() -> None:
+    """Of Explicit type, which is also that of the context, as if each rank were a host."""
+    mesh = mesh_of(2, 2, kind=AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        found = calibrate(mesh, "context", **HEADS, ranks_per_host=1)
+    names = ("network_gb_per_second", "network_latency_us", "ranks_per_host")
+    assert_measured(found, (*KNOWN_ON_ONE_DEVICE, *names))
+
+
+def test_batches_are_long_enough() -> None:
+    """And count their passes."""
+    made = []
+    work = _probes._repeat(_probes.DeviceWork(lambda: made.append(0), lambda _: None, 5), 3)
+    work.seconds(2)
+    assert (len(made), work.passes) == (6, 15)
+
+
+def check_processes() -> None:
+    """One model everywhere, of two processes with two devices each, on one host and as if on two."""
+    index = jax.process_index()
+    assert _processes.largest(np.array([index, -index, 0.5])).tolist() == [1.0, 0.0, 0.5]
+    print(f"measured {calibrate(**HEADS)!r}")
+    socket.gethostname = lambda: f"host {index}"
+    machine = Machine(links=dataclasses.replace(TRUTH, ranks_per_host=2))
+    _probes.take_times = machine.take_times
+    assert_known(calibrate(**HEADS), tuple(vars(TRUTH)), machine.links)
+    devices = jax.devices()
+    with pytest.raises(ValueError, match=r"'ranks'.* the hosts are \[0, 1, 0, 1\]: .* give ranks_per_host"):
+        calibrate(Mesh(np.array(devices)[[0, 2, 1, 3]], "ranks"), **HEADS)
+    with pytest.raises(ValueError, match=r"all 2 processes, but it has those of \[0\]"):
+        calibrate(Mesh(np.array(devices[:2]), "ranks"), **HEADS)
+
+
+def test_processes_get_one_model(launch: Launch) -> None:
+    logs = launch(check_processes, processes=2, devices_each=2, timeout=200)
+    first, second = (re.findall(r"^measured (.*)$", log, flags=re.MULTILINE) for log in logs)
+    assert first == second and len(first) == 1
+    assert_measured(eval(first[0]), KNOWN_ON_ONE_HOST)
+
+
+def test_command_prints_an_expression(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = Machine(links=dataclasses.replace(TRUTH, ranks_per_host=len(jax.devices())))
+    expected = measure(monkeypatch, machine, dtype=jnp.float32)
+    heads = ["--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--dtype", "float32"]
+    assert main(["calibrate", *heads]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and eval(out) == expected
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--kv-heads", "7"])
+    assert "--heads 64 is no multiple of --kv-heads 7" in capsys.readouterr().err
+
+
+def test_command_says_why_it_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: Mapping[str, Probe]) -> dict[str, float]:
+        raise RuntimeError("no speed")
+
+    monkeypatch.setattr(_probes, "take_times", fail)
+    assert main(["calibrate"]) == 1
+    assert capsys.readouterr() == ("", "python -m jaxmagi calibrate: no speed\n")

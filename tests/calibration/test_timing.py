@@ -1,0 +1,51 @@
+"""Times of devices by a clock that the tests set."""
+
+import pytest
+
+from jaxmagi.calibration import _timing
+from jaxmagi.calibration._timing import DeviceWork, Timing, time_on_device
+
+LAUNCH, WAIT = 3.0, 50.0
+
+
+class Clock:
+    """Of a host and of a device that works through its queue beside it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.host = self.device = 0.0
+        monkeypatch.setattr(_timing.time, "perf_counter", lambda: self.host)
+
+    def work(self, seconds: float, passes: int = 1) -> DeviceWork:
+        """That keeps the device busy for so long a pass; launching and waiting take time of the host."""
+
+        def enqueue() -> float:
+            self.host += LAUNCH
+            self.device = max(self.device, self.host) + passes * seconds
+            return self.device
+
+        def wait(end: float) -> None:
+            self.host = max(self.host, end) + WAIT
+
+        return DeviceWork(enqueue, wait, passes)
+
+
+@pytest.mark.parametrize("batches", [1, 5])
+def test_launching_and_waiting_drop_out(batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    works = {"long": clock.work(70.0, passes=2), "short": clock.work(1.0, passes=4)}
+    timings = time_on_device(works, repeats=3, batches=batches)
+    assert timings == {"long": Timing(70.0, 70.0, 70.0), "short": Timing(1.0, 1.0, 1.0)}
+
+
+def test_median_of_the_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, host = Clock(monkeypatch), iter([1.0, 2.0, 10.0, 1.0, 5.0, 7.0])
+
+    def wait(_: None) -> None:
+        clock.host += next(host)
+
+    works = {"some": DeviceWork(lambda: None, wait, 1)}
+    assert time_on_device(works, repeats=3, batches=1) == {"some": Timing(1.0, -9.0, 2.0)}
+
+
+def test_each_repeat_begins_with_another() -> None:
+    assert "".join(_timing._in_turns("abc", 4)) == "abcbcacababc"
