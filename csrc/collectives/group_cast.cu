@@ -135,10 +135,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // How many rows nobody sends is known on the device only.
 int num_ctas(const Transfer& transfer, const Chunks& chunks) {
-    int64_t row_bytes = 0;
-    for (int i = 0; i < transfer.num_arrays; ++i)
-        row_bytes += transfer.arrays[i].row_bytes;
-    const int64_t zeroing = row_bytes * transfer.output_rows * transfer.groups / kZeroedBytesOfCta;
+    const int64_t zeroing = transfer.row_bytes() * transfer.output_rows * transfer.groups / kZeroedBytesOfCta;
     return std::max(chunks.num_ctas(transfer, kWarps), static_cast<int>(std::min<int64_t>(zeroing, transfer.num_sms)));
 }
 

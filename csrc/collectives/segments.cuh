@@ -51,10 +51,7 @@ private:
 
 // Four chunks for each warp at least, of whole units where that leaves more than one for it.
 inline Chunks cut_into_chunks(const Transfer& transfer, int warps, int unit, int most_bytes) {
-    int64_t row_bytes = 0;
-    for (int i = 0; i < transfer.num_arrays; ++i)
-        row_bytes += transfer.arrays[i].row_bytes;
-    const int64_t share = row_bytes * transfer.input_rows * transfer.groups / (4 * transfer.num_sms * warps);
+    const int64_t share = transfer.row_bytes() * transfer.input_rows * transfer.groups / (4 * transfer.num_sms * warps);
     Chunks chunks{};
     chunks.chunk_bytes = static_cast<int>(std::clamp<int64_t>(share / unit * unit, unit, most_bytes));
     for (int i = 0; i < transfer.num_arrays; ++i) {

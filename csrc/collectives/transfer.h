@@ -60,6 +60,13 @@ struct Transfer {
     uint64_t timeout_ns;
     int num_sms;
 
+    // Of a row of all arrays.
+    int64_t row_bytes() const {
+        int64_t bytes = 0;
+        for (int i = 0; i < num_arrays; ++i)
+            bytes += arrays[i].row_bytes;
+        return bytes;
+    }
     JAXMAGI_HOST_DEVICE bool is_native(int peer) const { return peer < kMaxRanks and (native >> peer & 1); }
     JAXMAGI_HOST_DEVICE bool has_native_peers() const { return (native & ~(uint64_t{1} << rank)) != 0; }
 };
