@@ -15,7 +15,6 @@ import numpy as np
 
 from benchmarks._local_bands import seen, stacked, zigzag
 from jaxmagi import AttnMask, context_attention, plan_context
-from jaxmagi._chain import AXIS
 from jaxmagi.attention import (
     Partial,
     accumulator_dtype,
@@ -23,6 +22,7 @@ from jaxmagi.attention import (
     attention_forward,
     row_delta,
 )
+from jaxmagi.calibration._chain import AXIS
 
 type KeyValue = tuple[jax.Array, jax.Array]
 type Forward = Callable[..., tuple[jax.Array, Any]]

@@ -22,8 +22,8 @@ from benchmarks._workloads import (
     shuffled_documents,
 )
 from jaxmagi import AttnMask, _native, attention
-from jaxmagi._timing import DeviceWork
 from jaxmagi.attention import Partial, _cuda, attention_backward, row_delta
+from jaxmagi.calibration._timing import DeviceWork
 
 DETERMINISTIC = "ours, deterministic"
 

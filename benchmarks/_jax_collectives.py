@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from benchmarks._transfers import ALL_GATHER, ALL_TO_ALL, DIM, KV_HEADS, LATENCY, Transfer
 from jaxmagi import GroupCastSpec, group_cast, group_reduce
-from jaxmagi._chain import AXIS, draw_normal
+from jaxmagi.calibration._chain import AXIS, draw_normal
 
 SMS = (4, 8, 12, 16, 24, 32)
 PADDED = "padded all_to_all + take"

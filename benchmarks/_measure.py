@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.extend import backend
 
-from jaxmagi._timing import Timing, time_in_turns
+from jaxmagi.calibration._timing import Timing, time_in_turns
 
 RESULTS = Path(__file__).parent / "results"
 

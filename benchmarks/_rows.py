@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxmagi._timing import Timing
+from jaxmagi.calibration._timing import Timing
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from benchmarks._workloads import (
     Window,
     Workload,
 )
-from jaxmagi._timing import DeviceWork
+from jaxmagi.calibration._timing import DeviceWork
 
 type Attend = Callable[[Any, Any, Any], Any]
 """Takes query, key and value [length, heads, dim]; the output has the layout that suits the library."""

@@ -37,7 +37,7 @@ from benchmarks._plot import plot
 from benchmarks._requirements import checks, show_checks
 from benchmarks._rows import Failure, Row, show
 from benchmarks._workloads import Direction, Workload, held_against, workloads
-from jaxmagi._timing import DeviceWork, Timing, time_on_device
+from jaxmagi.calibration._timing import DeviceWork, Timing, time_on_device
 
 NAMES: dict[Direction, str] = {"forward": "attention_h200", "backward": "attention_backward_h200"}
 PLAN = "plan of 4096 bands, 2048 tiles"

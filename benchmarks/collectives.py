@@ -48,8 +48,8 @@ from benchmarks._measure import gpu_environment, save
 from benchmarks._requirements import Check, check, show_checks
 from benchmarks._rows import Failure
 from benchmarks._transfers import DIM, KV_HEADS, Transfer, transfers
-from jaxmagi._chain import AXIS, chain, mesh_of
-from jaxmagi._timing import DeviceWork, Timing, time_on_device
+from jaxmagi.calibration._chain import AXIS, chain, mesh_of
+from jaxmagi.calibration._timing import DeviceWork, Timing, time_on_device
 
 NAME = "collectives_h200"
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction.__value__)

@@ -47,8 +47,8 @@ from benchmarks._workloads import (
     Window,
     Workload,
 )
-from jaxmagi._chain import AXIS, chain, chain_backward, draw_normal, mesh_of
-from jaxmagi._timing import DeviceWork, Timing, time_on_device
+from jaxmagi.calibration._chain import AXIS, chain, chain_backward, draw_normal, mesh_of
+from jaxmagi.calibration._timing import DeviceWork, Timing, time_on_device
 from tests.cases import document_lengths
 
 NAMES: dict[Direction, str] = {"forward": "context_h200", "backward": "context_backward_h200"}

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks._measure import save, time_interleaved
 from benchmarks._plan_bound import fewest_received_rows
 from jaxmagi import AttnMask, masks, plan_context
-from jaxmagi._timing import Timing
+from jaxmagi.calibration._timing import Timing
 from jaxmagi.masks import geometry
 from jaxmagi.planning import ContextPlan
 from jaxmagi.planning._compiled import planner

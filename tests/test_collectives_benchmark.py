@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from benchmarks import _jax_collectives, _transfers, collectives
 from benchmarks._transfers import Transfer
-from jaxmagi._chain import AXIS, mesh_of, on_ranks
-from jaxmagi._timing import Timing
+from jaxmagi.calibration._chain import AXIS, mesh_of, on_ranks
+from jaxmagi.calibration._timing import Timing
 
 RANKS, TOKENS = 4, 1024
 TRANSFERS = {transfer.name: transfer for transfer in _transfers.transfers(RANKS, TOKENS)}

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from benchmarks import _context_peers, _local_bands, context
 from benchmarks._workloads import Direction
 from jaxmagi import AttnMask, masks
-from jaxmagi._chain import AXIS, mesh_of, on_ranks
-from jaxmagi._timing import Timing
 from jaxmagi.attention import attention_reference, attention_reference_vjp
+from jaxmagi.calibration._chain import AXIS, mesh_of, on_ranks
+from jaxmagi.calibration._timing import Timing
 from jaxmagi.masks import geometry
 from tests.cases import FP32_TOLERANCE
 

@@ -12,7 +12,7 @@ import pytest
 import jaxmagi
 from benchmarks import _jax_attention, _torch_attention, _workloads, attention
 from jaxmagi import AttnMask, flops, masks
-from jaxmagi._timing import Timing
+from jaxmagi.calibration._timing import Timing
 
 SMALL = [
     _workloads.Full(30),

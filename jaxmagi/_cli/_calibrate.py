@@ -2,8 +2,8 @@
 
 import argparse
 
-from .._calibrate import calibrate
 from ..attention import DTYPES
+from ..calibration import calibrate
 from ._heads import HEADS, add_cost_argument, check_heads
 
 HELP = "measure the speeds of this machine for the planner"

@@ -1,0 +1,3 @@
+"""A cost model of the devices at hand, from the times that they take: see `calibrate`."""
+
+from ._calibrate import calibrate as calibrate
