@@ -24,6 +24,7 @@ jaxmagi_add_module(
   csrc/mask/tile_count.cc
   csrc/mask/tile_index.cc
   csrc/planning/balance.cc
+  csrc/planning/balancer.cc
   csrc/planning/first_deal.cc
   csrc/planning/hand.cc
   csrc/planning/merge.cc
@@ -32,6 +33,7 @@ jaxmagi_add_module(
   csrc/planning/runs.cc
   csrc/planning/shard.cc
   csrc/planning/swap_search.cc
+  csrc/planning/tile_work.cc
   csrc/planning/transfers.cc
   csrc/planning/units.cc
   xla_ffi/attention_cpu.cc

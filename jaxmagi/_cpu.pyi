@@ -14,8 +14,9 @@ def balanced_owners(
     weights: Sequence[int],
     length: int,
     cp_size: int,
-    chunk_size: int,
+    chunk_sizes: tuple[int, int],
     cells_per_row: int,
+    kernels: Sequence[tuple[int, int, bool, float]],
 ) -> np.ndarray: ...
 def token_order(owners: np.ndarray, length: int, cp_size: int, chunk_size: int) -> np.ndarray: ...
 def place_copies(copies: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...

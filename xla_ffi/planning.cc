@@ -2,12 +2,16 @@
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <exception>
 #include <initializer_list>
 #include <span>
+#include <stdexcept>
+#include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -75,12 +79,17 @@ Array<int32_t> merge_bands(Table<6> bands) {
 }
 
 Array<int32_t> balanced_owners(const std::vector<Table<6>>& tables, const std::vector<int64_t>& weights, int length,
-                               int cp_size, int chunk_size, int64_t cells_per_row) {
+                               int cp_size, std::pair<int, int> chunk_sizes, int64_t cells_per_row,
+                               const std::vector<std::tuple<int, int, bool, double>>& kernels) {
     auto owners = released([&] {
         std::vector<planning::WeightedMask> masks;
         for (size_t i = 0; i < tables.size(); ++i)
             masks.push_back({to_bands(tables[i]), weights.at(i)});
-        return planning::balanced_owners(masks, length, cp_size, chunk_size, cells_per_row);
+        std::vector<planning::TiledPass> passes;
+        for (const auto& [rows, keys, by_keys, partial_cost] : kernels)
+            passes.push_back({rows, keys, by_keys, partial_cost});
+        const planning::ChunkSizes chunks{.usual = chunk_sizes.first, .least = chunk_sizes.second};
+        return planning::balanced_owners(masks, length, cp_size, chunks, cells_per_row, passes);
     });
     const size_t count = owners.size();
     return to_numpy<int32_t>(std::move(owners), {count});
@@ -103,6 +112,8 @@ Array<int64_t> tile_counts(Table<6> bands, Ints groups, int rows, int keys, bool
         std::span rest(reinterpret_cast<const Band*>(bands.data()), bands.shape(0));
         std::vector<TileCount> counts;
         for (const int32_t count : to_span(groups)) {
+            if (count < 0 or static_cast<size_t>(count) > rest.size())
+                throw std::invalid_argument("groups have more bands than there are: " + std::to_string(bands.shape(0)));
             counts.push_back(count_tiles(rest.first(count), rows, keys, by_keys));
             rest = rest.subspan(count);
         }
@@ -180,7 +191,8 @@ void bind_planning(nb::module_& m) {
           nb::arg("by_keys"));
     m.def("merge_bands", merge_bands, nb::arg("bands"));
     m.def("balanced_owners", balanced_owners, nb::arg("masks"), nb::arg("weights"), nb::arg("length"),
-          nb::arg("cp_size"), nb::arg("chunk_size"), nb::arg("cells_per_row"), "The rank of each chunk: int32 [n].");
+          nb::arg("cp_size"), nb::arg("chunk_sizes"), nb::arg("cells_per_row"), nb::arg("kernels"),
+          "The rank of each chunk: int32 [n].");
     m.def("token_order", token_order, nb::arg("owners"), nb::arg("length"), nb::arg("cp_size"), nb::arg("chunk_size"));
     m.def("place_copies", place_copies, nb::arg("copies"));
     bind_routing(m);

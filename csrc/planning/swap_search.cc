@@ -15,8 +15,8 @@ constexpr int kFarthest = 64;     // pairs of ranks r, r + d with d up to this
 
 class Search {
 public:
-    Search(std::vector<Hand>& hands, const Units& units, Limits limits)
-        : hands_(hands), units_(units), limits_(limits), changed_(hands.size(), 1) {
+    Search(std::vector<Hand>& hands, const Units& units, const Limits& limits, bool all_pairs)
+        : hands_(hands), units_(units), limits_(limits), all_pairs_(all_pairs), changed_(hands.size(), 1) {
         const int num_ranks = static_cast<int>(hands.size());
         checked_.resize(static_cast<size_t>(num_ranks) * std::min(num_ranks, kFarthest));
     }
@@ -56,7 +56,8 @@ private:
 
     std::vector<Hand>& hands_;
     const Units& units_;
-    const Limits limits_;
+    const Limits& limits_;
+    const bool all_pairs_;  // not only those with an area above its limit
     int shift_ = 0;  // cells above the limit that weigh as much as one received row, as a power of two
     int clock_ = 1;
     std::vector<int> changed_, checked_;
@@ -74,7 +75,7 @@ void Search::run() {
         demand_ = demand_of(hands_, units_);
         sent_ = sent_rows(hands_, demand_);
         const bool is_done = not sweep() or (i + 1 >= kFewSweeps and std::ranges::max(sent_) > limits_.sent);
-        if (is_done and area_above(hands_, limits_.area) == 0)
+        if (is_done and area_above(hands_, limits_.areas) == 0)
             return;
         shift_ = std::max(0, shift_ - 1);
     }
@@ -87,7 +88,8 @@ bool Search::sweep() {
         for (int rank = 0; rank + distance < num_ranks; ++rank) {
             const int other = rank + distance;
             int& checked = checked_[static_cast<size_t>(rank) * farthest + distance - 1];
-            if (excess_of(rank, other, {}).area == 0 and checked >= std::max(changed_[rank], changed_[other]))
+            const bool is_done = not all_pairs_ or checked >= std::max(changed_[rank], changed_[other]);
+            if (is_done and excess_of(rank, other, {}).area == 0)
                 continue;
             if (improve(rank, other)) {
                 changed_[rank] = changed_[other] = ++clock_;
@@ -102,7 +104,8 @@ bool Search::sweep() {
 Search::Excess Search::excess_of(int rank, int other, const Change& change) const {
     const auto above = [](int64_t value, int64_t limit) { return value > limit ? value - limit : 0; };
     const Hand &a = hands_[rank], &b = hands_[other];
-    return {.area = above(a.area() + change.area, limits_.area) + above(b.area() - change.area, limits_.area),
+    return {.area = above(a.area() + change.area, limits_.areas[rank]) +
+                    above(b.area() - change.area, limits_.areas[other]),
             .rows = above(sent_[rank] + change.demand, limits_.sent) +
                     above(sent_[other] - change.demand, limits_.sent) +
                     above(a.received() + change.received, limits_.received) +
@@ -176,10 +179,10 @@ int64_t num_pairs(int num_ranks) {
     return farthest * num_ranks - farthest * (farthest + 1) / 2;
 }
 
-int64_t area_above(const std::vector<Hand>& hands, int64_t limit) {
+int64_t area_above(const std::vector<Hand>& hands, std::span<const int64_t> limits) {
     int64_t excess = 0;
-    for (const Hand& hand : hands)
-        excess += std::max<int64_t>(0, hand.area() - limit);
+    for (size_t rank = 0; rank < hands.size(); ++rank)
+        excess += std::max<int64_t>(0, hands[rank].area() - limits[rank]);
     return excess;
 }
 
@@ -219,8 +222,12 @@ std::vector<int64_t> sent_rows(const std::vector<Hand>& hands, std::span<const i
     return sent;
 }
 
-void reduce_rows(std::vector<Hand>& hands, const Units& units, Limits limits) {
-    Search(hands, units, limits).run();
+void reduce_rows(std::vector<Hand>& hands, const Units& units, const Limits& limits) {
+    Search(hands, units, limits, true).run();
+}
+
+void reduce_areas(std::vector<Hand>& hands, const Units& units, const Limits& limits) {
+    Search(hands, units, limits, false).run();
 }
 
 }  // namespace jaxmagi::planning

@@ -9,9 +9,10 @@
 
 namespace jaxmagi::planning {
 
-// What no rank should exceed: cells, and rows that it sends and receives.
+// What no rank should exceed: cells, of each rank, and rows that it sends and receives.
 struct Limits {
-    int64_t area, sent, received;
+    std::vector<int64_t> areas;
+    int64_t sent, received;
 };
 
 // Rows of each unit that ranks receive, all ranks together.
@@ -20,7 +21,7 @@ std::vector<int64_t> demand_of(const std::vector<Hand>& hands, const Units& unit
 // Rows that each rank sends.
 std::vector<int64_t> sent_rows(const std::vector<Hand>& hands, std::span<const int64_t> demand);
 
-int64_t area_above(const std::vector<Hand>& hands, int64_t limit);
+int64_t area_above(const std::vector<Hand>& hands, std::span<const int64_t> limits);
 int64_t received_rows(const std::vector<Hand>& hands);
 
 // How many pairs of ranks a search looks at: beyond a number of ranks, only those with near numbers.
@@ -32,6 +33,10 @@ int64_t num_pairs(int num_ranks);
 //
 // Ranks are looked at in pairs, each pair's best swap is made, and pairs whose ranks have not changed are left alone:
 // the number of steps is bounded, and nothing but the arguments decides.
-void reduce_rows(std::vector<Hand>& hands, const Units& units, Limits limits);
+void reduce_rows(std::vector<Hand>& hands, const Units& units, const Limits& limits);
+
+// The same, but looks only at pairs with an area above its limit: for hands that such a search has found, when a few
+// limits have changed.
+void reduce_areas(std::vector<Hand>& hands, const Units& units, const Limits& limits);
 
 }  // namespace jaxmagi::planning

@@ -7,6 +7,7 @@ import numpy as np
 
 from ..masks.geometry import area
 from ._compiled import planner
+from ._cost import CostModel
 
 
 class WeightedBands(NamedTuple):
@@ -22,7 +23,12 @@ class WeightedBands(NamedTuple):
 
 
 def balanced_owners(
-    masks: Sequence[WeightedBands], length: int, cp_size: int, chunk: int, cells_per_row: int = 0
+    masks: Sequence[WeightedBands],
+    length: int,
+    cp_size: int,
+    chunk: int,
+    cost: CostModel | None = None,
+    least_chunk: int | None = None,
 ) -> np.ndarray:
     """The rank of each chunk: int32 ``[n]``, ``n`` a multiple of ``cp_size`` (the last may be padding).
 
@@ -40,7 +46,10 @@ def balanced_owners(
         length: of the sequence.
         cp_size: number of ranks.
         chunk: tokens of a chunk.
-        cells_per_row: how many visible cells take as long as a row that travels; 0 if that takes no time.
+        cost: the time of rows that travel, which is 0 by default, and the tiles of the kernels, by default
+            single cells.
+        least_chunk: by default chunks stay as they are. Where areas need it they are halved, as long as
+            halves have so many tokens; ``n`` says how often.
 
     Raises:
         NotImplementedError: the chunks cut the mask into more than 2**22 pieces.
@@ -50,6 +59,12 @@ def balanced_owners(
         [mask.weight for mask in masks],
         length,
         cp_size,
-        chunk,
-        cells_per_row,
+        (chunk, chunk if least_chunk is None else least_chunk),
+        cost.cells_per_row(cp_size) if cost else 0,
+        _kernels(cost) if cost else [],
     )
+
+
+def _kernels(cost: CostModel) -> list[tuple[int, int, bool, float]]:
+    passes = (cost.forward, cost.backward)
+    return [(each.tile.rows, each.tile.keys, each.by_keys, float(cost.partial_tile_cost)) for each in passes]

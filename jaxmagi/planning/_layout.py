@@ -14,6 +14,7 @@ from ._cost import CostModel
 _TILE = 128
 _FEWEST_CHUNKS_PER_RANK, _MOST_CHUNKS_PER_RANK = 10, 16
 _MOST_CHUNKS = 2**15
+_MOST_PARTS, _MOST_SMALL_CHUNKS = 4, 2**13  # of a chunk that balance needs smaller, and of the sequence then
 
 
 def make_layout(
@@ -36,15 +37,27 @@ def make_layout(
         owner = np.concatenate([ranks, ranks[::-1]])
         return _deal_chunks(owner, length, cp_size, _ceil_div(length, 2 * cp_size))
     if layout == "balanced":
-        chunk = default_chunk_size(length, cp_size) if chunk_size is None else chunk_size
-        chunk = _checked_chunk_size(chunk, length, cp_size)
-        owner = balanced_owners(masks, length, cp_size, chunk, cost.cells_per_row(cp_size))
-        return _deal_chunks(owner, length, cp_size, chunk)
+        return _balanced(masks, length, cp_size, chunk_size, cost)
     raise ValueError(f'layout must be "balanced", "zigzag", "contiguous" or an array, but it is {layout!r}.')
+
+
+def _balanced(
+    masks: Sequence[WeightedBands], length: int, cp_size: int, chunk_size: int | None, cost: CostModel
+) -> np.ndarray:
+    if chunk_size is None:
+        chunk = default_chunk_size(length, cp_size)
+        least = max(_TILE, chunk // _MOST_PARTS, _ceil_div(length, _MOST_SMALL_CHUNKS))
+    else:
+        chunk = least = _checked_chunk_size(chunk_size, length, cp_size)
+    owner = balanced_owners(masks, length, cp_size, chunk, cost, least)
+    shard = _ceil_div(_ceil_div(length, chunk), cp_size) * chunk
+    return _deal_chunks(owner, length, cp_size, shard * cp_size // len(owner))
 
 
 def default_chunk_size(length: int, cp_size: int) -> int:
     """The multiple of 128 with 10 to 16 chunks per rank that pads least, the largest of equals.
+
+    Where areas differ too much for these, their halves and quarters may be dealt.
 
     128 is a tile of the GPU kernels. Where it gives fewer than 10 chunks per rank it is the size, and where
     it would give fewer than 2 the size is half a shard. So many ranks that this makes more than 2**15 chunks

@@ -49,15 +49,16 @@ def plan_context(
             sequence with `AttnMask.concatenate`.
         cp_size: the number of ranks.
         chunk_size: for ``layout="balanced"``, the tokens of a chunk, the unit that is dealt to ranks. By
-            default the multiple of 128 with 10 to 16 chunks per rank that needs least padding; smaller for
-            short sequences. At most a rank's share of the tokens. Smaller chunks help only where areas vary
-            much within a chunk: while areas allow, 8 to 16 groups of chunks per rank are dealt instead, if a
-            rank's number of chunks has such a divisor, and else smaller groups. The time of the search for
-            few rows grows with the square of the number of groups per rank; none is made for very many of
-            them (thousands with 8 ranks, hundreds with 64).
+            default the multiple of 128 with 10 to 16 chunks per rank that needs least padding, or a half or a
+            quarter of it where areas need that; smaller for short sequences. At most a rank's share of the
+            tokens. Smaller chunks help only where areas vary much within a chunk: while areas allow, 8 to 16
+            groups of chunks per rank are dealt instead, if a rank's number of chunks has such a divisor, and
+            else smaller groups. The time of the search for few rows grows with the square of the number of
+            groups per rank; none is made for very many of them (thousands with 8 ranks, hundreds with 64).
         layout: ``"balanced"`` deals chunks so that the areas of ranks differ little and few rows travel: the
             largest area is at most 1 % above the mean (4.7 % with many ranks and masks like packed documents)
-            if chunks are small enough for that. ``"zigzag"`` cuts the sequence into ``2 * cp_size`` chunks
+            if chunks are small enough for that. Kernels compute whole tiles: ranks with too many for their
+            area get less of it. ``"zigzag"`` cuts the sequence into ``2 * cp_size`` chunks
             and gives rank ``r`` the ``r``-th from either end. ``"contiguous"`` gives rank ``r`` the ``r``-th
             of ``cp_size`` chunks. Or integers ``[T_padded]``, the global index of the token at each position
             (-1 for padding), ranks one after the other: the ``token_order`` of another plan, or an order of

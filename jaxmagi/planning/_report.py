@@ -24,6 +24,9 @@ class PlanReport:
     Attributes:
         area: int64 ``[cp]``, visible cells of each rank's queries.
         imbalance: largest over mean area; 1.0 for a mask without visible cells.
+        work_imbalance: the same of the forward attention that the `CostModel` predicts, whose kernel computes
+            whole tiles.
+        backward_work_imbalance: the same of the backward pass.
         rows_sent: int64 ``[cp]``, rows of keys (and of values) that leave each rank; one that goes to several
             ranks counts for each.
         rows_received: int64 ``[cp]``, rows of keys (and of values) that arrive at each rank.
@@ -41,6 +44,8 @@ class PlanReport:
 
     area: np.ndarray
     imbalance: float
+    work_imbalance: float
+    backward_work_imbalance: float
     rows_sent: np.ndarray
     rows_received: np.ndarray
     network_rows_sent: np.ndarray
@@ -55,7 +60,6 @@ class PlanReport:
 def report_plan(plan: "ContextPlan", cost: CostModel) -> PlanReport:
     """The report of a plan with host arrays."""
     per_rank = area(np.asarray(plan.bands)).sum(axis=(1, 2))
-    mean = per_rank.mean()
     forward, backward = plan.forward_stages, plan.backward_stages
     sent, received = np.moveaxis(_traffic(forward, cost.ranks_per_host).sum(axis=(1, 2)), 1, 0)
     own = own_runs(plan.token_order, plan.cp_size)
@@ -64,7 +68,9 @@ def report_plan(plan: "ContextPlan", cost: CostModel) -> PlanReport:
         redundant += _redundant_rows(backward, own)
     return PlanReport(
         area=per_rank,
-        imbalance=float(per_rank.max() / mean) if mean else 1.0,
+        imbalance=_largest_over_mean(per_rank),
+        work_imbalance=_work_imbalance(forward, cost, cost.forward),
+        backward_work_imbalance=_work_imbalance(backward, cost, cost.backward),
         rows_sent=sent.sum(axis=-1),
         rows_received=received.sum(axis=-1),
         network_rows_sent=sent[:, 1],
@@ -79,12 +85,26 @@ def report_plan(plan: "ContextPlan", cost: CostModel) -> PlanReport:
 
 def schedule_stages(stages: "PlanStages", cost: CostModel, direction: Pass) -> Schedule:
     """When each rank does what in a pass with host arrays, under a model of the machine."""
-    bands = np.asarray(stages.bands)
-    tiles = count_tiles(bands.reshape(-1, 6), np.full(bands.shape[:2], bands.shape[2]), direction)
+    tiles = _tiles(stages, direction)
     rows = busiest_links(_traffic(stages, cost.ranks_per_host))
     by_step = work_of(tiles, rows, stages.transfers[0].input_rows, cost, direction)
     returns = None if by_step.returns is None else by_step.returns.sum(axis=-1)
     return schedule(Work(by_step.compute, by_step.fetches.sum(axis=-1), returns))
+
+
+def _tiles(stages: "PlanStages", direction: Pass) -> np.ndarray:
+    """Full and partial tiles: int64 ``[cp, num_stages, 2]``."""
+    bands = np.asarray(stages.bands)
+    return count_tiles(bands.reshape(-1, 6), np.full(bands.shape[:2], bands.shape[2]), direction)
+
+
+def _work_imbalance(stages: "PlanStages", cost: CostModel, direction: Pass) -> float:
+    return _largest_over_mean(cost.compute_seconds(_tiles(stages, direction), direction).sum(axis=1))
+
+
+def _largest_over_mean(of_ranks: np.ndarray) -> float:
+    mean = of_ranks.mean()
+    return float(of_ranks.max() / mean) if mean else 1.0
 
 
 def _steps(spec: GroupCastSpec | RelayedSpec) -> tuple[GroupCastSpec, ...]:

@@ -46,6 +46,13 @@ def test_tiles_are_those_of_the_dense_mask(seed: int, rows: int, keys: int) -> N
     np.testing.assert_array_equal(count_tiles(bands, counts, direction), np.reshape(groups, (2, 2, 2)))
 
 
+@pytest.mark.parametrize("counts", [[2, 2], [4], [-1, 3]])
+def test_groups_of_other_bands(counts: list[int]) -> None:
+    bands = random_bands(np.random.default_rng(0), 96, 96, 3)
+    with pytest.raises(ValueError, match="more bands than there are: 3"):
+        count_tiles(bands, np.array(counts), CostModel().forward)
+
+
 @pytest.mark.parametrize("dim", [8, 64, 72, 96, 128, 160, 192, 224, 256])
 def test_tiles_are_what_the_extension_says(dim: int) -> None:
     compiled = pytest.importorskip("jaxmagi._cuda")

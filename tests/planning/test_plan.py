@@ -12,7 +12,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from jaxmagi import masks
+from jaxmagi import AttnMask, masks
+from jaxmagi.masks.geometry import UNBOUNDED
 from jaxmagi.planning import ContextPlan, CostModel, GroupCastSpec, PlanCapacity, plan_context
 
 from .oracle import builder_masks, check_plan
@@ -183,6 +184,19 @@ def test_report_of_a_known_plan() -> None:
     np.testing.assert_array_equal(report.rows_sent, [4, 0])
     np.testing.assert_array_equal(report.rows_received, [0, 4])
     assert (report.redundant_rows, report.num_stages) == (0, 1)
+
+
+def test_report_of_modelled_work() -> None:
+    """Tiles are 24 x 80 forward and 80 x 128 backward; 384 rows see 768 keys, as many others see 80."""
+    bands = np.array([[0, 384, 0, 768], [384, 768, 384, 464]], np.int32)
+    anywhere = np.array([[-UNBOUNDED, UNBOUNDED]] * 2, np.int32)
+    mask = AttnMask.from_bands(np.concatenate([bands, anywhere], axis=1), q_len=768, kv_len=768)
+    plan = plan_context(mask, 2, layout="contiguous", num_stages=1)
+    report = plan.report(CostModel(partial_tile_cost=1.5, latency_us=0))
+    work, backward_work = [16 * (9 + 1.5), 16 * 1], [6 * (4 + 1.5), 5 * 1.5]
+    assert report.imbalance == pytest.approx(768 / np.mean([768, 80]))
+    assert report.work_imbalance == pytest.approx(work[0] / np.mean(work))
+    assert report.backward_work_imbalance == pytest.approx(backward_work[0] / np.mean(backward_work))
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])

@@ -1,0 +1,175 @@
+#include "csrc/planning/balancer.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <utility>
+
+namespace jaxmagi::planning {
+namespace {
+
+constexpr int kFewUnits = 512;                    // several searches take little time
+constexpr int64_t kMostSwaps = int64_t{1} << 30;  // pairs of units that a search may have to look at, again and again
+constexpr int64_t kMostRuns = int64_t{1} << 28;   // ranks times units, for a deal in runs
+
+// Largest over mean area, in thousandths. Where neither contiguous nor zigzag units are nearly balanced, area is what
+// makes keys travel, and the more ranks there are, the more an area above the mean saves.
+constexpr int kTight = 1008, kLoose = 1045, kFewRanks = 8, kManyRanks = 64;
+constexpr int kNearlyBalanced = 1500;
+constexpr int kTileTolerance = 5;  // of tiles, beyond that of areas
+constexpr int kTileSearches = 3;
+
+// Rises with the logarithm of the number of ranks.
+int loose_limit(int num_ranks) {
+    const auto octaves = [](int ranks) { return std::bit_width(static_cast<unsigned>(ranks / kFewRanks)) - 1; };
+    return kTight + (kLoose - kTight) * octaves(std::clamp(num_ranks, kFewRanks, kManyRanks)) / octaves(kManyRanks);
+}
+
+// Whether a deal is worth a search of its own: for less than a percent of the time it is not.
+bool is_better(Quality a, Quality b) {
+    return a.excess < b.excess or (a.excess == b.excess and a.time <= b.time - b.time / 100 and a < b);
+}
+
+Deal deal_of(const std::vector<Hand>& hands) {
+    Deal deal;
+    for (const Hand& hand : hands)
+        deal.emplace_back(hand.members().begin(), hand.members().end());
+    return deal;
+}
+
+}  // namespace
+
+Balancer::Balancer(const Units& units, int num_ranks, int64_t cells_per_row)
+    : units_(units),
+      num_ranks_(num_ranks),
+      cells_per_row_(cells_per_row),
+      mean_(units.total_area() / num_ranks),
+      contiguous_(contiguous_deal(units.count(), num_ranks)),
+      zigzag_(zigzag_deal(units.count(), num_ranks)),
+      lpt_(largest_first_deal(units, num_ranks)),
+      most_even_(largest_area(lpt_)),
+      allowed_(kTight) {
+    const int64_t by_runs = std::min(largest_area(contiguous_), largest_area(zigzag_));
+    if (by_runs <= limit() or not can_search())
+        return;
+    is_nearly_balanced_ = by_runs <= thousandths(kNearlyBalanced);
+    if (not is_nearly_balanced_)
+        allowed_ = loose_limit(num_ranks);
+}
+
+int64_t Balancer::largest_area(const Deal& deal) const {
+    int64_t largest = 0;
+    for (const auto& members : deal) {
+        int64_t area = 0;
+        for (const int unit : members)
+            area += units_.area(unit);
+        largest = std::max(largest, area);
+    }
+    return largest;
+}
+
+// Where the searches begin. A deal that is balanced and made of long runs leaves little to find.
+std::vector<Deal> Balancer::first_deals() const {
+    const int count = units_.count();
+    for (const Deal& deal : {contiguous_, zigzag_})
+        if (largest_area(deal) <= limit())
+            return {deal};
+    if (not can_search())
+        return {};
+    std::vector<Deal> deals{two_run_deal(units_, num_ranks_, limit(), 1)};
+    if (count <= kFewUnits)
+        deals.push_back(two_run_deal(units_, num_ranks_, limit(), 2));
+    if (count <= kFewUnits or is_nearly_balanced_)
+        deals.push_back(contiguous_);
+    return deals;
+}
+
+std::vector<Hand> Balancer::hands_of(const Deal& deal) const {
+    std::vector<Hand> hands;
+    hands.reserve(deal.size());
+    for (const auto& members : deal)
+        hands.emplace_back(units_, members);
+    return hands;
+}
+
+bool Balancer::can_search() const {
+    const int64_t per_rank = units_.count() / num_ranks_, pairs = std::max<int64_t>(1, num_pairs(num_ranks_));
+    return per_rank <= kMostSwaps / pairs / per_rank and int64_t{num_ranks_} * units_.count() <= kMostRuns;
+}
+
+// In cells. Transfers run beside the compute, but not all of them: a quarter is taken to be waited for.
+Quality Balancer::quality_of(const std::vector<Hand>& hands) const {
+    int64_t area = 0, rows = 0;
+    for (const Hand& hand : hands) {
+        area = std::max(area, hand.area());
+        rows = std::max(rows, hand.received());
+    }
+    if (cells_per_row_ > 0)
+        rows = std::max(rows, std::ranges::max(sent_rows(hands, demand_of(hands, units_))));
+    const int64_t transfers = rows * cells_per_row_;
+    return {.excess = area_above(hands, for_all(accepted())),
+            .time = cells_per_row_ > 0 ? std::max(area, transfers) + transfers / 4 : 0,
+            .received = received_rows(hands)};
+}
+
+// So many rows that they take no longer than a tenth of the compute, if ranks can share them so: short transfers are
+// not worth the merge of a stage that would hide them. What ranks receive is harder to share than what they send.
+Limits Balancer::limits_of(const std::vector<Hand>& hands) const {
+    if (cells_per_row_ == 0)
+        return {.areas = for_all(limit()), .sent = INT64_MAX, .received = INT64_MAX};
+    const int64_t equal = received_rows(hands) / num_ranks_, short_rows = mean_ / cells_per_row_ / 10;
+    return {.areas = for_all(limit()),
+            .sent = std::max(short_rows, equal + equal / 4),
+            .received = std::max(short_rows, 2 * equal)};
+}
+
+Deal Balancer::search(const Deal& deal, Quality& quality) const {
+    std::vector<Hand> hands = hands_of(deal);
+    if (can_search())
+        reduce_rows(hands, units_, limits_of(hands));
+    quality = quality_of(hands);
+    return deal_of(hands);
+}
+
+Deal Balancer::solve() {
+    Deal best;
+    const auto consider = [&](const Deal& first) {
+        Quality quality{};
+        Deal deal = search(first, quality);
+        if (quality < found_) {
+            best = std::move(deal);
+            found_ = quality;
+        }
+    };
+    for (const Deal& first : first_deals())
+        consider(first);
+    if (found_.excess > 0 or is_better(quality_of(hands_of(lpt_)), found_))
+        consider(lpt_);
+    return best;
+}
+
+Deal Balancer::even_tiles(Deal deal, std::span<const WeightedMask> masks, std::span<const TiledPass> passes) {
+    const double limit = (allowed_ + kTileTolerance) / 1000.0;
+    std::vector<double> shares = shares_of_tiles(masks, deal, units_, passes);
+    double least = std::ranges::max(shares);
+    std::vector<Hand> hands = hands_of(deal);
+    for (int i = 0; i < kTileSearches and can_search() and std::ranges::max(shares) > limit; ++i) {
+        Limits limits = limits_of(hands);
+        for (int rank = 0; rank < num_ranks_; ++rank) {
+            const auto area = static_cast<int64_t>(static_cast<double>(hands[rank].area()) * limit / shares[rank]);
+            limits.areas[rank] = std::min(limits.areas[rank], area);
+        }
+        reduce_areas(hands, units_, limits);
+        Deal found = deal_of(hands);
+        shares = shares_of_tiles(masks, found, units_, passes);
+        const Quality quality = quality_of(hands);
+        if (quality.excess == 0 and std::ranges::max(shares) < least) {
+            least = std::ranges::max(shares);
+            deal = std::move(found);
+            found_ = quality;
+        }
+    }
+    return deal;
+}
+
+}  // namespace jaxmagi::planning
