@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.image
@@ -12,6 +13,7 @@ import pytest
 
 from jaxmagi import ContextPlan, CostModel, _hopper, _native, masks, plan_context
 from jaxmagi._cli import _doctor, main
+from jaxmagi._cli._cost import write_cost
 from jaxmagi._cli._table import format_bytes
 from jaxmagi.planning._report import schedule_stages
 
@@ -68,6 +70,8 @@ def check_printed(printed: str, plan: ContextPlan, cost: CostModel = CostModel()
     assert {"smallest", "mean", "largest"} < set(table)
     share = report.rows_received.mean() / plan.shard_length
     assert f"{report.imbalance:.4f} (largest / mean area)" in printed
+    work = f"{report.work_imbalance:.4f}, backward {report.backward_work_imbalance:.4f}"
+    assert f"of predicted attention {work}" in printed
     assert f"{share:.4f} of a rank's own rows" in printed
     assert re.search(rf"^stages +{report.num_stages} *$", printed, flags=re.MULTILINE)
     assert f"{report.network_rows_received.mean() / plan.shard_length:.4f} from other hosts" in printed
@@ -118,6 +122,33 @@ def test_options_of_the_plan_and_of_the_attention(capsys: pytest.CaptureFixture[
     cost = CostModel(num_heads=6, num_kv_heads=2, head_dim=48, bytes_per_element=4, ranks_per_host=3)
     assert cost.row_bytes == 2 * 2 * 48 * 4
     check_printed(printed, plan_context(masks.causal(512), 4, chunk_size=16, num_stages=3, cost=cost), cost)
+
+
+def test_speeds_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cost = CostModel(tflops=123.4, link_gb_per_second=5, num_heads=16, num_kv_heads=2, ranks_per_host=2)
+    write_cost(cost, tmp_path / "cost.json")
+    printed = run(capsys, *CAUSAL, "--cost", str(tmp_path / "cost.json"))
+    check_printed(printed, plan_context(masks.causal(512), 4, cost=cost), cost)
+    cost = replace(cost, num_heads=6)
+    printed = run(capsys, *CAUSAL, "--cost", str(tmp_path / "cost.json"), "--heads", "6")
+    check_printed(printed, plan_context(masks.causal(512), 4, cost=cost), cost)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is no JSON"),
+        ("[680]", "must be a JSON object with attributes of CostModel (tflops, "),
+        ('{"tflop": 680}', "must be a JSON object with attributes of CostModel (tflops, "),
+        ('{"tflops": "680"}', "CostModel.tflops must be from 1e-12 to 1e12, but it is '680'"),
+        ('{"num_kv_heads": 7}', "CostModel.num_heads=64 is no multiple of num_kv_heads=7"),
+    ],
+)
+def test_bad_speeds_of_a_file(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cost.json").write_text(text)
+    assert_refused([*CAUSAL, "--cost", str(tmp_path / "cost.json")], message, capsys)
 
 
 def test_number_of_stages_is_that_of_auto(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,6 +238,7 @@ REFUSED = [
     (["--mask", "documents"], "--mask documents needs --lengths"),
     (["--mask", "shared-prefix", "--lengths", HISTOGRAM], "--mask shared-prefix needs --prefix"),
     (["--mask", "documents", "--lengths", "/no/such/file"], "/no/such/file"),
+    (["--cost", "/no/such/file"], "/no/such/file"),
     (["--out", HISTOGRAM], HISTOGRAM),
     (["--tok", "3"], "unrecognized arguments: --tok 3"),
 ]

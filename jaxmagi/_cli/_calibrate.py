@@ -1,10 +1,11 @@
 """``calibrate``: measures this machine for the planner."""
 
 import argparse
+from pathlib import Path
 
 from ..attention import DTYPES
 from ..calibration import calibrate
-from ._heads import HEADS, add_cost_argument, check_heads
+from ._cost import HEADS, add_cost_argument, cost_of, write_cost
 
 HELP = "measure the speeds of this machine for the planner"
 DESCRIPTION = (
@@ -19,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option, name, text in HEADS:
         add_cost_argument(group, option, name, text)
     group.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of all operands (bfloat16)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write it for `plan --cost`, too")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -26,15 +28,18 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
         ValueError: an option has a value that cannot be.
+        OSError: the file cannot be written.
         ImportError: the compiled planner is missing.
         RuntimeError: JAX finds no device, or no speed explains what was measured.
     """
-    check_heads(options)
+    heads = cost_of(options)
     cost = calibrate(
-        num_heads=options.num_heads,
-        num_kv_heads=options.num_kv_heads,
-        head_dim=options.head_dim,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
         dtype=options.dtype,
     )
     print(f"jaxmagi.{cost!r}")
+    if options.out is not None:
+        write_cost(cost, options.out)
     return 0

@@ -5,7 +5,7 @@ import importlib
 from pathlib import Path
 
 from ..planning import CostModel, plan_context
-from ._heads import HEADS, add_cost_argument, check_heads
+from ._cost import HEADS, add_cost_argument, cost_of, read_cost
 from ._lengths import at_least
 from ._masks import add_mask_arguments, mask_of
 
@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--ranks-per-host", "ranks_per_host", "ranks whose links are those within a host"),
     ):
         add_cost_argument(group, option, name, text)
+    group.add_argument(
+        "--cost", type=Path, metavar="FILE", help="speeds and the above, as `calibrate --out` writes them"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     _require("rich", "plan", "cli")
     if options.out is not None:
         _require("matplotlib", "--out", "plot")
-    cost = _cost_of(options)
+    cost = cost_of(options, read_cost(options.cost) if options.cost else CostModel())
     mask = mask_of(options)
     if not mask.q_len:
         raise ValueError(f"--mask {options.mask} has 0 tokens")
@@ -69,17 +72,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _stages(text: str) -> int | str:
     return text if text == "auto" else at_least(1)(text)
-
-
-def _cost_of(options: argparse.Namespace) -> CostModel:
-    check_heads(options)
-    return CostModel(
-        num_heads=options.num_heads,
-        num_kv_heads=options.num_kv_heads,
-        head_dim=options.head_dim,
-        bytes_per_element=options.bytes_per_element,
-        ranks_per_host=options.ranks_per_host,
-    )
 
 
 def _require(module: str, what: str, extra: str) -> None:

@@ -83,7 +83,11 @@ def _totals(plan: ContextPlan, report: PlanReport, cost: CostModel) -> Table:
             "tokens",
             f"{plan.length:,} on {plan.cp_size:,} ranks, {plan.shard_length:,} each ({padding:,} padding)",
         ),
-        ("imbalance", f"{report.imbalance:.4f} (largest / mean area)"),
+        (
+            "imbalance",
+            f"{report.imbalance:.4f} (largest / mean area), of predicted attention "
+            f"{report.work_imbalance:.4f}, backward {report.backward_work_imbalance:.4f}",
+        ),
         ("received rows", f"{received:.4f} of a rank's own rows (mean), {network:.4f} from other hosts"),
         ("stages", f"{report.num_stages}"),
         ("backward stages", f"{report.num_backward_stages}"),

@@ -5,6 +5,7 @@ import functools
 import re
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import AxisType, Mesh
 import jaxmagi
 from jaxmagi import CostModel, calibrate
 from jaxmagi._cli import main
+from jaxmagi._cli._cost import read_cost
 from jaxmagi.calibration import _probes, _processes
 from jaxmagi.calibration._probes import Probe
 from jaxmagi.planning._schedule import count_tiles
@@ -215,14 +217,15 @@ def test_processes_get_one_model(launch: Launch) -> None:
 
 
 def test_command_prints_an_expression(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     machine = Machine(links=dataclasses.replace(TRUTH, ranks_per_host=len(jax.devices())))
     expected = measure(monkeypatch, machine, dtype=jnp.float32)
     heads = ["--heads", "4", "--kv-heads", "2", "--head-dim", "32", "--dtype", "float32"]
-    assert main(["calibrate", *heads]) == 0
+    assert main(["calibrate", *heads, "--out", str(tmp_path / "cost.json")]) == 0
     out, err = capsys.readouterr()
     assert err == "" and eval(out) == expected
+    assert read_cost(tmp_path / "cost.json") == expected
     with pytest.raises(SystemExit):
         main(["calibrate", "--kv-heads", "7"])
     assert "--heads 64 is no multiple of --kv-heads 7" in capsys.readouterr().err
