@@ -3,8 +3,9 @@
     uv run python -m benchmarks.planning [--repeats 15] [--save]
 
 A plan is all that `plan_context` does, with ``num_stages="auto"``, on one thread. Received rows are given as
-multiples of a rank's own; "LPT" deals the same chunks largest first. The bound holds for plans with the same
-number of tokens per rank and the same largest area. Predicted are the forward and the backward pass together.
+multiples of a rank's own; "LPT" deals chunks of 512 largest first, also where the plan has default chunks.
+The bound holds for plans with the same number of tokens per rank and the same largest area. Predicted are the
+forward and the backward pass together.
 """
 
 import argparse
@@ -38,14 +39,18 @@ class Setting:
     mask: Callable[[int], AttnMask]
     length: int
     cp_size: int
+    chunk_size: int | None = CHUNK
 
     def plan(self) -> ContextPlan:
-        return plan_context(self.mask(self.length), self.cp_size, chunk_size=CHUNK)
+        return plan_context(self.mask(self.length), self.cp_size, chunk_size=self.chunk_size)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One setting; rows are received rows over own rows, imbalances largest over mean area."""
+    """One setting; rows are received rows over own rows, imbalances largest over mean area.
+
+    Those of work are of predicted attention: tiles of the kernels, of the forward and the backward pass.
+    """
 
     name: str
     tokens: int
@@ -56,6 +61,8 @@ class Row:
     peak_gb: float
     num_stages: int
     imbalance: float
+    work_imbalance: float
+    backward_work_imbalance: float
     mean_rows: float
     largest_rows: float
     fewest_rows: float
@@ -80,15 +87,10 @@ SETTINGS = {
     "causal 1M": Setting(masks.causal, 1 << 20, 64),
     "window 1023 128k": Setting(lambda length: masks.sliding_window(length, 1023), 1 << 17, 8),
     "window 4095 128k": Setting(lambda length: masks.sliding_window(length, 4095), 1 << 17, 8),
+    "window 4095 128k, default": Setting(lambda length: masks.sliding_window(length, 4095), 1 << 17, 8, None),
     "window 4095 1M": Setting(lambda length: masks.sliding_window(length, 4095), 1 << 20, 64),
     "video 32 x 4096, 4 seen": Setting(lambda length: masks.video(length // 4096, 4096, 4), 1 << 17, 8),
 }
-
-
-def areas_and_rows(plan: ContextPlan) -> tuple[np.ndarray, np.ndarray]:
-    """Of each rank: visible cells and received rows."""
-    report = plan.report()
-    return report.area, report.rows_received
 
 
 def predicted_ms(plan: ContextPlan) -> float:
@@ -112,7 +114,7 @@ def largest_first(setting: Setting) -> tuple[float, float, float]:
     loads = np.bincount(owners, weights=areas)
     tokens = planner().token_order(owners.astype(np.int32), setting.length, setting.cp_size, CHUNK)
     plan = plan_context(setting.mask(setting.length), setting.cp_size, layout=tokens)
-    rows = areas_and_rows(plan)[1].sum() / setting.length
+    rows = plan.report().rows_received.sum() / setting.length
     return float(loads.max() / loads.mean()), float(rows), predicted_ms(plan)
 
 
@@ -137,7 +139,8 @@ def time_plans(setting: Setting, repeats: int) -> Timing:
 def measure(name: str, setting: Setting, repeats: int) -> Row:
     timing = time_plans(setting, repeats)
     plan = setting.plan()
-    areas, rows = areas_and_rows(plan)
+    report = plan.report()
+    areas, rows = report.area, report.rows_received
     lpt_imbalance, lpt_rows, lpt_ms = largest_first(setting)
     bands = np.asarray(setting.mask(setting.length).bands)
     fewest = fewest_received_rows(bands, setting.length, plan.shard_length, int(areas.max()))
@@ -151,7 +154,9 @@ def measure(name: str, setting: Setting, repeats: int) -> Row:
         slowest_ms=1e3 * timing.slowest,
         peak_gb=peak_gb(name),
         num_stages=plan.num_stages,
-        imbalance=float(areas.max() / areas.mean()),
+        imbalance=report.imbalance,
+        work_imbalance=report.work_imbalance,
+        backward_work_imbalance=report.backward_work_imbalance,
         mean_rows=mean_rows,
         largest_rows=float(rows.max() / plan.shard_length),
         fewest_rows=fewest / setting.length,
@@ -181,7 +186,8 @@ def main() -> None:
         print(
             f"{row.name:24s} {row.cp_size:4d} ranks {row.median_ms:8.2f} ms ({row.fastest_ms:.2f} to "
             f"{row.slowest_ms:.2f}) {row.peak_gb:.2f} GB  imbalance {row.imbalance:.3f} (LPT "
-            f"{row.lpt_imbalance:.3f})  rows {row.mean_rows:.3f} (at least {row.fewest_rows:.3f}, LPT "
+            f"{row.lpt_imbalance:.3f}), of work {row.work_imbalance:.3f}, {row.backward_work_imbalance:.3f}  "
+            f"rows {row.mean_rows:.3f} (at least {row.fewest_rows:.3f}, LPT "
             f"{row.lpt_mean_rows:.3f}, {row.share_of_lpt:.3f} of it), largest {row.largest_rows:.2f}  "
             f"predicted {row.predicted_ms:.2f} ms (LPT {row.lpt_predicted_ms:.2f})",
             flush=True,
