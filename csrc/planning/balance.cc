@@ -57,7 +57,7 @@ SizedDeal deal_units(std::span<const WeightedMask> masks, int length, int num_ra
         if (next == 0 or balancer.can_balance()) {
             Deal deal = balancer.solve();
             if (balancer.is_balanced())
-                deal = balancer.even_tiles(std::move(deal), masks, passes);
+                deal = balancer.even_tiles(deal, TileWork(masks, units, passes));
             const bool is_balanced = balancer.is_balanced();
             if (received == INT64_MAX or (is_balanced and balancer.received() < received)) {
                 best = {.deal = std::move(deal), .unit = unit};

@@ -12,17 +12,17 @@ constexpr int kFewUnits = 512;                    // several searches take littl
 constexpr int64_t kMostSwaps = int64_t{1} << 30;  // pairs of units that a search may have to look at, again and again
 constexpr int64_t kMostRuns = int64_t{1} << 28;   // ranks times units, for a deal in runs
 
-// Largest over mean area, in thousandths. Where neither contiguous nor zigzag units are nearly balanced, area is what
-// makes keys travel, and the more ranks there are, the more an area above the mean saves.
-constexpr int kTight = 1008, kLoose = 1045, kFewRanks = 8, kManyRanks = 64;
+// Largest over mean area, in thousandths. Where contiguous or zigzag units are nearly balanced, moving little makes
+// areas equal. Elsewhere area is what makes keys travel, and the more ranks there are, the more an area above the mean
+// saves: kLooser for every eightfold number of them.
+constexpr int kTight = 1005, kLoose = 1008, kLooser = 22, kFewRanks = 8, kManyRanks = 1024;
 constexpr int kNearlyBalanced = 1500;
-constexpr int kTileTolerance = 5;  // of tiles, beyond that of areas
-constexpr int kTileSearches = 3;
+constexpr int kTileTolerance = 3;   // of tiles, instead of areas
+constexpr int kAreaTolerance = 10;  // of areas with few tiles
 
-// Rises with the logarithm of the number of ranks.
 int loose_limit(int num_ranks) {
-    const auto octaves = [](int ranks) { return std::bit_width(static_cast<unsigned>(ranks / kFewRanks)) - 1; };
-    return kTight + (kLoose - kTight) * octaves(std::clamp(num_ranks, kFewRanks, kManyRanks)) / octaves(kManyRanks);
+    const auto ranks = static_cast<unsigned>(std::clamp(num_ranks, kFewRanks, kManyRanks));
+    return kLoose + kLooser * (std::bit_width(ranks / kFewRanks) - 1) / 3;
 }
 
 // Whether a deal is worth a search of its own: for less than a percent of the time it is not.
@@ -148,28 +148,37 @@ Deal Balancer::solve() {
     return best;
 }
 
-Deal Balancer::even_tiles(Deal deal, std::span<const WeightedMask> masks, std::span<const TiledPass> passes) {
+Deal Balancer::even_tiles(const Deal& deal, const TileWork& work) {
     const double limit = (allowed_ + kTileTolerance) / 1000.0;
-    std::vector<double> shares = shares_of_tiles(masks, deal, units_, passes);
-    double least = std::ranges::max(shares);
+    TileShares shares(deal, work);
+    if (not can_search() or shares.largest() <= limit)
+        return deal;
     std::vector<Hand> hands = hands_of(deal);
-    for (int i = 0; i < kTileSearches and can_search() and std::ranges::max(shares) > limit; ++i) {
-        Limits limits = limits_of(hands);
-        for (int rank = 0; rank < num_ranks_; ++rank) {
-            const auto area = static_cast<int64_t>(static_cast<double>(hands[rank].area()) * limit / shares[rank]);
-            limits.areas[rank] = std::min(limits.areas[rank], area);
-        }
-        reduce_areas(hands, units_, limits);
-        Deal found = deal_of(hands);
-        shares = shares_of_tiles(masks, found, units_, passes);
-        const Quality quality = quality_of(hands);
-        if (quality.excess == 0 and std::ranges::max(shares) < least) {
-            least = std::ranges::max(shares);
-            deal = std::move(found);
-            found_ = quality;
-        }
-    }
-    return deal;
+    Limits limits = limits_of(hands);
+    const int64_t most_area = std::max(most_even_, thousandths(allowed_ + kAreaTolerance));
+    const auto limit_area = [&](int rank) {
+        const double area = static_cast<double>(hands[rank].area()) * limit / shares[rank];
+        limits.areas[rank] = std::min(most_area, static_cast<int64_t>(area));
+    };
+    for (int rank = 0; rank < num_ranks_; ++rank)
+        limit_area(rank);
+    reduce_areas(hands, units_, limits, [&](int rank, int other) {
+        const double least = std::max(shares[rank], shares[other]);
+        const auto [fewer, more] = std::minmax(rank, other, [&](int a, int b) { return shares[a] < shares[b]; });
+        const double share = shares.of(hands[fewer].members());  // the one that is likely to become too large
+        if (share >= least)
+            return false;
+        const double share_of_more = shares.of(hands[more].members());
+        if (share_of_more >= least)
+            return false;
+        shares[fewer] = share;
+        shares[more] = share_of_more;
+        limit_area(rank);
+        limit_area(other);
+        return true;
+    });
+    found_.received = received_rows(hands);
+    return deal_of(hands);
 }
 
 }  // namespace jaxmagi::planning

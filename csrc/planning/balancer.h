@@ -33,9 +33,9 @@ public:
     bool is_nearly_balanced() const { return is_nearly_balanced_; }
 
     Deal solve();
-    // Goes on from what solve() has found where ranks have too many tiles for their areas: these have to give area away.
-    // Of all deals on the way, the one with the fewest tiles on the busiest rank.
-    Deal even_tiles(Deal deal, std::span<const WeightedMask> masks, std::span<const TiledPass> passes);
+    // Goes on from a balanced deal where ranks have too many tiles for their areas: these give area to others, by
+    // exchanges after which the larger of two ranks has fewer tiles.
+    Deal even_tiles(const Deal& deal, const TileWork& work);
 
     // Of what was found.
     bool is_balanced() const { return found_.excess == 0 and can_balance(); }

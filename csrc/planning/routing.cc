@@ -5,24 +5,14 @@
 
 namespace jaxmagi::planning {
 
-namespace {
-
-std::vector<Runs> runs_of_ranks(std::span<const int32_t> token_order, int num_ranks) {
-    const size_t length = token_order.size() / num_ranks;
+Routing::Routing(const std::vector<Band>& bands, std::span<const int32_t> token_order, int num_ranks)
+    : shard_length_(static_cast<int>(token_order.size() / num_ranks)) {
     std::vector<Runs> rows;
     for (int rank = 0; rank < num_ranks; ++rank)
-        rows.push_back(runs_of_tokens(token_order.subspan(rank * length, length)));
-    return rows;
+        rows.push_back(runs_of_tokens(token_order.subspan(size_t(rank) * shard_length_, shard_length_)));
+    owners_ = owners_of(rows);
+    shards_ = make_shards(bands, std::move(rows), owners_);
 }
-
-}  // namespace
-
-Routing::Routing(const std::vector<Band>& bands, std::span<const int32_t> token_order, int num_ranks)
-    : Routing(bands, runs_of_ranks(token_order, num_ranks), static_cast<int>(token_order.size() / num_ranks)) {}
-
-Routing::Routing(const std::vector<Band>& bands, std::vector<Runs> rows_of_ranks, int shard_length)
-    : shard_length_(shard_length), owners_(owners_of(rows_of_ranks)),
-      shards_(make_shards(bands, std::move(rows_of_ranks), owners_)) {}
 
 Staging::Staging(const Routing& routing, int num_stages, std::span<const int32_t> shares, bool is_by_owner)
     : routing_(routing), num_stages_(num_stages) {

@@ -19,8 +19,6 @@ class Routing {
 public:
     // `token_order` holds the ranks' tokens one after the other, -1 for padding. `bands` are tight.
     Routing(const std::vector<Band>& bands, std::span<const int32_t> token_order, int num_ranks);
-    // The same of the runs of each rank's tokens.
-    Routing(const std::vector<Band>& bands, std::vector<Runs> rows_of_ranks, int shard_length);
 
     int num_ranks() const { return static_cast<int>(shards_.size()); }
 

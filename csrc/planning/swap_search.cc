@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 namespace jaxmagi::planning {
 namespace {
@@ -15,8 +16,9 @@ constexpr int kFarthest = 64;     // pairs of ranks r, r + d with d up to this
 
 class Search {
 public:
-    Search(std::vector<Hand>& hands, const Units& units, const Limits& limits, bool all_pairs)
-        : hands_(hands), units_(units), limits_(limits), all_pairs_(all_pairs), changed_(hands.size(), 1) {
+    // Of all pairs, or if it is asked what may stay, only of those with an area above its limit.
+    Search(std::vector<Hand>& hands, const Units& units, const Limits& limits, MayStay may_stay)
+        : hands_(hands), units_(units), limits_(limits), may_stay_(std::move(may_stay)), changed_(hands.size(), 1) {
         const int num_ranks = static_cast<int>(hands.size());
         checked_.resize(static_cast<size_t>(num_ranks) * std::min(num_ranks, kFarthest));
     }
@@ -57,7 +59,7 @@ private:
     std::vector<Hand>& hands_;
     const Units& units_;
     const Limits& limits_;
-    const bool all_pairs_;  // not only those with an area above its limit
+    const MayStay may_stay_;
     int shift_ = 0;  // cells above the limit that weigh as much as one received row, as a power of two
     int clock_ = 1;
     std::vector<int> changed_, checked_;
@@ -88,7 +90,7 @@ bool Search::sweep() {
         for (int rank = 0; rank + distance < num_ranks; ++rank) {
             const int other = rank + distance;
             int& checked = checked_[static_cast<size_t>(rank) * farthest + distance - 1];
-            const bool is_done = not all_pairs_ or checked >= std::max(changed_[rank], changed_[other]);
+            const bool is_done = may_stay_ or checked >= std::max(changed_[rank], changed_[other]);
             if (is_done and excess_of(rank, other, {}).area == 0)
                 continue;
             if (improve(rank, other)) {
@@ -120,6 +122,11 @@ bool Search::improve(int rank, int other) {
     const int from_a = a.members()[swap->place_a], from_b = b.members()[swap->place_b];
     a.exchange(swap->place_a, from_b);
     b.exchange(swap->place_b, from_a);
+    if (may_stay_ and not may_stay_(rank, other)) {
+        a.exchange(swap->place_a, from_a);
+        b.exchange(swap->place_b, from_b);
+        return false;
+    }
     const int64_t moved_demand = demand_[from_b] - demand_[from_a];
     sent_[rank] += moved_demand;
     sent_[other] -= moved_demand;
@@ -223,11 +230,11 @@ std::vector<int64_t> sent_rows(const std::vector<Hand>& hands, std::span<const i
 }
 
 void reduce_rows(std::vector<Hand>& hands, const Units& units, const Limits& limits) {
-    Search(hands, units, limits, true).run();
+    Search(hands, units, limits, nullptr).run();
 }
 
-void reduce_areas(std::vector<Hand>& hands, const Units& units, const Limits& limits) {
-    Search(hands, units, limits, false).run();
+void reduce_areas(std::vector<Hand>& hands, const Units& units, const Limits& limits, const MayStay& may_stay) {
+    Search(hands, units, limits, may_stay).run();
 }
 
 }  // namespace jaxmagi::planning

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -35,8 +36,11 @@ int64_t num_pairs(int num_ranks);
 // the number of steps is bounded, and nothing but the arguments decides.
 void reduce_rows(std::vector<Hand>& hands, const Units& units, const Limits& limits);
 
-// The same, but looks only at pairs with an area above its limit: for hands that such a search has found, when a few
-// limits have changed.
-void reduce_areas(std::vector<Hand>& hands, const Units& units, const Limits& limits);
+// Whether an exchange between two ranks may stay. May change the limits of both.
+using MayStay = std::function<bool(int rank, int other)>;
+
+// The same, but looks only at pairs with an area above its limit, and takes back what may not stay: for hands that such
+// a search has found.
+void reduce_areas(std::vector<Hand>& hands, const Units& units, const Limits& limits, const MayStay& may_stay);
 
 }  // namespace jaxmagi::planning

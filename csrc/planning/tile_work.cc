@@ -1,69 +1,125 @@
 #include "csrc/planning/tile_work.h"
 
 #include <algorithm>
-#include <cstdint>
-#include <numeric>
+#include <utility>
 
 #include "csrc/mask/tile_count.h"
-#include "csrc/planning/routing.h"
+#include "csrc/planning/shard.h"
 
 namespace jaxmagi::planning {
 namespace {
 
-// The rows of each rank, whose units lie in its shard in ascending order.
-std::vector<Runs> runs_of(const Deal& deal, const Units& units) {
-    std::vector<Runs> rows_of_ranks;
-    for (std::vector<int> members : deal) {
-        std::ranges::sort(members);
-        Runs& runs = rows_of_ranks.emplace_back();
-        int place = 0;
-        for (const int unit : members) {
-            const Range rows = units.rows(unit);
-            if (is_empty(rows))
-                continue;
-            if (not runs.empty() and runs.back().end == rows.begin)
-                runs.back().end = rows.end;
-            else
-                runs.push_back({rows.begin, rows.end, place});
-            place += length_of(rows);
-        }
-    }
-    return rows_of_ranks;
-}
+// What the units of a rank, in ascending order, see of a mask.
+class ShardMaker {
+public:
+    ShardMaker(const Units& units, int mask) : units_(units), mask_(mask) {}
 
-void divide_by_mean(std::vector<double>& work) {
-    const double mean = std::accumulate(work.begin(), work.end(), 0.0) / static_cast<double>(work.size());
-    for (double& share : work)
-        share = mean > 0 ? share / mean : 1;
+    Shard make(std::span<const int> members) {
+        for (const int unit : members)
+            if (const Range rows = units_.rows(unit); not is_empty(rows)) {
+                add_rows(rows);
+                add_pieces(unit);
+            }
+        std::vector<Range> needed;
+        for (const Piece& piece : shard_.pieces)
+            needed.push_back({piece.band.k0, piece.band.k1});
+        shard_.remote = without(union_of(std::move(needed)), shard_.rows);
+        return std::move(shard_);
+    }
+
+private:
+    // Where a piece of the unit before is in the shard.
+    struct Growing {
+        int id;
+        size_t place;
+    };
+
+    void add_rows(Range rows) {
+        if (not shard_.rows.empty() and shard_.rows.back().end == rows.begin) {
+            shard_.rows.back().end = rows.end;
+        } else {
+            shard_.rows.push_back({rows.begin, rows.end, num_rows_});
+            growing_.clear();
+        }
+        num_rows_ += length_of(rows);
+    }
+
+    // Bands go on through neighbours, as one piece.
+    void add_pieces(int unit) {
+        std::vector<Growing> seen;
+        for (const auto& [band, id] : units_.pieces(unit, mask_)) {
+            const auto before = std::ranges::find(growing_, id, &Growing::id);
+            if (before == growing_.end()) {
+                seen.push_back({.id = id, .place = shard_.pieces.size()});
+                shard_.pieces.push_back({.band = band, .run = static_cast<int>(shard_.rows.size()) - 1});
+            } else {
+                seen.push_back(*before);
+                Band& whole = shard_.pieces[before->place].band;
+                whole = {whole.q0, band.q1, std::min(whole.k0, band.k0), std::max(whole.k1, band.k1), band.lo, band.hi};
+            }
+        }
+        growing_ = std::move(seen);
+    }
+
+    const Units& units_;
+    const int mask_;
+    Shard shard_;
+    int num_rows_ = 0;
+    std::vector<Growing> growing_;
+};
+
+// Received keys lie behind the own ones.
+Runs keys_of(const Shard& shard) {
+    Runs keys = shard.rows;
+    const int behind = keys.back().place + keys.back().end - keys.back().begin;
+    for (const Run& run : shard.remote)
+        keys.push_back({run.begin, run.end, run.place + behind});
+    std::ranges::sort(keys, {}, &Run::begin);
+    return keys;
 }
 
 }  // namespace
 
-std::vector<double> shares_of_tiles(std::span<const WeightedMask> masks, const Deal& deal, const Units& units,
-                                    std::span<const TiledPass> passes) {
-    const int num_ranks = static_cast<int>(deal.size());
-    const int shard_length = length_of(units.rows(0)) * static_cast<int>(deal[0].size());
-    const std::vector<Runs> rows_of_ranks = runs_of(deal, units);
-    const int32_t one_transfer[] = {1};
-    std::vector<std::vector<double>> work(passes.size(), std::vector<double>(num_ranks));
-    for (const WeightedMask& mask : masks) {
-        const Routing routing(mask.bands, rows_of_ranks, shard_length);
-        const Staging one_call(routing, 1, one_transfer, false);
-        for (int rank = 0; rank < num_ranks; ++rank) {
-            const std::vector<Band> bands = one_call.bands(rank, 0);
-            for (size_t i = 0; i < passes.size(); ++i) {
-                const TiledPass& pass = passes[i];
-                const TileCount tiles = count_tiles(bands, pass.rows, pass.keys, pass.by_keys);
-                const auto full = static_cast<double>(tiles.full), partial = static_cast<double>(tiles.partial);
-                work[i][rank] += static_cast<double>(mask.weight) * (full + pass.partial_cost * partial);
-            }
+std::vector<double> TileWork::of(std::span<const int> members) const {
+    std::vector<int> ascending(members.begin(), members.end());
+    std::ranges::sort(ascending);
+    std::vector<double> work(passes_.size());
+    for (size_t mask = 0; mask < masks_.size(); ++mask) {
+        const Shard shard = ShardMaker(units_, static_cast<int>(mask)).make(ascending);
+        if (shard.rows.empty())
+            continue;
+        const std::vector<Band> bands = local_bands(shard, keys_of(shard));
+        for (size_t i = 0; i < passes_.size(); ++i) {
+            const TiledPass& pass = passes_[i];
+            const TileCount tiles = count_tiles(bands, pass.rows, pass.keys, pass.by_keys);
+            const auto full = static_cast<double>(tiles.full), partial = static_cast<double>(tiles.partial);
+            work[i] += static_cast<double>(masks_[mask].weight) * (full + pass.partial_cost * partial);
         }
     }
-    std::vector<double> largest(num_ranks);
-    for (auto& shares : work) {
-        divide_by_mean(shares);
-        std::ranges::transform(largest, shares, largest.begin(), std::ranges::max);
+    return work;
+}
+
+TileShares::TileShares(const Deal& deal, const TileWork& work) : work_(work) {
+    std::vector<std::vector<double>> of_ranks;
+    for (const auto& members : deal) {
+        of_ranks.push_back(work.of(members));
+        means_.resize(of_ranks.back().size());
+        for (size_t pass = 0; pass < means_.size(); ++pass)
+            means_[pass] += of_ranks.back()[pass] / static_cast<double>(deal.size());
     }
+    for (const auto& of_rank : of_ranks)
+        shares_.push_back(share(of_rank));
+}
+
+double TileShares::largest() const {
+    return std::ranges::max(shares_);
+}
+
+double TileShares::share(std::span<const double> work) const {
+    double largest = 0;
+    for (size_t pass = 0; pass < work.size(); ++pass)
+        if (means_[pass] > 0)
+            largest = std::max(largest, work[pass] / means_[pass]);
     return largest;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <span>
 #include <vector>
 
@@ -15,9 +16,37 @@ struct TiledPass {
     double partial_cost;  // of a tile with invisible cells, in tiles without
 };
 
-// What each rank computes, in tiles, over the mean of all ranks: the largest of these shares in any pass. The tiles are
-// those of one attention call over all keys of a rank.
-std::vector<double> shares_of_tiles(std::span<const WeightedMask> masks, const Deal& deal, const Units& units,
-                                    std::span<const TiledPass> passes);
+// What ranks compute, in tiles.
+class TileWork {
+public:
+    TileWork(std::span<const WeightedMask> masks, const Units& units, std::span<const TiledPass> passes)
+        : masks_(masks), units_(units), passes_(passes) {}
+
+    // Of one attention call over all keys of a rank with these units: for each pass.
+    std::vector<double> of(std::span<const int> members) const;
+
+private:
+    std::span<const WeightedMask> masks_;
+    const Units& units_;
+    std::span<const TiledPass> passes_;
+};
+
+// The work of each rank over the mean of a deal: the larger share of those of the passes; 0 without any.
+class TileShares {
+public:
+    TileShares(const Deal& deal, const TileWork& work);
+
+    double operator[](int rank) const { return shares_[rank]; }
+    double& operator[](int rank) { return shares_[rank]; }
+    double largest() const;
+    // Of a rank that had these units, if the mean stayed.
+    double of(std::span<const int> members) const { return share(work_.of(members)); }
+
+private:
+    double share(std::span<const double> work) const;
+
+    const TileWork& work_;
+    std::vector<double> means_, shares_;
+};
 
 }  // namespace jaxmagi::planning

@@ -30,7 +30,7 @@ void RangeLists::add(Range range) {
 }
 
 Units::Units(std::span<const WeightedMask> masks, int length, int size, int count)
-    : rows_(count), area_(count), before_(count), behind_(count) {
+    : rows_(count), area_(count), num_masks_(masks.size()), before_(count), behind_(count) {
     std::vector<TileIndex> indices;
     for (const WeightedMask& mask : masks) {
         check_units(mask.bands, size, count);
@@ -40,13 +40,16 @@ Units::Units(std::span<const WeightedMask> masks, int length, int size, int coun
     for (int unit = 0; unit < count; ++unit) {
         rows_[unit] = int64_t{unit} * size < length ? tile_range(unit, size, length) : Range{length, length};
         seen.clear();
-        for (size_t i = 0; i < masks.size(); ++i)
+        for (size_t i = 0; i < masks.size(); ++i) {
             if (unit < indices[i].num_tiles())
                 for (const int id : indices[i].bands_of(unit)) {
                     const Band piece = tighten(crop(masks[i].bands[id], rows_[unit], {0, length}), length, length);
                     area_[unit] += masks[i].weight * jaxmagi::area(piece);
                     seen.push_back({piece.k0, piece.k1});
+                    pieces_.push_back({.band = piece, .id = id});
                 }
+            first_pieces_.push_back(pieces_.size());
+        }
         total_area_ += area_[unit];
         add_keys(seen, rows_[unit]);
         for (const Range& keys : foreign(unit))

@@ -29,6 +29,12 @@ private:
     std::vector<Range> ranges_;
 };
 
+// What a unit sees of a band with this index.
+struct UnitPiece {
+    Band band;  // tight
+    int id;
+};
+
 // What is dealt to ranks: consecutive rows of the sequence, all units of one size, with what they see of the masks:
 // the weighted sum of their cells, and the keys that any of them shows.
 class Units {
@@ -40,6 +46,12 @@ public:
     Range rows(int unit) const { return rows_[unit]; }
     int64_t area(int unit) const { return area_[unit]; }
     int64_t total_area() const { return total_area_; }
+
+    // What its rows see of one of the masks, in the order of its bands.
+    std::span<const UnitPiece> pieces(int unit, int mask) const {
+        const size_t list = static_cast<size_t>(unit) * num_masks_ + mask;
+        return {pieces_.data() + first_pieces_[list], first_pieces_[list + 1] - first_pieces_[list]};
+    }
 
     // The keys that the unit sees outside of its own rows: sorted, disjoint.
     std::span<const Range> foreign(int unit) const { return foreign_[unit]; }
@@ -56,6 +68,9 @@ private:
 
     std::vector<Range> rows_;
     std::vector<int64_t> area_;
+    size_t num_masks_;
+    std::vector<UnitPiece> pieces_;
+    std::vector<size_t> first_pieces_{0};  // of each unit and mask
     RangeLists foreign_, held_;
     std::vector<int> before_, behind_;
     int64_t total_area_ = 0;

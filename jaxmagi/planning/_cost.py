@@ -72,9 +72,9 @@ class CostModel:
             is no multiple of ``num_kv_heads``.
     """
 
-    tflops: float = 680.0
-    backward_tflops: float = 530.0
-    partial_tile_cost: float = 1.1
+    tflops: float = 740.0
+    backward_tflops: float = 545.0
+    partial_tile_cost: float = 2.2
     link_gb_per_second: float = 350.0
     network_gb_per_second: float = 45.0
     ranks_per_host: int = 8

