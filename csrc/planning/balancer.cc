@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <functional>
 #include <utility>
 
 namespace jaxmagi::planning {
@@ -68,12 +69,17 @@ int64_t Balancer::largest_area(const Deal& deal) const {
     return largest;
 }
 
-// Where the searches begin. A deal that is balanced and made of long runs leaves little to find.
+// A balanced deal of long runs, if there is one.
+const Deal* Balancer::balanced_runs() const {
+    for (const Deal* deal : {&contiguous_, &zigzag_})
+        if (largest_area(*deal) <= limit())
+            return deal;
+    return nullptr;
+}
+
+// Where the searches begin otherwise.
 std::vector<Deal> Balancer::first_deals() const {
     const int count = units_.count();
-    for (const Deal& deal : {contiguous_, zigzag_})
-        if (largest_area(deal) <= limit())
-            return {deal};
     if (not can_search())
         return {};
     std::vector<Deal> deals{two_run_deal(units_, num_ranks_, limit(), 1)};
@@ -133,18 +139,25 @@ Deal Balancer::search(const Deal& deal, Quality& quality) const {
 
 Deal Balancer::solve() {
     Deal best;
-    const auto consider = [&](const Deal& first) {
+    const auto consider = [&](const Deal& first, auto is_preferred) {
         Quality quality{};
         Deal deal = search(first, quality);
-        if (quality < found_) {
+        if (is_preferred(quality, found_)) {
             best = std::move(deal);
             found_ = quality;
         }
     };
-    for (const Deal& first : first_deals())
-        consider(first);
+    if (const Deal* runs = balanced_runs()) {
+        // Units that leave runs cost tiles at all new ends.
+        best = *runs;
+        found_ = quality_of(hands_of(best));
+        consider(best, is_better);
+    } else {
+        for (const Deal& first : first_deals())
+            consider(first, std::less{});
+    }
     if (found_.excess > 0 or is_better(quality_of(hands_of(lpt_)), found_))
-        consider(lpt_);
+        consider(lpt_, std::less{});
     return best;
 }
 

@@ -49,6 +49,7 @@ private:
     int64_t accepted() const { return std::max(most_even_, thousandths(allowed_ + kTolerance)); }
     int64_t limit() const { return std::max(most_even_, thousandths(allowed_)); }
     std::vector<int64_t> for_all(int64_t area) const { return std::vector<int64_t>(num_ranks_, area); }
+    const Deal* balanced_runs() const;
     std::vector<Deal> first_deals() const;
     bool can_search() const;
     Limits limits_of(const std::vector<Hand>& hands) const;
