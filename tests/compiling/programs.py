@@ -1,0 +1,177 @@
+"""Compiles a program for four H200s that are not there, and prints the custom calls in it.
+
+    python -m tests.compiling.programs NAME
+
+With XLA's compiler for GPUs on the path (``jax-cuda13-plugin``) that needs no GPU: XLA and the lowering of
+jaxmagi say what they would say on one, at the sizes of a real model. Nothing can run.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+import jaxmagi
+from jaxmagi import GroupCastSpec, attention, context_attention, group_cast, group_reduce, masks, plan_context
+
+TOKENS, HEADS, KV_HEADS = 4096, 64, 8
+AXIS = "context"
+REPLICATED = P()
+
+
+class Program(NamedTuple):
+    """A function on a mesh, and the shapes of its arguments: pytrees of jax.ShapeDtypeStruct."""
+
+    mesh: Mesh
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+def h200s(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType = AxisType.Auto) -> Mesh:
+    """A mesh of devices to compile for."""
+    target = (Path(__file__).parent / "h200.txtpb").read_text()
+    topology = topologies.get_topology_desc(
+        "", platform="cuda", target_config=target, topology=f"1x1x{np.prod(shape)}"
+    )
+    return Mesh(np.array(topology.devices).reshape(shape), names, axis_types=(kind,) * len(shape))
+
+
+def like(tree: Any, mesh: Mesh, spec: P = REPLICATED) -> Any:
+    """The shapes of arrays that are sharded so."""
+    sharding = NamedSharding(mesh, spec)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), np.asarray(leaf).dtype, sharding=sharding), tree
+    )
+
+
+def rows(mesh: Mesh, heads: int, dim: int, spec: P = REPLICATED, *batch: int) -> jax.ShapeDtypeStruct:
+    shape = (*batch, TOKENS, heads, dim)
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+
+def local(dim: int, v_dim: int | None = None, *batch: int, **options: Any) -> Program:
+    """Attention on one GPU and its gradients."""
+    mesh, v_dim = h200s((1,), ("data",)), v_dim or dim
+    operands = [
+        rows(mesh, heads, d, REPLICATED, *batch)
+        for heads, d in ((HEADS, dim), (KV_HEADS, dim), (KV_HEADS, v_dim))
+    ]
+    mask = masks.documents([TOKENS // 2 - 100, TOKENS // 2 + 100])
+
+    def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return attention(query, key, value, mask, **options).astype(jnp.float32).sum()
+
+    return Program(mesh, jax.grad(loss, argnums=(0, 1, 2)), tuple(operands))
+
+
+def collectives(kind: AxisType, implementation: str | None, **options: Any) -> Program:
+    """A cast and a reduction over an axis of a mesh of two, inside of shard_map over both axes."""
+    mesh = h200s((2, 2), ("data", AXIS), kind)
+    spec = GroupCastSpec.from_splits(
+        input_split_sizes=[[60, 4], [64]],
+        dst_ranks=[[[1], [0, 1]], [[0]]],
+        output_split_sizes=[[4, 64], [60, 4]],
+        src_ranks=[[0, 1], [0, 0]],
+    )
+
+    def there_and_back(x: jax.Array, spec: GroupCastSpec) -> jax.Array:
+        given = {"axis_name": AXIS, "implementation": implementation, **options}
+        cast = group_cast(x, spec, **given)
+        return group_reduce(cast, spec, **given)
+
+    both = P(("data", AXIS))
+    run = jax.shard_map(there_and_back, mesh=mesh, in_specs=(both, P()), out_specs=both)
+    x = np.zeros((4 * spec.input_rows, KV_HEADS, 128), np.float32)
+    return Program(mesh, run, (like(x, mesh, both), like(spec, mesh)))
+
+
+def collectives_beside_an_auto_axis() -> Program:
+    """The batch is sharded over an axis that shard_map leaves to the compiler."""
+    mesh = h200s((2, 2), ("data", AXIS))
+    spec = GroupCastSpec.from_splits([[64], [64]], [[[1]], [[0]]], [[64], [64]], [[1], [0]])
+
+    def local_cast(x: jax.Array, spec: GroupCastSpec) -> jax.Array:
+        return jax.vmap(lambda one: group_cast(one, spec, axis_name=AXIS))(x)
+
+    run = jax.shard_map(
+        local_cast, mesh=mesh, in_specs=(P(None, AXIS), P()), out_specs=P(None, AXIS), axis_names={AXIS}
+    )
+    x = np.zeros((2, 2 * spec.input_rows, KV_HEADS, 128), np.float32)
+    return Program(mesh, run, (like(x, mesh, P("data", AXIS)), like(spec, mesh)))
+
+
+def context(num_stages: int, *, layers: int = 1) -> Program:
+    """Context parallelism over four GPUs and its gradients, in a scan over rematerialised layers."""
+    mesh = h200s((4,), (AXIS,))
+    plan = plan_context(masks.documents([TOKENS - 1000, 1000]), 4, num_stages=num_stages)
+    operands = [rows(mesh, heads, 128, P(AXIS)) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+    def loss(query: jax.Array, key: jax.Array, value: jax.Array, plan: Any) -> jax.Array:
+        @jax.checkpoint
+        def layer(query: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return context_attention(query, key, value, plan, axis_name=AXIS), None
+
+        query, _ = jax.lax.scan(layer, query, length=layers)
+        return jax.lax.psum(query.astype(jnp.float32).sum(), AXIS)
+
+    def run(*operands: Any) -> Any:
+        specs = (P(AXIS), P(AXIS), P(AXIS), P())
+        mapped = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P())
+        return jax.grad(mapped, argnums=(0, 1, 2))(*operands)
+
+    return Program(mesh, run, (*operands, like(plan, mesh)))
+
+
+def flax_layer() -> Program:
+    """The README's five lines, and the gradients of the parameters."""
+    mesh = h200s((2, 2), ("data", AXIS))
+    layer = nnx.MultiHeadAttention(
+        HEADS, 2048, dtype=jnp.bfloat16, attention_fn=jaxmagi.nn.attention_fn, decode=False, rngs=nnx.Rngs(0)
+    )
+    graph, state = nnx.split(layer)
+    plan = plan_context(masks.causal(TOKENS), 2, num_stages=2)
+
+    def loss(state: Any, x: jax.Array, plan: Any) -> jax.Array:
+        return nnx.merge(graph, state)(x, mask=plan).astype(jnp.float32).sum()
+
+    x = np.zeros((2, TOKENS, 2048), np.float32)
+    operands = like(state, mesh), like(x, mesh, P("data", AXIS)), like(plan, mesh)
+    return Program(mesh, jax.grad(loss), operands)
+
+
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    "attention 64": lambda: local(64),
+    "attention 96, deterministic": lambda: local(96, deterministic=True),
+    "attention 128, batch": lambda: local(128, None, 2),
+    "attention 192 and 128, capped": lambda: local(192, 128, logits_soft_cap=30.0),
+    "attention 256": lambda: local(256),
+    "native collectives, Auto": lambda: collectives(AxisType.Auto, "native"),
+    "native collectives, Explicit": lambda: collectives(AxisType.Explicit, "native"),
+    "collectives by NCCL": lambda: collectives(AxisType.Explicit, "nccl"),
+    "collectives of hosts with one rank": lambda: collectives(AxisType.Auto, None, ranks_per_host=1),
+    "collectives beside an Auto axis": collectives_beside_an_auto_axis,
+    "context, one stage": lambda: context(1),
+    "context, three stages, two layers": lambda: context(3, layers=2),
+    "flax": flax_layer,
+}
+
+
+def custom_calls(name: str) -> list[str]:
+    """The targets of all custom calls of jaxmagi in the compiled program."""
+    mesh, function, arguments = PROGRAMS[name]()
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(function).lower(*arguments).compile().as_text()
+    assert compiled is not None
+    return re.findall(r'custom_call_target="(jaxmagi\w+)"', compiled)
+
+
+if __name__ == "__main__":
+    print(*custom_calls(sys.argv[1]), sep="\n")

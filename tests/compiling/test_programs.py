@@ -1,0 +1,48 @@
+"""Programs compile for GPUs on a machine without any, with our custom calls where they should be."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+COMPILER = ROOT / "build" / "gpu_compiler"
+
+PLAN, FORWARD, BACKWARD = (f"jaxmagi_attention_{name}" for name in ("plan", "forward", "backward"))
+CAST, REDUCE = "jaxmagi_group_cast", "jaxmagi_group_reduce"
+
+LOCAL = {PLAN: 2, FORWARD: 1, BACKWARD: 1}
+EXPECTED = {
+    "attention 64": LOCAL,
+    "attention 96, deterministic": LOCAL,
+    "attention 128, batch": LOCAL,
+    "attention 192 and 128, capped": LOCAL,
+    "attention 256": LOCAL,
+    "native collectives, Auto": {CAST: 1, REDUCE: 1},
+    "native collectives, Explicit": {CAST: 1, REDUCE: 1},
+    "collectives by NCCL": {CAST: 1, REDUCE: 1},
+    "collectives of hosts with one rank": {CAST: 1, REDUCE: 1},
+    "collectives beside an Auto axis": {CAST: 1},
+    "context, one stage": {PLAN: 2, FORWARD: 1, BACKWARD: 1, CAST: 1, REDUCE: 1},
+    # Rematerialised: the forward pass comes twice, with a transfer for each stage but one.
+    "context, three stages, two layers": {PLAN: 9, FORWARD: 6, BACKWARD: 3, CAST: 4, REDUCE: 2},
+    "flax": {PLAN: 4, FORWARD: 2, BACKWARD: 2, CAST: 1, REDUCE: 1},
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_program_compiles(name: str) -> None:
+    if not COMPILER.is_dir():
+        pytest.skip(f"needs XLA's compiler for GPUs in {COMPILER.relative_to(ROOT)}: .ci/run installs it")
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(COMPILER)]),
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # which would look for the libraries of a GPU
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # which would run kernels
+    }
+    command = [sys.executable, "-m", "tests.compiling.programs", name]
+    run = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr
+    assert Counter(run.stdout.split()) == EXPECTED[name]
