@@ -40,6 +40,9 @@ jaxmagi_add_module(
   xla_ffi/module_cpu.cc
   xla_ffi/planning.cc)
 
+# Plans are made on every host, and have to be the same ones: no compiler may fuse a product into a sum.
+target_compile_options(_cpu PRIVATE -ffp-contract=off)
+
 jaxmagi_add_kernels(generic)
 if(jaxmagi_baseline)
   target_compile_definitions(_cpu PRIVATE JAXMAGI_X86_DISPATCH)

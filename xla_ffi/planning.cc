@@ -113,7 +113,8 @@ Array<int64_t> tile_counts(Table<6> bands, Ints groups, int rows, int keys, bool
         std::vector<TileCount> counts;
         for (const int32_t count : to_span(groups)) {
             if (count < 0 or static_cast<size_t>(count) > rest.size())
-                throw std::invalid_argument("groups have more bands than there are: " + std::to_string(bands.shape(0)));
+                throw std::invalid_argument("groups must have 0 bands or more, all together at most " +
+                                            std::to_string(bands.shape(0)) + ", but one has " + std::to_string(count));
             counts.push_back(count_tiles(rest.first(count), rows, keys, by_keys));
             rest = rest.subspan(count);
         }

@@ -14,7 +14,7 @@ namespace jaxmagi::planning {
 namespace {
 
 constexpr int kFewestGroups = 8, kMostGroups = 16;
-constexpr int kFewUnits = 256;  // of which halves take little time
+constexpr int kFewToHalve = 256;  // units, of which the halves take little time
 constexpr int64_t kMostCells = int64_t{1} << 60;  // of a time in cells, so that it stays within 64 bits
 
 // How many of a rank's chunks to deal as one: as few as leave 8 to 16 groups, or 1.
@@ -64,7 +64,7 @@ SizedDeal deal_units(std::span<const WeightedMask> masks, int length, int num_ra
                 received = is_balanced ? balancer.received() : INT64_MAX;
             }
             const bool is_once_more = is_first and balancer.is_nearly_balanced() and
-                                      (unit > chunks.usual or units.count() <= kFewUnits);
+                                      (unit > chunks.usual or units.count() <= kFewToHalve);
             if (next == 0 or (is_balanced and not is_once_more))
                 return best;
         }

@@ -20,12 +20,13 @@ struct ChunkSizes {
 //
 // Many small chunks give a search too many ways to scatter what belongs together, and cost time. So groups of adjacent
 // chunks are dealt first, 8 to 16 per rank if a rank's number of chunks has such a divisor. Smaller groups follow only
-// while the largest area of a rank is too large, or once if neighbours nearly balance and moving little would do; behind
-// single chunks halves of them, if they are not too small. The number of owners tells what was dealt.
+// while the largest area of a rank is too large, or once if neighbours nearly balance and moving little would do;
+// behind single chunks halves of them, if they are not too small. The number of owners tells what was dealt.
 //
-// Of several deals, chunks dealt largest first among them, it takes the one with the shortest time of the slowest rank,
-// if a row that travels takes each layer as long as `cells_per_row` cells; with 0 the one with the fewest rows. The
-// time is that of cells, but kernels compute whole tiles: a rank with too many in one of the passes gets less area.
+// Balanced deals of contiguous or zigzag chunks stay unless a search makes the time a percent shorter. Of several others,
+// chunks dealt largest first among them, it takes the one with the shortest time of the slowest rank, if a row that
+// travels takes each layer as long as `cells_per_row` cells; with 0 the one with the fewest rows. The time is that of
+// cells, but kernels compute whole tiles: a rank with too many in one of the passes then gets less area.
 std::vector<int> balanced_owners(std::span<const WeightedMask> masks, int length, int num_ranks, ChunkSizes chunks,
                                  int64_t cells_per_row, std::span<const TiledPass> passes);
 

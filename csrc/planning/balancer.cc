@@ -19,7 +19,8 @@ constexpr int64_t kMostRuns = int64_t{1} << 28;   // ranks times units, for a de
 constexpr int kTight = 1005, kLoose = 1008, kLooser = 22, kFewRanks = 8, kManyRanks = 1024;
 constexpr int kNearlyBalanced = 1500;
 constexpr int kTileTolerance = 3;   // of tiles, instead of areas
-constexpr int kAreaTolerance = 10;  // of areas with few tiles
+constexpr int kAreaTolerance = 15;  // of areas with few tiles
+constexpr int64_t kMostPieces = int64_t{1} << 19;  // of bands, whose tiles are counted
 
 int loose_limit(int num_ranks) {
     const auto ranks = static_cast<unsigned>(std::clamp(num_ranks, kFewRanks, kManyRanks));
@@ -48,12 +49,12 @@ Balancer::Balancer(const Units& units, int num_ranks, int64_t cells_per_row)
       contiguous_(contiguous_deal(units.count(), num_ranks)),
       zigzag_(zigzag_deal(units.count(), num_ranks)),
       lpt_(largest_first_deal(units, num_ranks)),
-      most_even_(largest_area(lpt_)),
+      by_runs_(std::min(largest_area(contiguous_), largest_area(zigzag_))),
+      most_even_(std::min(largest_area(lpt_), by_runs_)),
       allowed_(kTight) {
-    const int64_t by_runs = std::min(largest_area(contiguous_), largest_area(zigzag_));
-    if (by_runs <= limit() or not can_search())
+    if (by_runs_ <= limit() or not can_search())
         return;
-    is_nearly_balanced_ = by_runs <= thousandths(kNearlyBalanced);
+    is_nearly_balanced_ = by_runs_ <= thousandths(kNearlyBalanced);
     if (not is_nearly_balanced_)
         allowed_ = loose_limit(num_ranks);
 }
@@ -170,12 +171,16 @@ Deal Balancer::even_tiles(const Deal& deal, const TileWork& work) {
     Limits limits = limits_of(hands);
     const int64_t most_area = std::max(most_even_, thousandths(allowed_ + kAreaTolerance));
     const auto limit_area = [&](int rank) {
-        const double area = static_cast<double>(hands[rank].area()) * limit / shares[rank];
-        limits.areas[rank] = std::min(most_area, static_cast<int64_t>(area));
+        const double most = static_cast<double>(most_area), area = static_cast<double>(hands[rank].area()) * limit;
+        limits.areas[rank] = area < most * shares[rank] ? static_cast<int64_t>(area / shares[rank]) : most_area;
     };
     for (int rank = 0; rank < num_ranks_; ++rank)
         limit_area(rank);
+    int64_t left = kMostPieces;
     reduce_areas(hands, units_, limits, [&](int rank, int other) {
+        left -= work.num_pieces(hands[rank].members()) + work.num_pieces(hands[other].members());
+        if (left < 0 or std::max(hands[rank].area(), hands[other].area()) > most_area)
+            return false;
         const double least = std::max(shares[rank], shares[other]);
         const auto [fewer, more] = std::minmax(rank, other, [&](int a, int b) { return shares[a] < shares[b]; });
         const double share = shares.of(hands[fewer].members());  // the one that is likely to become too large

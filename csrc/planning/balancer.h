@@ -34,7 +34,7 @@ public:
 
     Deal solve();
     // Goes on from a balanced deal where ranks have too many tiles for their areas: these give area to others, by
-    // exchanges after which the larger of two ranks has fewer tiles.
+    // exchanges after which the larger of two ranks has a smaller share of the tiles.
     Deal even_tiles(const Deal& deal, const TileWork& work);
 
     // Of what was found.
@@ -62,7 +62,8 @@ private:
     const int64_t cells_per_row_;
     const int64_t mean_;
     const Deal contiguous_, zigzag_, lpt_;
-    const int64_t most_even_;  // the largest area of a rank in the last
+    const int64_t by_runs_;    // the largest area of a rank in one of the first two
+    const int64_t most_even_;  // in one of the three
     int allowed_;              // largest over mean area, in thousandths
     bool is_nearly_balanced_ = false;
     Quality found_{.excess = INT64_MAX, .time = INT64_MAX, .received = INT64_MAX};

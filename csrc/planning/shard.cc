@@ -20,13 +20,6 @@ Band crop_keys(const Band& band, const Run& keys) {
     return crop(band, {0, kUnbounded}, {keys.begin, keys.end});
 }
 
-void find_remote(Shard& shard) {
-    std::vector<Range> needed;
-    for (const Piece& piece : shard.pieces)
-        needed.push_back(keys_of(piece));
-    shard.remote = without(union_of(std::move(needed)), shard.rows);
-}
-
 int shifted_limit(int limit, int64_t distance) {
     if (limit <= -kUnbounded or limit >= kUnbounded)
         return limit;
@@ -102,6 +95,13 @@ std::vector<OwnedRun> owned_runs(const Shard& shard, int rank, int num_ranks, co
 }
 
 }  // namespace
+
+void find_remote(Shard& shard) {
+    std::vector<Range> needed;
+    for (const Piece& piece : shard.pieces)
+        needed.push_back(keys_of(piece));
+    shard.remote = without(union_of(std::move(needed)), shard.rows);
+}
 
 std::vector<Shard> make_shards(const std::vector<Band>& bands, std::vector<Runs> rows_of_ranks, const Owners& owners) {
     std::vector<Shard> shards(rows_of_ranks.size());

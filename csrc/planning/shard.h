@@ -27,6 +27,9 @@ struct Shard {
 // The shards of ranks that own these rows (`owners` says the same the other way round). `bands` are tight.
 std::vector<Shard> make_shards(const std::vector<Band>& bands, std::vector<Runs> rows_of_ranks, const Owners& owners);
 
+// Sets the remote keys of a shard that has rows and pieces.
+void find_remote(Shard& shard);
+
 // The remote keys in consecutive parts whose numbers of visible cells are nearly as the shares, which are positive.
 std::vector<Runs> split_remote(const Shard& shard, std::span<const int32_t> shares);
 

@@ -20,10 +20,7 @@ public:
                 add_rows(rows);
                 add_pieces(unit);
             }
-        std::vector<Range> needed;
-        for (const Piece& piece : shard_.pieces)
-            needed.push_back({piece.band.k0, piece.band.k1});
-        shard_.remote = without(union_of(std::move(needed)), shard_.rows);
+        find_remote(shard_);
         return std::move(shard_);
     }
 
@@ -48,8 +45,8 @@ private:
     void add_pieces(int unit) {
         std::vector<Growing> seen;
         for (const auto& [band, id] : units_.pieces(unit, mask_)) {
-            const auto before = std::ranges::find(growing_, id, &Growing::id);
-            if (before == growing_.end()) {
+            const auto before = std::ranges::lower_bound(growing_, id, {}, &Growing::id);
+            if (before == growing_.end() or before->id != id) {
                 seen.push_back({.id = id, .place = shard_.pieces.size()});
                 shard_.pieces.push_back({.band = band, .run = static_cast<int>(shard_.rows.size()) - 1});
             } else {
@@ -97,6 +94,14 @@ std::vector<double> TileWork::of(std::span<const int> members) const {
         }
     }
     return work;
+}
+
+int64_t TileWork::num_pieces(std::span<const int> members) const {
+    int64_t pieces = 0;
+    for (size_t mask = 0; mask < masks_.size(); ++mask)
+        for (const int unit : members)
+            pieces += std::ssize(units_.pieces(unit, static_cast<int>(mask)));
+    return pieces;
 }
 
 TileShares::TileShares(const Deal& deal, const TileWork& work) : work_(work) {

@@ -24,6 +24,8 @@ public:
 
     // Of one attention call over all keys of a rank with these units: for each pass.
     std::vector<double> of(std::span<const int> members) const;
+    // How long that takes: the parts of bands that these units see.
+    int64_t num_pieces(std::span<const int> members) const;
 
 private:
     std::span<const WeightedMask> masks_;

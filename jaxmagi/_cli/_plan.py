@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     _require("rich", "plan", "cli")
     if options.out is not None:
         _require("matplotlib", "--out", "plot")
-    cost = cost_of(options, read_cost(options.cost) if options.cost else CostModel())
+    cost = cost_of(options, CostModel() if options.cost is None else read_cost(options.cost))
     mask = mask_of(options)
     if not mask.q_len:
         raise ValueError(f"--mask {options.mask} has 0 tokens")

@@ -44,8 +44,9 @@ class CostModel:
 
     The defaults are those of hosts with eight H100 or H200, NVLink and a 400 Gb/s network card for each GPU,
     and of a layer with 64 query heads, 8 key heads and head dimension 128 in bfloat16. The speeds of
-    attention and of NVLink were measured on an H200 (docs/performance.md); those of the network were not.
-    `jaxmagi.calibrate` measures those of other machines. Only ratios matter to the planner.
+    attention, the cost of partial tiles (between those of the two passes) and the speed of NVLink fit what
+    was measured on an H200 (docs/performance.md); that of the network was not measured. `jaxmagi.calibrate`
+    measures those of other machines. Only ratios matter to the planner.
 
     A kernel works in tiles, so work is counted in whole tiles of the kernels for compute capability 9.0.
     Ranks with consecutive numbers share a host; their links work beside those between hosts.

@@ -55,15 +55,15 @@ def plan_context(
             groups of chunks per rank are dealt instead, if a rank's number of chunks has such a divisor, and
             else smaller groups. The time of the search for few rows grows with the square of the number of
             groups per rank; none is made for very many of them (thousands with 8 ranks, hundreds with 64).
-        layout: ``"balanced"`` deals chunks so that the areas of ranks differ little and few rows travel: the
-            largest area is at most 1 % above the mean (4.7 % with many ranks and masks like packed documents)
-            if chunks are small enough for that. Kernels compute whole tiles: ranks with too many for their
-            area get less of it. ``"zigzag"`` cuts the sequence into ``2 * cp_size`` chunks
-            and gives rank ``r`` the ``r``-th from either end. ``"contiguous"`` gives rank ``r`` the ``r``-th
-            of ``cp_size`` chunks. Or integers ``[T_padded]``, the global index of the token at each position
-            (-1 for padding), ranks one after the other: the ``token_order`` of another plan, or an order of
-            your own (in runs of consecutive tokens that are not too short: each rank's mask is cut at the
-            ends of runs).
+        layout: ``"balanced"`` deals chunks so that ranks compute about as much and few rows travel. The
+            largest area is at most 0.7 % above the mean, or 1 % (8 ranks) to 6 % (1024) with masks like
+            packed documents, if chunks are small enough for that; and 1.3 points more where kernels, which
+            compute whole tiles, have more equal work then. ``"zigzag"`` cuts the sequence into
+            ``2 * cp_size`` chunks and gives rank ``r`` the ``r``-th from either end.
+            ``"contiguous"`` gives rank ``r`` the ``r``-th of ``cp_size`` chunks. Or integers ``[T_padded]``,
+            the global index of the token at each position (-1 for padding), ranks one after the other: the
+            ``token_order`` of another plan, or an order of your own (in runs of consecutive tokens that are
+            not too short: each rank's mask is cut at the ends of runs).
         num_stages: attention calls of a rank (see `jaxmagi.ContextPlan`). ``"auto"`` takes, for the forward
             and for the backward pass, the number from 1 to 4 with the smallest time that ``cost`` predicts,
             the smaller one of equals; with a plan's ``capacity``, the numbers of that plan. They are part of

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from .programs import PROGRAMS
+
 ROOT = Path(__file__).parent.parent.parent
 COMPILER = ROOT / "build" / "gpu_compiler"
 
@@ -31,6 +33,10 @@ EXPECTED = {
     "context, three stages, two layers": {PLAN: 9, FORWARD: 6, BACKWARD: 3, CAST: 4, REDUCE: 2},
     "flax": {PLAN: 4, FORWARD: 2, BACKWARD: 2, CAST: 1, REDUCE: 1},
 }
+
+
+def test_all_programs_are_expected() -> None:
+    assert EXPECTED.keys() == PROGRAMS.keys()
 
 
 @pytest.mark.parametrize("name", EXPECTED)

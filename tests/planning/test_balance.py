@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from jaxmagi import AttnMask, masks
 from jaxmagi.masks import geometry
+from jaxmagi.masks.geometry import UNBOUNDED
 from jaxmagi.planning import CostModel, plan_context
 from jaxmagi.planning._balance import WeightedBands, balanced_owners
 
@@ -155,9 +156,39 @@ def test_even_masks_are_balanced(mask: AttnMask) -> None:
 
 @pytest.mark.parametrize(("length", "cp_size", "imbalance"), [(1 << 17, 8, 1.015), (1 << 20, 64, 1.05)])
 def test_documents_are_balanced_in_tiles(length: int, cp_size: int, imbalance: float) -> None:
-    """By areas alone it is 1.019 and 1.057: whose documents are short has more partial tiles."""
+    """By areas alone it is 1.038 and 1.075: whose documents are short has more partial tiles."""
     report = plan_context(masks.documents(document_lengths(length)), cp_size, chunk_size=512).report()
     assert max(report.work_imbalance, report.backward_work_imbalance) <= imbalance
+
+
+@pytest.mark.parametrize(
+    ("cp_size", "area", "work"), [(4, 1.0231, 1.05), (8, 1.0231, 1.03), (16, 1.0301, 1.03)]
+)
+def test_areas_make_up_for_tiles_within_limits(cp_size: int, area: float, work: float) -> None:
+    """Of twenty sets of documents; by areas alone the work is up to 1.07 of the mean."""
+    for seed in range(20):
+        mask = masks.documents(document_lengths(cp_size * 16384, seed))
+        report = plan_context(mask, cp_size, num_stages=1).report()
+        assert report.imbalance <= area
+        assert max(report.work_imbalance, report.backward_work_imbalance) <= work
+
+
+@pytest.mark.parametrize("seed", [1, 10, 18, 40])
+def test_rank_that_sees_nothing(seed: int) -> None:
+    """63 of 64 ranks may have all areas, where the limit is high and few chunks see anything."""
+    rng, cp_size, chunk, count = np.random.default_rng(seed), 64, 16, 1024
+    seen = int(count * rng.uniform(0.1, 0.6))
+    begin, width = (count // 4 + np.arange(seen)) * chunk, rng.integers(1, 1000, seen)
+    first = np.maximum(0, begin - width)
+    limits = np.full((2, seen), UNBOUNDED) * [[-1], [1]]
+    bands = np.stack([begin, begin + chunk, first, first + width, *limits], axis=1).astype(np.int32)
+    areas = chunk_areas(bands, chunk, count)
+    by_area, by_tiles = (
+        load(balanced_owners([WeightedBands(bands, 1)], count * chunk, cp_size, chunk, cost), areas, cp_size)
+        for cost in (None, CostModel())
+    )
+    assert by_area.min() == 0 and by_area.max() <= 1.032 * by_area.mean()
+    assert by_tiles.max() <= 1.045 * by_tiles.mean()
 
 
 @pytest.mark.parametrize("chunk", [512, 256])
@@ -184,9 +215,7 @@ def test_chunks_are_halved_where_windows_need_it(cp_size: int, window: int) -> N
     assert len(usual) == 16 * cp_size
     loads = load(usual, chunk_areas(bands, 1024, len(usual)), cp_size)
     assert loads.max() > 1.015 * loads.mean()
-    plan = plan_context(mask, cp_size, num_stages=1)
-    np.testing.assert_array_equal(np.unique(plan.token_order[::chunk] % chunk), 0)
-    assert plan.report().imbalance <= 1.01
+    assert plan_context(mask, cp_size, num_stages=1).report().imbalance <= 1.01
 
 
 def test_threads_find_the_same() -> None:
@@ -223,7 +252,7 @@ def test_owners_by_cost_are_the_same_on_every_host() -> None:
     owners = [balanced_owners([each], 1 << 18, 16, 512, CostModel()) for each in masked]
     by_area = [owners_of(each.bands, 1 << 18, 16, 512) for each in masked]
     assert sum((one != other).any() for one, other in zip(owners, by_area, strict=True)) > 30
-    assert digest_of(owners) == "0fedcdc2f70fa11baac81fb9f6a52c0510184322ceb4ea857eca9dafab3aaefa"
+    assert digest_of(owners) == "a8b76ab0d44ee831d91e3839bd38c33250d99a3792600031cf8a0546b00469ac"
 
 
 def test_extension_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
