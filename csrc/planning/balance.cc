@@ -48,7 +48,7 @@ struct SizedDeal {
 SizedDeal deal_units(std::span<const WeightedMask> masks, int length, int num_ranks, int shard, ChunkSizes chunks,
                      int64_t cells_per_row, std::span<const TiledPass> passes) {
     SizedDeal best;
-    int64_t received = INT64_MAX;  // of the best, if it is balanced
+    int64_t received = INT64_MAX, time = INT64_MAX;  // of the best: the first only if it is balanced
     int unit = chunks.usual * group_size(shard / chunks.usual);
     for (bool is_first = true;; is_first = false) {
         const int next = smaller_unit(unit, chunks.usual, chunks.least);
@@ -62,11 +62,15 @@ SizedDeal deal_units(std::span<const WeightedMask> masks, int length, int num_ra
             if (received == INT64_MAX or (is_balanced and balancer.received() < received)) {
                 best = {.deal = std::move(deal), .unit = unit};
                 received = is_balanced ? balancer.received() : INT64_MAX;
+                time = balancer.time();
             }
             const bool is_once_more = is_first and balancer.is_nearly_balanced() and
                                       (unit > chunks.usual or units.count() <= kFewToHalve);
-            if (next == 0 or (is_balanced and not is_once_more))
+            if (next == 0 or (is_balanced and not is_once_more)) {
+                if (Deal runs = balancer.shorter_runs(time); not runs.empty())
+                    best = {.deal = std::move(runs), .unit = unit};
                 return best;
+            }
         }
         unit = next;
     }

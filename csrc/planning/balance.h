@@ -23,7 +23,8 @@ struct ChunkSizes {
 // while the largest area of a rank is too large, or once if neighbours nearly balance and moving little would do;
 // behind single chunks halves of them, if they are not too small. The number of owners tells what was dealt.
 //
-// Balanced deals of contiguous or zigzag chunks stay unless a search makes the time a percent shorter. Of several others,
+// Balanced deals of contiguous or zigzag chunks stay unless a search makes the time a percent shorter, nearly even
+// ones if it does not make it shorter at all. Of several others,
 // chunks dealt largest first among them, it takes the one with the shortest time of the slowest rank, if a row that
 // travels takes each layer as long as `cells_per_row` cells; with 0 the one with the fewest rows. The time is that of
 // cells, but kernels compute whole tiles: a rank with too many in one of the passes then gets less area.

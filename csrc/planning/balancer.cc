@@ -16,15 +16,16 @@ constexpr int64_t kMostRuns = int64_t{1} << 28;   // ranks times units, for a de
 // Largest over mean area, in thousandths. Where contiguous or zigzag units are nearly balanced, moving little makes
 // areas equal. Elsewhere area is what makes keys travel, and the more ranks there are, the more an area above the mean
 // saves: kLooser for every eightfold number of them.
-constexpr int kTight = 1005, kLoose = 1008, kLooser = 22, kFewRanks = 8, kManyRanks = 1024;
+constexpr int kTight = 1008, kLooser = 22, kFewRanks = 8, kManyRanks = 1024;
 constexpr int kNearlyBalanced = 1500;
+constexpr int kMostOfRuns = 1025;  // where neighbours stay together and that takes less time
 constexpr int kTileTolerance = 3;   // of tiles, instead of areas
 constexpr int kAreaTolerance = 15;  // of areas with few tiles
 constexpr int64_t kMostPieces = int64_t{1} << 19;  // of bands, whose tiles are counted
 
 int loose_limit(int num_ranks) {
     const auto ranks = static_cast<unsigned>(std::clamp(num_ranks, kFewRanks, kManyRanks));
-    return kLoose + kLooser * (std::bit_width(ranks / kFewRanks) - 1) / 3;
+    return kTight + kLooser * (std::bit_width(ranks / kFewRanks) - 1) / 3;
 }
 
 // Whether a deal is worth a search of its own: for less than a percent of the time it is not.
@@ -160,6 +161,19 @@ Deal Balancer::solve() {
     if (found_.excess > 0 or is_better(quality_of(hands_of(lpt_)), found_))
         consider(lpt_, std::less{});
     return best;
+}
+
+Deal Balancer::shorter_runs(int64_t time) const {
+    Deal shortest;
+    for (const Deal* runs : {&contiguous_, &zigzag_}) {
+        if (largest_area(*runs) > thousandths(kMostOfRuns))
+            continue;
+        if (const int64_t of_runs = quality_of(hands_of(*runs)).time; of_runs < time) {
+            shortest = *runs;
+            time = of_runs;
+        }
+    }
+    return shortest;
 }
 
 Deal Balancer::even_tiles(const Deal& deal, const TileWork& work) {

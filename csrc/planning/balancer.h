@@ -40,6 +40,10 @@ public:
     // Of what was found.
     bool is_balanced() const { return found_.excess == 0 and can_balance(); }
     int64_t received() const { return found_.received; }
+    int64_t time() const { return found_.time; }
+
+    // Contiguous or zigzag units, if they are nearly even and take less time than that; else nothing.
+    Deal shorter_runs(int64_t time) const;
 
 private:
     static constexpr int kTolerance = 2;  // thousandths beyond the limit, if no other deal is within

@@ -32,11 +32,12 @@ def balanced_owners(
 ) -> np.ndarray:
     """The rank of each chunk: int32 ``[n]``, ``n`` a multiple of ``cp_size`` (the last may be padding).
 
-    The largest area of a rank is at most 0.7 % above the mean (where areas differ much along the sequence 1 %
-    for up to 15 ranks, rising to 6.1 % from 1024 on), or that of chunks dealt largest first (LPT, Graham
-    1969) where that is larger. With a model of the machine, it may be 1.3 points more where that makes the
-    tiles of the kernels more equal, the slowest rank taking about as long as with LPT of the same groups of
-    chunks, or less; without, at most as many rows are received. ``csrc/planning/balance.h`` says how.
+    The largest area of a rank is at most 1 % above the mean (6.1 % with 1024 ranks or more where areas differ
+    much along the sequence), or that of chunks dealt largest first (LPT, Graham 1969) where that is larger;
+    and then at most as many rows are received. With a model of the machine it may be 1.3 points more where
+    that makes the tiles of the kernels more equal, and 2.5 % where neighbours stay together and that takes
+    less time; the slowest rank takes about as long as with LPT of the same groups of chunks, or less.
+    ``csrc/planning/balance.h`` says how.
 
     Several masks count by their weights. The rows that a rank receives are those that any of them asks for,
     and take the time of those of the mask with the largest area.

@@ -84,7 +84,7 @@ def test_no_swap_of_two_chunks_helps(seed: int) -> None:
     areas, needed = chunk_areas(bands, chunk, len(owner)), needs(bands, length, chunk, len(owner))
     rows = received_rows(owner, needed, chunk, cp_size)
     lpt = load(largest_first_owners(areas, cp_size), areas, cp_size).max()
-    limit = max(lpt, int(areas.sum()) // cp_size * 1005 // 1000)
+    limit = max(lpt, int(areas.sum()) // cp_size * 1008 // 1000)
     for a, b in itertools.combinations(range(len(owner)), 2):
         if owner[a] == owner[b]:
             continue
@@ -243,7 +243,7 @@ def digest_of(owners: Iterable[np.ndarray]) -> str:
 
 def test_owners_are_the_same_on_every_host() -> None:
     owners = (owners_of(*random_case(seed)) for seed in range(200))
-    assert digest_of(owners) == "85a0bf6e1f700b9358adb1908b26f403d2e5fa01d8fd5aa56280746ffbb52a92"
+    assert digest_of(owners) == "9289dc0771c348f95a82456d9f7f81f2d3401323b9b9ead6ce93b828fdca06e8"
 
 
 def test_owners_by_cost_are_the_same_on_every_host() -> None:
