@@ -24,16 +24,11 @@ Staging::Staging(const Routing& routing, int num_stages, std::span<const int32_t
     }
 }
 
-// In one call the received keys lie behind the own ones.
 Runs Staging::keys(int rank, int stage) const {
     const Runs& own = routing_.shards_[rank].rows;
     if (num_stages_ > 1)
         return stage == 0 ? own : received_[rank][stage - 1];
-    Runs all = own;
-    for (const Run& run : received_[rank][0])
-        all.push_back({run.begin, run.end, run.place + routing_.shard_length_});
-    std::ranges::sort(all, {}, &Run::begin);
-    return all;
+    return keys_of_one_call(own, received_[rank][0], routing_.shard_length_);
 }
 
 std::vector<const Runs*> Staging::parts(int transfer) const {

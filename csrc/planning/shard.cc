@@ -183,6 +183,14 @@ std::vector<Runs> split_remote_by_owner(const Shard& shard, int rank, int num_ra
     return split;
 }
 
+Runs keys_of_one_call(const Runs& own, const Runs& received, int behind) {
+    Runs keys = own;
+    for (const Run& run : received)
+        keys.push_back({run.begin, run.end, run.place + behind});
+    std::ranges::sort(keys, {}, &Run::begin);
+    return keys;
+}
+
 std::vector<Band> local_bands(const Shard& shard, const Runs& keys) {
     check_meetings(shard.pieces | std::views::transform(keys_of), keys);
     std::vector<Band> bands;

@@ -38,6 +38,9 @@ std::vector<Runs> split_remote(const Shard& shard, std::span<const int32_t> shar
 std::vector<Runs> split_remote_by_owner(const Shard& shard, int rank, int num_ranks, const Owners& owners,
                                         std::span<const int32_t> shares);
 
+// The keys of one attention call: the own ones, and the received ones from index `behind` on.
+Runs keys_of_one_call(const Runs& own, const Runs& received, int behind);
+
 // The bands between the shard's rows and a buffer of keys, in local coordinates, merged.
 std::vector<Band> local_bands(const Shard& shard, const Runs& keys);
 

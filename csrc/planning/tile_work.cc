@@ -65,16 +65,6 @@ private:
     std::vector<Growing> growing_;
 };
 
-// Received keys lie behind the own ones.
-Runs keys_of(const Shard& shard) {
-    Runs keys = shard.rows;
-    const int behind = keys.back().place + keys.back().end - keys.back().begin;
-    for (const Run& run : shard.remote)
-        keys.push_back({run.begin, run.end, run.place + behind});
-    std::ranges::sort(keys, {}, &Run::begin);
-    return keys;
-}
-
 }  // namespace
 
 std::vector<double> TileWork::of(std::span<const int> members) const {
@@ -85,7 +75,8 @@ std::vector<double> TileWork::of(std::span<const int> members) const {
         const Shard shard = ShardMaker(units_, static_cast<int>(mask)).make(ascending);
         if (shard.rows.empty())
             continue;
-        const std::vector<Band> bands = local_bands(shard, keys_of(shard));
+        const int behind = static_cast<int>(num_rows(shard.rows));
+        const std::vector<Band> bands = local_bands(shard, keys_of_one_call(shard.rows, shard.remote, behind));
         for (size_t i = 0; i < passes_.size(); ++i) {
             const TiledPass& pass = passes_[i];
             const TileCount tiles = count_tiles(bands, pass.rows, pass.keys, pass.by_keys);

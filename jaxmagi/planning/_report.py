@@ -61,6 +61,8 @@ def report_plan(plan: "ContextPlan", cost: CostModel) -> PlanReport:
     """The report of a plan with host arrays."""
     per_rank = area(np.asarray(plan.bands)).sum(axis=(1, 2))
     forward, backward = plan.forward_stages, plan.backward_stages
+    tiles = _tiles(forward, cost.forward)
+    backward_tiles = _tiles(backward, cost.backward)
     sent, received = np.moveaxis(_traffic(forward, cost.ranks_per_host).sum(axis=(1, 2)), 1, 0)
     own = own_runs(plan.token_order, plan.cp_size)
     redundant = _redundant_rows(forward, own)
@@ -69,8 +71,8 @@ def report_plan(plan: "ContextPlan", cost: CostModel) -> PlanReport:
     return PlanReport(
         area=per_rank,
         imbalance=_largest_over_mean(per_rank),
-        work_imbalance=_work_imbalance(forward, cost, cost.forward),
-        backward_work_imbalance=_work_imbalance(backward, cost, cost.backward),
+        work_imbalance=_work_imbalance(tiles, cost, cost.forward),
+        backward_work_imbalance=_work_imbalance(backward_tiles, cost, cost.backward),
         rows_sent=sent.sum(axis=-1),
         rows_received=received.sum(axis=-1),
         network_rows_sent=sent[:, 1],
@@ -78,14 +80,17 @@ def report_plan(plan: "ContextPlan", cost: CostModel) -> PlanReport:
         redundant_rows=redundant,
         num_stages=forward.num_stages,
         num_backward_stages=backward.num_stages,
-        predicted_seconds=float(schedule_stages(forward, cost, cost.forward).seconds),
-        predicted_backward_seconds=float(schedule_stages(backward, cost, cost.backward).seconds),
+        predicted_seconds=float(_schedule(forward, tiles, cost, cost.forward).seconds),
+        predicted_backward_seconds=float(_schedule(backward, backward_tiles, cost, cost.backward).seconds),
     )
 
 
 def schedule_stages(stages: "PlanStages", cost: CostModel, direction: Pass) -> Schedule:
     """When each rank does what in a pass with host arrays, under a model of the machine."""
-    tiles = _tiles(stages, direction)
+    return _schedule(stages, _tiles(stages, direction), cost, direction)
+
+
+def _schedule(stages: "PlanStages", tiles: np.ndarray, cost: CostModel, direction: Pass) -> Schedule:
     rows = busiest_links(_traffic(stages, cost.ranks_per_host))
     by_step = work_of(tiles, rows, stages.transfers[0].input_rows, cost, direction)
     returns = None if by_step.returns is None else by_step.returns.sum(axis=-1)
@@ -98,8 +103,8 @@ def _tiles(stages: "PlanStages", direction: Pass) -> np.ndarray:
     return count_tiles(bands.reshape(-1, 6), np.full(bands.shape[:2], bands.shape[2]), direction)
 
 
-def _work_imbalance(stages: "PlanStages", cost: CostModel, direction: Pass) -> float:
-    return _largest_over_mean(cost.compute_seconds(_tiles(stages, direction), direction).sum(axis=1))
+def _work_imbalance(tiles: np.ndarray, cost: CostModel, direction: Pass) -> float:
+    return _largest_over_mean(cost.compute_seconds(tiles, direction).sum(axis=1))
 
 
 def _largest_over_mean(of_ranks: np.ndarray) -> float:
