@@ -9,7 +9,11 @@
 #include "csrc/collectives/watchdog.h"
 #include "xla_ffi/collectives_transfer.h"
 
-// Handlers come in three stages: Prepare asks XLA for the group's communicator; Initialize gets to know the peers, which
+// A transfer is two calls. The start puts it into the group's own stream; the done makes XLA's stream wait for it. What
+// XLA runs between them runs beside the transfer. The done has all buffers of the start as operands, so that XLA does not
+// use them for anything else until then.
+//
+// Starts come in three stages: Prepare asks XLA for the group's communicator; Initialize gets to know the peers, which
 // takes an exchange between all ranks the first time; Execute launches. They are not for command buffers: a graph may run
 // branches side by side and in any order, while all ranks have to make their calls in one order.
 
@@ -19,14 +23,11 @@ namespace {
 namespace ffi = xla::ffi;
 using namespace collectives;
 
-struct Members {
+// What a call works on, beside its buffers.
+struct Group {
     nccl::Communicator communicator;
     Peers* peers;
-};
-
-// What a call works on, beside its buffers.
-struct Group : Members {
-    cudaStream_t stream;
+    cudaStream_t stream;  // of its transfers
 };
 
 // The groups of each device, by the ids of their mesh axis. Initialize, which every execution begins with, finds them;
@@ -38,12 +39,12 @@ public:
         Peers& peers = peers_of(current_ordinal(), communicator, stream, sizeof(Control));
         const std::lock_guard lock(mutex_);
         load_kernels();
-        return {groups_[key(attributes)] = {communicator, &peers}, stream};
+        return groups_[key(attributes.groups, attributes.group_size)] = {communicator, &peers, peers.transfers.get()};
     }
 
-    Group get(const Attributes& attributes, cudaStream_t stream) {
+    Group get(DeviceIds groups, int64_t group_size) {
         const std::lock_guard lock(mutex_);
-        return {groups_.at(key(attributes)), stream};
+        return groups_.at(key(groups, group_size));
     }
 
 private:
@@ -58,12 +59,12 @@ private:
         loaded_.insert(current_ordinal());
     }
 
-    static Key key(const Attributes& attributes) {
-        return {current_ordinal(), attributes.group_size, {attributes.groups.begin(), attributes.groups.end()}};
+    static Key key(DeviceIds groups, int64_t group_size) {
+        return {current_ordinal(), group_size, {groups.begin(), groups.end()}};
     }
 
     std::mutex mutex_;
-    std::map<Key, Members> groups_;
+    std::map<Key, Group> groups_;
     std::set<int> loaded_;
 };
 
@@ -101,8 +102,9 @@ void copy_through_arena(Direction direction, const Transfer& transfer, const std
     }
 }
 
-void group_cast(const Transfer& transfer, const Buffers& buffers, const Group& group) {
-    check_cuda(push_rows(transfer, group.stream), "launching the kernel that pushes rows");
+// Kernels tell `begun`, unless it is null, when they have their multiprocessors.
+void group_cast(const Transfer& transfer, const Buffers& buffers, const Group& group, cudaEvent_t begun) {
+    check_cuda(push_rows(transfer, group.stream, begun), "launching the kernel that pushes rows");
     copy_through_arena(Direction::kOutOfArena, transfer, buffers.to, group);
     if (transfer.outgoing == nullptr)
         return;
@@ -130,7 +132,7 @@ Transfer of_one_kind(const Transfer& transfer, const Buffers& buffers, int i) {
     return part;
 }
 
-void group_reduce(const Transfer& transfer, const Buffers& buffers, const Group& group) {
+void group_reduce(const Transfer& transfer, const Buffers& buffers, const Group& group, cudaEvent_t begun) {
     copy_through_arena(Direction::kIntoArena, transfer, buffers.from, group);
     if (transfer.outgoing) {
         check_cuda(pack_partials(transfer, group.stream), "launching the kernel that packs rows");
@@ -140,53 +142,72 @@ void group_reduce(const Transfer& transfer, const Buffers& buffers, const Group&
         check_cuda(cudaMemsetAsync(sums.untyped_data(), 0, sums.size_bytes(), group.stream), "zeroing sums");
     for (int i = 0; i < transfer.num_arrays; ++i)
         if (const Transfer part = of_one_kind(transfer, buffers, i); part.num_arrays > 0)
-            check_cuda(pull_sums(part, group.stream), "launching the kernel that adds up rows");
+            check_cuda(pull_sums(part, group.stream, i == 0 ? begun : nullptr),
+                       "launching the kernel that adds up rows");
 }
 
 // --- the stages ---
 
 void initialize(Kind kind, const CollectivesContext& context, const Buffers& buffers, const Attributes& attributes,
-                cudaStream_t stream) {
-    const Group group = known_groups().find(context, attributes, stream);
+                cudaStream_t program) {
+    const Group group = known_groups().find(context, attributes, program);
+    group.peers->transfers.prepare(attributes.transfer);
     if (not group_uses_arenas(*group.peers, attributes))
         return;
     size_t bytes = 0;
     for (const ffi::AnyBuffer& buffer : shared_side(kind, buffers))
         bytes += buffer.size_bytes();
-    grow_arena(*group.peers, group.communicator, group.stream, bytes);
+    grow_arena(*group.peers, group.communicator, program, bytes);
 }
 
-// Calls of a group share a control block and arenas. XLA gives them one stream, unless it may have several collectives
-// under way (xla_gpu_experimental_parallel_collective_overlap_limit).
+// Whether the first that a transfer does is a kernel that can wait for the peers while others compute: not so where sums
+// need rows that NCCL brings.
+bool begins_with_kernel(Kind kind, const Transfer& transfer) {
+    return kind == Kind::kCast or transfer.outgoing == nullptr;
+}
+
 void execute(Kind kind, const CollectivesContext&, const Buffers& buffers, const Attributes& attributes,
-             cudaStream_t stream) {
-    const Group group = known_groups().get(attributes, stream);
+             cudaStream_t program) {
+    const Group group = known_groups().get(attributes.groups, attributes.group_size);
     const Transfer transfer = to_transfer(kind, buffers, attributes, *group.peers);
-    check_cuda(cudaStreamWaitEvent(stream, group.peers->last_call), "waiting for the group's last call");
-    (kind == Kind::kCast ? group_cast : group_reduce)(transfer, buffers, group);
-    check_cuda(cudaEventRecord(group.peers->last_call, stream), "recording an event");
+    TransferStream& transfers = group.peers->transfers;
+    const bool goes_first = attributes.goes_first and begins_with_kernel(kind, transfer);
+    transfers.follow(program);
+    (kind == Kind::kCast ? group_cast : group_reduce)(transfer, buffers, group,
+                                                      goes_first ? transfers.begun() : nullptr);
+    transfers.record(attributes.transfer);
+    if (goes_first)
+        transfers.let_begin(program);
+}
+
+ffi::Error done(cudaStream_t program, ffi::RemainingArgs, ffi::RemainingRets, DeviceIds groups, int64_t group_size,
+                int64_t transfer) {
+    return guarded("jaxmagi_group_done", [&] {
+        known_groups().get(groups, group_size).peers->transfers.join(program, transfer);
+    });
 }
 
 constexpr const char* name_of(Kind kind) {
-    return kind == Kind::kCast ? "jaxmagi_group_cast" : "jaxmagi_group_reduce";
+    return kind == Kind::kCast ? "jaxmagi_group_cast_start" : "jaxmagi_group_reduce_start";
 }
 
 template <Kind kKind, auto kRun>
 ffi::Error stage(cudaStream_t stream, CollectivesContext context, ffi::RemainingArgs arguments,
                  ffi::RemainingRets results, DeviceIds groups, int64_t group_size, int64_t input_rows,
                  int64_t output_rows, int64_t pair_rows, int64_t num_sms, int64_t implementation,
-                 int64_t ranks_per_host, int64_t timeout_ms) {
+                 int64_t ranks_per_host, int64_t timeout_ms, int64_t transfer, bool goes_first) {
     return guarded(name_of(kKind), [&] {
         hopper_device();
         const Attributes attributes{groups,  group_size,     input_rows,     output_rows, pair_rows,
-                                    num_sms, implementation, ranks_per_host, timeout_ms};
+                                    num_sms, implementation, ranks_per_host, timeout_ms,  transfer,
+                                    goes_first};
         kRun(kKind, context, to_buffers(arguments, results), attributes, stream);
     });
 }
 
 template <Kind kKind>
 ffi::Error prepare(CollectivesContext context, DeviceIds groups, int64_t group_size, int64_t, int64_t,
-                   int64_t, int64_t, int64_t, int64_t, int64_t) {
+                   int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool) {
     return guarded(name_of(kKind), [&] { request_communicator(context, groups, group_size); });
 }
 
@@ -200,7 +221,9 @@ auto with_attributes(auto binding) {
         .template Attr<int64_t>("num_sms")
         .template Attr<int64_t>("implementation")
         .template Attr<int64_t>("ranks_per_host")
-        .template Attr<int64_t>("timeout_ms");
+        .template Attr<int64_t>("timeout_ms")
+        .template Attr<int64_t>("transfer")
+        .template Attr<bool>("goes_first");
 }
 
 template <ffi::ExecutionStage kStage> auto bind() {
@@ -224,6 +247,15 @@ XLA_FFI_DEFINE_HANDLER(kInitializeReduce, (stage<Kind::kReduce, initialize>),
                        bind<ffi::ExecutionStage::kInitialize>());
 XLA_FFI_DEFINE_HANDLER(kExecuteReduce, (stage<Kind::kReduce, execute>), bind<ffi::ExecutionStage::kExecute>());
 
+XLA_FFI_DEFINE_HANDLER(kDone, done,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attr<DeviceIds>("groups")
+                           .Attr<int64_t>("group_size")
+                           .Attr<int64_t>("transfer"));
+
 }  // namespace
 
 CollectiveHandlers group_cast_cuda() {
@@ -232,6 +264,10 @@ CollectiveHandlers group_cast_cuda() {
 
 CollectiveHandlers group_reduce_cuda() {
     return {kPrepareReduce, kInitializeReduce, kExecuteReduce};
+}
+
+XLA_FFI_Handler* group_done_cuda() {
+    return kDone;
 }
 
 int64_t pair_buffer_bytes(int64_t transfers, int64_t cp_size, int64_t pair_rows, std::span<const int64_t> row_bytes) {

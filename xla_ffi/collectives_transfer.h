@@ -15,6 +15,8 @@ enum class Kind { kCast, kReduce };
 struct Attributes {
     DeviceIds groups;
     int64_t group_size, input_rows, output_rows, pair_rows, num_sms, implementation, ranks_per_host, timeout_ms;
+    int64_t transfer;  // see `TransferStream`
+    bool goes_first;   // what the program does next waits until the transfer has its multiprocessors
 };
 
 struct Buffers {

@@ -41,8 +41,9 @@ nb::dict registrations() {
     targets["jaxmagi_attention_plan"] = stages(jaxmagi::attention_plan_cuda());
     targets["jaxmagi_attention_forward"] = stages(jaxmagi::attention_forward_cuda());
     targets["jaxmagi_attention_backward"] = stages(jaxmagi::attention_backward_cuda());
-    targets["jaxmagi_group_cast"] = stages(jaxmagi::group_cast_cuda());
-    targets["jaxmagi_group_reduce"] = stages(jaxmagi::group_reduce_cuda());
+    targets["jaxmagi_group_cast_start"] = stages(jaxmagi::group_cast_cuda());
+    targets["jaxmagi_group_reduce_start"] = stages(jaxmagi::group_reduce_cuda());
+    targets["jaxmagi_group_done"] = capsule(jaxmagi::group_done_cuda());
     return targets;
 }
 

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "csrc/collectives/launch.cuh"
 #include "csrc/collectives/segments.cuh"
 #include "csrc/collectives/unsent_rows.cuh"
 
@@ -141,10 +142,9 @@ int num_ctas(const Transfer& transfer, const Chunks& chunks) {
 
 }  // namespace
 
-cudaError_t push_rows(const Transfer& transfer, cudaStream_t stream) {
+cudaError_t push_rows(const Transfer& transfer, cudaStream_t stream, cudaEvent_t begun) {
     const Chunks chunks = cut_into_chunks(transfer, kWarps, kPiece, kMostChunkBytes);
-    push<<<num_ctas(transfer, chunks), kThreads, sizeof(Memory), stream>>>(transfer, chunks);
-    return cudaGetLastError();
+    return launch(push, num_ctas(transfer, chunks), kThreads, sizeof(Memory), stream, begun, transfer, chunks);
 }
 
 cudaError_t preload_push() {

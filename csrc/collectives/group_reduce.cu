@@ -1,6 +1,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "csrc/collectives/launch.cuh"
 #include "csrc/collectives/segments.cuh"
 
 // Sums of what several ranks have for each row. Each warp takes chunks of its own. It goes through a chunk piece by piece,
@@ -285,11 +286,11 @@ constexpr Kernel kPull[][2] = {{pull<__nv_bfloat16, __nv_bfloat16>, pull<__nv_bf
 
 }  // namespace
 
-cudaError_t pull_sums(const Transfer& transfer, cudaStream_t stream) {
+cudaError_t pull_sums(const Transfer& transfer, cudaStream_t stream, cudaEvent_t begun) {
     const Chunks chunks = cut_into_chunks(transfer, kWarps, kPiece, kMostChunkBytes);
     const Kernel kernel = kPull[static_cast<int>(transfer.number)][transfer.sum_number != transfer.number];
-    kernel<<<chunks.num_ctas(transfer, kWarps), kThreads, sizeof(Memory), stream>>>(transfer, chunks);
-    return cudaGetLastError();
+    const int ctas = chunks.num_ctas(transfer, kWarps);
+    return launch(kernel, ctas, kThreads, sizeof(Memory), stream, begun, transfer, chunks);
 }
 
 cudaError_t preload_pull() {

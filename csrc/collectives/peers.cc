@@ -120,7 +120,7 @@ std::unique_ptr<Peers> connect(int ordinal, nccl::Communicator communicator, cud
     // An allocation that has to wait for kernels could keep the threads of those that they wait for from launching.
     check_cuda(cudaDeviceSynchronize(), "waiting for the device");
     allocate_control(*peers, stream, control_bytes);
-    check_cuda(cudaEventCreateWithFlags(&peers->last_call, cudaEventDisableTiming), "making an event");
+    peers->transfers.create();
     const Introduction own{.identity = identity_of(ordinal), .control = describe(peers->control[peers->rank])};
     const auto introductions = gather(*peers, communicator, stream, own);
     const View view = open_controls(*peers, own.identity, introductions);
@@ -203,7 +203,7 @@ void free_all(Peers& peers) {
     peers.retired.insert(peers.retired.end(), {peers.arena[peers.rank], peers.control[peers.rank]});
     for (char* const memory : peers.retired)
         check_cuda(cudaFree(memory), "freeing the memory of the collectives");
-    check_cuda(cudaEventDestroy(peers.last_call), "giving back an event");
+    peers.transfers.destroy();
 }
 
 // With the device of each as the current one.

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "csrc/collectives/nccl.h"
+#include "csrc/collectives/transfer_stream.h"
 
 // The memory of other ranks that a rank's kernels load from and store to.
 
@@ -25,7 +26,7 @@ struct Peers {
     char* control[kMaxRanks];         // control blocks, as this device addresses them; null where unreachable
     char* arena[kMaxRanks];           // staging arenas likewise; all null until the first growth
     size_t arena_bytes;
-    cudaEvent_t last_call;  // after the last call of the group: calls take turns, on whatever streams they are
+    TransferStream transfers;  // where all calls of the group run: they take turns, whoever makes them
 
     char* scratch;                               // of exchanges between the hosts, behind the own control block
     std::vector<char*> retired;                  // arenas that could not be freed yet

@@ -76,8 +76,8 @@ struct Transfer {
 constexpr uint64_t kInArena = uint64_t{1} << 63;
 
 // Rows to the native peers, and into `outgoing` for the others, and zeros to the output rows that nobody sends. It ends when
-// no native peer stores here any more.
-cudaError_t push_rows(const Transfer& transfer, cudaStream_t stream);
+// no native peer stores here any more. `begun`, unless it is null, is recorded when all of the kernel has begun to run.
+cudaError_t push_rows(const Transfer& transfer, cudaStream_t stream, cudaEvent_t begun);
 
 // Writes the output rows that came by `incoming`.
 cudaError_t fill_rows(const Transfer& transfer, cudaStream_t stream);
@@ -86,8 +86,8 @@ cudaError_t fill_rows(const Transfer& transfer, cudaStream_t stream);
 cudaError_t pack_partials(const Transfer& transfer, cudaStream_t stream);
 
 // Adds up what the native peers have and what came by `incoming` for each input row, in the order of its sends; leaves
-// rows alone that nobody has. It ends when no native peer reads here any more.
-cudaError_t pull_sums(const Transfer& transfer, cudaStream_t stream);
+// rows alone that nobody has. It ends when no native peer reads here any more. `begun` as above.
+cudaError_t pull_sums(const Transfer& transfer, cudaStream_t stream, cudaEvent_t begun);
 
 // Load the kernels, on each device before their first use.
 cudaError_t preload_push();

@@ -9,7 +9,7 @@ from jax.core import Tracer
 from .._varying import varying_axes
 from ..masks._validation import integer
 from ..planning import GroupCastSpec, RelayedSpec
-from ._route import IMPLEMENTATIONS, MOST_SMS, Route
+from ._route import IMPLEMENTATIONS, MOST_SMS, NUM_SMS, Route
 from ._transfer import OneStep, Transfer, TwoSteps
 
 
@@ -62,7 +62,11 @@ def _may_be_sharded(leaf: Any, axis_name: str, size: int) -> bool:
 
 
 def make_transfer(
-    spec: Any, axis_name: str, implementation: Any, num_sms: Any, ranks_per_host: Any
+    spec: Any,
+    axis_name: str,
+    implementation: Any = None,
+    num_sms: Any = NUM_SMS,
+    ranks_per_host: Any = None,
 ) -> Transfer:
     """This rank's view of a spec.
 

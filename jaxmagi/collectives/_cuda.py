@@ -1,29 +1,35 @@
-"""The collectives on GPUs: custom calls."""
+"""The collectives on GPUs: custom calls, two for a transfer.
 
-import functools
+The first starts it, on a stream of the group's own, the second lets the program's stream wait for it. All
+buffers of the first are operands of the second, so that XLA does not reuse them before, and the results of the
+second are those of the first in place.
+"""
+
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.compute_on import compute_on
 
 from .. import _hopper, _native
 from ._process import timeout_ms
 from ._route import Route
 
-CAST = "jaxmagi_group_cast"
-REDUCE = "jaxmagi_group_reduce"
+CAST = "jaxmagi_group_cast_start"
+REDUCE = "jaxmagi_group_reduce_start"
+DONE = "jaxmagi_group_done"
 
-_MOST_ARRAYS = 8  # of a call
+MOST_ARRAYS = 8  # of a call
 _MOST_RANKS = 64  # of a group
 _UNIT = 16  # bytes: rows are whole ones
 _PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 _SUMMABLE = ("bfloat16", "float16", "float32", "float64")
 _IMPLEMENTATIONS = {None: 0, "native": 1, "nccl": 2}
+
+type Kind = Literal["cast", "reduce"]
 
 
 def cast_misfit(operands: Sequence[Any], *, cp_size: int, **_: Any) -> str | None:
@@ -47,7 +53,7 @@ def platform_misfit() -> str | None:
     """Why the custom calls cannot run here, whatever the operands; None if they can."""
     if misfit := _hopper.platform_misfit():
         return misfit
-    if _native.has_handler(CAST, "cuda") and _native.has_handler(REDUCE, "cuda"):
+    if all(_native.has_handler(target, "cuda") for target in (CAST, REDUCE, DONE)):
         return None
     return "the compiled extension jaxmagi._cuda is older than these sources: build jaxmagi again"
 
@@ -79,106 +85,175 @@ def _sum_misfit(dtypes: Sequence[jnp.dtype], out_dtypes: Sequence[jnp.dtype]) ->
 
 def cast(*operands: jax.Array, route: Route, groups: np.ndarray) -> list[jax.Array]:
     """The custom calls of a cast, to be lowered; ``groups`` as `replica_groups` has them."""
-    dtypes = [x.dtype for x in operands[:-2]]
-    return _move("cast", operands, route.output_rows, dtypes, route, groups)
+    return _move("cast", operands, [x.dtype for x in operands[:-2]], route, groups)
 
 
 def reduce(
     *operands: jax.Array, route: Route, out_dtypes: Sequence[jnp.dtype], groups: np.ndarray
 ) -> list[jax.Array]:
     """The custom calls of a reduction, to be lowered; ``groups`` as `replica_groups` has them."""
-    return _move("reduce", operands, route.input_rows, out_dtypes, route, groups)
+    return _move("reduce", operands, out_dtypes, route, groups)
 
 
 def _move(
-    kind: Literal["cast", "reduce"],
+    kind: Kind,
     operands: Sequence[jax.Array],
-    rows: int,
     dtypes: Sequence[jnp.dtype],
     route: Route,
     groups: np.ndarray,
 ) -> list[jax.Array]:
-    """Arrays [G, ..., ...] to such with so many rows and of these dtypes, several in a call."""
-    *xs, sends, receives = (_gathered(x) for x in operands)
+    """Arrays [G, ..., ...] to such of these dtypes, several in a call."""
+    *xs, sends, receives = operands
     results = [
-        jax.ShapeDtypeStruct((x.shape[0], rows, *x.shape[2:]), dtype)
+        jax.ShapeDtypeStruct((x.shape[0], result_rows(kind, route), *x.shape[2:]), dtype)
         for x, dtype in zip(xs, dtypes, strict=True)
     ]
     anything = 0 not in (sends.size, receives.size, route.pair_rows)
     moving = [i for i, x in enumerate(xs) if anything and x.size and results[i].size]
     moved: dict[int, jax.Array] = {}
-    for part in itertools.batched(moving, _MOST_ARRAYS):
-        arrays = [_flatten(xs[i]) for i in part]
-        call = functools.partial(_call, kind, rows, [dtypes[i] for i in part], route, groups)
-        moved.update(zip(part, _as_collective(call)(sends, receives, *arrays), strict=True))
+    for part in itertools.batched(moving, MOST_ARRAYS):
+        transfer = Transfer(kind, route, [dtypes[i] for i in part], groups)
+        arrays = [flatten(xs[i]) for i in part]
+        moved.update(zip(part, transfer.done(transfer.start(*arrays, sends, receives)), strict=True))
     return [
-        _unflatten(moved[i], like) if i in moved else jnp.zeros(like.shape, like.dtype)
+        unflatten(moved[i], like) if i in moved else jnp.zeros(like.shape, like.dtype)
         for i, like in enumerate(results)
     ]
 
 
-def _gathered(x: jax.Array) -> jax.Array:
-    """The same, whole on each device as far as the compiler decides that.
+class Transfer(NamedTuple):
+    """A transfer of up to eight arrays [G, rows, width] of whole units: what its two calls say.
 
-    A custom call takes whole arrays. Gathered inside of what runs as a collective, they would be a collective
-    in a collective, which XLA's scheduler fails on.
+    Attributes:
+        kind: which of the collectives it is.
+        route: where rows go.
+        dtypes: of the results.
+        groups: as `replica_groups` has them.
+        number: tells it from other transfers that are under way.
+        is_apart: other things may be computed between the calls. XLA must then neither merge two starts, nor
+            drop or move one of the calls alone.
+        goes_first: what is computed next waits until the transfer has its multiprocessors.
     """
-    mesh = jax.typeof(x).sharding.mesh
-    return jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P())) if mesh.auto_axes else x
+
+    kind: Kind
+    route: Route
+    dtypes: Sequence[jnp.dtype]
+    groups: np.ndarray
+    number: int = 0
+    is_apart: bool = False
+    goes_first: bool = False
+
+    def start(self, *operands: jax.Array) -> list[jax.Array]:
+        """From arrays, sends and receives to what `done` takes: results, a workspace, and the operands."""
+        # Behind a barrier, or XLA, when short of memory, could make the operands again for the second call.
+        *xs, sends, receives = jax.lax.optimization_barrier(operands)
+        call = jax.ffi.ffi_call(
+            CAST if self.kind == "cast" else REDUCE, self._results(xs), has_side_effect=self.is_apart
+        )
+        return [*call(sends, receives, *xs, **self._attributes()), *xs, sends, receives]
+
+    def done(self, started: Sequence[jax.Array]) -> list[jax.Array]:
+        """The results, from what `start` has returned."""
+        count = len(self.dtypes)
+        results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in started[:count]]
+        aliases = {i: i for i in range(count)}
+        call = jax.ffi.ffi_call(DONE, results, has_side_effect=self.is_apart, input_output_aliases=aliases)
+        return list(call(*started, **self._place()))
+
+    def _results(self, xs: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
+        rows = result_rows(self.kind, self.route)
+        results = [
+            jax.ShapeDtypeStruct((x.shape[0], rows, x.shape[2]), dtype)
+            for x, dtype in zip(xs, self.dtypes, strict=True)
+        ]
+        size = workspace_bytes(xs, self.route, self.groups.shape[1])
+        return [*results, jax.ShapeDtypeStruct((size,), jnp.uint8)]
+
+    def _place(self) -> dict[str, Any]:
+        """The attributes that both calls have."""
+        return {
+            "groups": self.groups.reshape(-1),
+            "group_size": np.int64(self.groups.shape[1]),
+            "transfer": np.int64(self.number),
+        }
+
+    def _attributes(self) -> dict[str, Any]:
+        numbers = {
+            "input_rows": self.route.input_rows,
+            "output_rows": self.route.output_rows,
+            "pair_rows": self.route.pair_rows,
+            "num_sms": self.route.num_sms,
+            "implementation": _IMPLEMENTATIONS[self.route.implementation],
+            "ranks_per_host": self.route.ranks_per_host or 0,
+            "timeout_ms": timeout_ms(),
+        }
+        numbers = {name: np.int64(number) for name, number in numbers.items()}
+        return self._place() | numbers | {"goes_first": np.bool_(self.goes_first)}
 
 
-def _as_collective(function: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
-    """The same as a collective, so that XLA does not put it between the start and the end of one of its own.
-
-    XLA hides none of it behind other work: it ends where it starts. Behind a barrier, or XLA would take each
-    of several results out of the call by one more collective.
-    """
-    wrapped: Any = compute_on(
-        function, compute_type="gpu_stream:collective", out_memory_spaces=jax.memory.Space.Device
-    )
-    return lambda *operands: jax.lax.optimization_barrier(wrapped(*operands))
-
-
-def _call(
-    kind: Literal["cast", "reduce"],
-    rows: int,
-    dtypes: Sequence[jnp.dtype],
+def start(
+    *operands: jax.Array,
+    kind: Kind,
     route: Route,
+    dtypes: Sequence[jnp.dtype],
     groups: np.ndarray,
-    sends: jax.Array,
-    receives: jax.Array,
-    *xs: jax.Array,
+    ranks: int,
+    **options: Any,
 ) -> list[jax.Array]:
-    """One custom call. Arrays are [G, rows, width] of whole units, eight at most."""
-    transfers, cp_size = sends.shape[0], groups.shape[1]
-    implementation = _IMPLEMENTATIONS[route.implementation]
-    ranks_per_host = route.ranks_per_host or 0
-    compiled = _native.extension("cuda")
-    assert compiled is not None
-    workspace = _UNIT  # anything but nothing
-    if _may_use_nccl(route):
-        row_bytes = [x.shape[2] * x.dtype.itemsize for x in xs]
-        workspace = compiled.pair_buffer_bytes(transfers, cp_size, route.pair_rows, row_bytes)
-    results = [
-        *(
-            jax.ShapeDtypeStruct((transfers, rows, x.shape[2]), dtype)
-            for x, dtype in zip(xs, dtypes, strict=True)
-        ),
-        jax.ShapeDtypeStruct((workspace,), jnp.uint8),
+    """The first half of a transfer, to be lowered: see `start_p`."""
+    *xs, sends, receives = operands
+    if _is_left_to_compiler(sends):
+        workspace = jnp.zeros(workspace_bytes(xs, route, ranks), jnp.uint8)  # which nobody looks at
+        return [*_move(kind, operands, dtypes, route, groups), workspace, *operands]
+    transfer = Transfer(kind, route, dtypes, groups, is_apart=True, **options)
+    flat = (x.reshape(*x.shape[:2], -1) for x in xs)
+    started = transfer.start(*flat, sends, receives)
+    count = len(xs)
+    results, workspace, held = started[:count], started[count], started[count + 1 : -2]
+    return [
+        *(x.reshape(*x.shape[:2], *like.shape[2:]) for x, like in zip(results, xs, strict=True)),
+        workspace,
+        *(x.reshape(like.shape) for x, like in zip(held, xs, strict=True)),
+        *started[-2:],
     ]
-    numbers = {
-        "group_size": cp_size,
-        "input_rows": route.input_rows,
-        "output_rows": route.output_rows,
-        "pair_rows": route.pair_rows,
-        "num_sms": route.num_sms,
-        "implementation": implementation,
-        "ranks_per_host": ranks_per_host,
-        "timeout_ms": timeout_ms(),
-    }
-    call = jax.ffi.ffi_call(CAST if kind == "cast" else REDUCE, results)
-    attributes = {name: np.int64(number) for name, number in numbers.items()}
-    return list(call(sends, receives, *xs, groups=groups.reshape(-1), **attributes))[:-1]
+
+
+def done(
+    *started: jax.Array,
+    kind: Kind,
+    route: Route,
+    dtypes: Sequence[jnp.dtype],
+    number: int,
+    groups: np.ndarray,
+) -> list[jax.Array]:
+    """The second half, to be lowered: see `done_p`."""
+    count = len(dtypes)
+    if _is_left_to_compiler(started[-1]):
+        return [*started[:count]]
+    transfer = Transfer(kind, route, dtypes, groups, number, is_apart=True)
+    *arrays, sends, receives = started
+    flat = [x.reshape(*x.shape[:2], -1) if x.ndim > 1 else x for x in arrays]
+    results = transfer.done([*flat, sends, receives])
+    return [x.reshape(like.shape) for x, like in zip(results, started, strict=False)]
+
+
+def _is_left_to_compiler(x: jax.Array) -> bool:
+    """Whether XLA may partition the program over some mesh axes: not one with calls that have side effects."""
+    return bool(jax.typeof(x).sharding.mesh.auto_axes)
+
+
+def result_rows(kind: Kind, route: Route) -> int:
+    """Of each result of a transfer."""
+    return route.output_rows if kind == "cast" else route.input_rows
+
+
+def workspace_bytes(xs: Sequence[Any], route: Route, cp_size: int) -> int:
+    """What a transfer of arrays [G, rows, ...] within groups of ``cp_size`` ranks needs beside its results."""
+    compiled = _native.extension("cuda")
+    if compiled is None or not _may_use_nccl(route):
+        return _UNIT  # anything but nothing
+    row_bytes = [math.prod(x.shape[2:]) * x.dtype.itemsize for x in xs]
+    return compiled.pair_buffer_bytes(xs[0].shape[0], cp_size, route.pair_rows, row_bytes)
 
 
 def _may_use_nccl(route: Route) -> bool:
@@ -187,12 +262,13 @@ def _may_use_nccl(route: Route) -> bool:
     return route.implementation == "nccl" or (route.implementation is None and several_hosts)
 
 
-def _flatten(x: jax.Array) -> jax.Array:
+def flatten(x: jax.Array) -> jax.Array:
     """[G, rows, ...] → [G, rows, width], with zeros behind each row to whole units of bytes."""
     width, unit = math.prod(x.shape[2:]), max(1, _UNIT // x.dtype.itemsize)
     x, padding = x.reshape(*x.shape[:2], width), -width % unit
     return jnp.pad(x, ((0, 0), (0, 0), (0, padding))) if padding else x
 
 
-def _unflatten(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+def unflatten(x: jax.Array, like: Any) -> jax.Array:
+    """[G, rows, width], perhaps with zeros behind each row, to the shape of ``like``."""
     return x[..., : math.prod(like.shape[2:])].reshape(like.shape)

@@ -13,6 +13,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from . import _cuda
+from ._batching import Axes, batch_size, carried_axes, carry, fold, share_tables, unfold
 from ._lowering import register
 from ._portable import cast, reduce_sum
 from ._route import Route
@@ -84,32 +85,19 @@ def _transpose_reduce(cotangents: Sequence[Any], *operands: Any, route: Route, o
     return [results.get(i) for i in range(len(operands))]
 
 
-# --- batching: shared tables carry the new axis along in the rows, others fold it into G ---
+# --- batching ---
 
 
 def _batch(primitive: Primitive) -> Callable[..., tuple[list[Any], list[int | None]]]:
-    def rule(
-        operands: Sequence[Any], axes: Sequence[int | None], **params: Any
-    ) -> tuple[list[Any], list[int | None]]:
-        if axes[-1] is None and axes[-2] is None:
-            carried = [
-                x if axis is None else jnp.moveaxis(x, axis, 2)
-                for x, axis in zip(operands[:-2], axes[:-2], strict=True)
-            ]
-            out = primitive.bind(*carried, *operands[-2:], **params)
-            return out, [None if axis is None else 2 for axis in axes[:-2]]
-        size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
-        folded = [_fold(x, axis, size) for x, axis in zip(operands, axes, strict=True)]
-        out = [x.reshape(size, -1, *x.shape[1:]) for x in primitive.bind(*folded, **params)]
+    def rule(operands: Sequence[Any], axes: Axes, **params: Any) -> tuple[list[Any], list[int | None]]:
+        if share_tables(axes):
+            return primitive.bind(*carry(operands, axes), **params), carried_axes(axes[:-2])
+        size = batch_size(operands, axes)
+        folded = [fold(x, axis, size) for x, axis in zip(operands, axes, strict=True)]
+        out = [unfold(x, size) for x in primitive.bind(*folded, **params)]
         return out, [0] * len(out)
 
     return rule
-
-
-def _fold(x: Any, axis: int | None, size: int) -> Any:
-    """[..., A, ...] with A at ``axis`` (or without it) → [A · G, ...]."""
-    x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-    return x.reshape(-1, *x.shape[2:])
 
 
 # --- lowering ---

@@ -1,12 +1,14 @@
 """A rank's view of a transfer, in one step or in two: what `group_cast` and `group_reduce` are made of."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .._varying import vary_alike
+from ._cuda import MOST_ARRAYS, Kind
+from ._in_flight import Flight, start
 from ._merge import merge_by_lse
 from ._portable import accumulator_dtype
 from ._primitives import group_cast_p, group_reduce_p
@@ -42,6 +44,31 @@ class OneStep(NamedTuple):
         sums = group_reduce_p.bind(*operands, route=self.route, out_dtypes=tuple(dtypes))
         return [total[0] for total in sums]
 
+    def start_cast(self, xs: Sequence[jax.Array], **options: Any) -> Flight:
+        """`cast` in two halves; options as of `start`."""
+        if not self._moves(xs):
+            return Flight((), lambda _: self.cast(xs))
+        return self._start("cast", xs, [x.dtype for x in xs], **options)
+
+    def start_reduce(self, xs: Sequence[jax.Array], dtypes: Sequence[jnp.dtype], **options: Any) -> Flight:
+        """`reduce` in two halves; options as of `start`."""
+        if not self._moves(xs):
+            return Flight((), lambda _: self.reduce(xs, dtypes))
+        return self._start("reduce", xs, dtypes, **options)
+
+    def _start(
+        self, kind: Kind, xs: Sequence[jax.Array], dtypes: Sequence[jnp.dtype], **options: Any
+    ) -> Flight:
+        operands = vary_alike([x[None] for x in (*xs, self.sends, self.receives)])
+        flight = start(kind, operands, dtypes, self.route, **options)
+        return flight.then(lambda ys: [y[0] for y in ys])
+
+    def _moves(self, xs: Sequence[jax.Array]) -> bool:
+        """Whether there is something to move in each array, and all in one call."""
+        rows = self.input_rows, self.output_rows, self.route.pair_rows
+        sizes = *rows, *(x.size for x in (self.sends, self.receives, *xs))
+        return 0 not in sizes and len(xs) <= MOST_ARRAYS
+
     def counts(self) -> jax.Array:
         """int32 [input_rows]: to how many places each row goes."""
         _, _, row, length, _ = self.sends.T
@@ -72,7 +99,15 @@ class TwoSteps(NamedTuple):
 
     def cast(self, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """[input_rows, ...] → [output_rows, ...]."""
-        own, relayed = vary_alike(([*xs], self.between.cast(xs)))
+        return self._cast_within(xs, self.between.cast(xs))
+
+    def start_cast(self, xs: Sequence[jax.Array], **options: Any) -> Flight:
+        """`cast` in two halves, of which the first is the way between hosts; options as of `start`."""
+        flight = self.between.start_cast(xs, **options)
+        return flight.then(lambda relayed: self._cast_within(xs, relayed))
+
+    def _cast_within(self, xs: Sequence[jax.Array], relayed: Sequence[jax.Array]) -> list[jax.Array]:
+        own, relayed = vary_alike(([*xs], [*relayed]))
         return self.within.cast([jnp.concatenate(rows) for rows in zip(own, relayed, strict=True)])
 
     def reduce(self, xs: Sequence[jax.Array], dtypes: Sequence[jnp.dtype]) -> list[jax.Array]:
@@ -80,12 +115,24 @@ class TwoSteps(NamedTuple):
 
         What a host has added up crosses to others in the dtype of the sums, so that nothing is rounded twice.
         """
-        wide = [accumulator_dtype(x.dtype) for x in xs]
-        near = self.within.reduce(xs, wide)
-        far = self.between.reduce([x[self.input_rows :] for x in near], wide)
-        return [
-            (x[: self.input_rows] + y).astype(dtype) for x, y, dtype in zip(near, far, dtypes, strict=True)
-        ]
+        near, far = self._reduce_within(xs)
+        return self._add(near, self.between.reduce(far, [x.dtype for x in far]), dtypes)
+
+    def start_reduce(self, xs: Sequence[jax.Array], dtypes: Sequence[jnp.dtype], **options: Any) -> Flight:
+        """`reduce` in two halves, of which the second is the way between hosts; options as of `start`."""
+        near, far = self._reduce_within(xs)
+        flight = self.between.start_reduce(far, [x.dtype for x in far], **options)
+        return flight.then(lambda far: self._add(near, far, dtypes))
+
+    def _reduce_within(self, xs: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        """What a host has for the rank's own rows, and for rows of other hosts."""
+        sums = self.within.reduce(xs, [accumulator_dtype(x.dtype) for x in xs])
+        return [x[: self.input_rows] for x in sums], [x[self.input_rows :] for x in sums]
+
+    def _add(
+        self, near: Sequence[jax.Array], far: Sequence[jax.Array], dtypes: Sequence[jnp.dtype]
+    ) -> list[jax.Array]:
+        return [(x + y).astype(dtype) for x, y, dtype in zip(near, far, dtypes, strict=True)]
 
     def counts(self) -> jax.Array:
         """int32 [input_rows]: to how many places each row goes."""

@@ -18,7 +18,7 @@ from ..attention import (
     row_delta,
     sink_gradient,
 )
-from ..collectives import group_cast, group_reduce
+from ..collectives import Flight, group_cast, group_reduce, in_order, make_transfer
 from ._sharding import Operands, Stages
 
 
@@ -39,13 +39,8 @@ class KeyValue(NamedTuple):
     value: jax.Array
 
 
-def _key_buffers(own: KeyValue, stages: Stages, options: Options) -> list[KeyValue]:
-    """What each stage attends to. No transfer waits for a stage, so that they may overlap."""
-    received = [group_cast(own, spec, axis_name=options.axis_name) for spec in stages.transfers]
-    if _num_stages(stages) > 1:
-        return [own, *received]
-    return [jax.tree.map(lambda *parts: jnp.concatenate(parts), own, *received)]
-
+type Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+"""Queries, the cotangents of their outputs, log-sum-exps, and what `row_delta` has for them."""
 
 def _num_stages(stages: Stages) -> int:
     return stages.bands.shape[1]
@@ -53,27 +48,52 @@ def _num_stages(stages: Stages) -> int:
 
 def forward(operands: Operands, options: Options) -> Partial[jax.Array]:
     """The output [T, N, Dv] and the log-sum-exp [T, N] of a rank's queries."""
-    query, key, value, stages, sinks = operands
+    # Behind one barrier: no transfer may leave a loop without the computation that it runs beside.
+    query, key, value, stages, sinks = jax.lax.optimization_barrier(operands)
     wide = accumulator_dtype(query.dtype)
     no_sinks = jax.lax.full_like(query, -jnp.inf, wide, query.shape[1:2])
     sinks = no_sinks if sinks is None else sinks
-    buffers = _key_buffers(KeyValue(key, value), stages, options)
-    attend = functools.partial(_attend, query, options=options)
-    whole = len(buffers) == 1
-    result = attend(
-        buffers[0],
-        stages.bands[:, 0],
-        sinks=sinks if whole else no_sinks,
-        out_dtype=query.dtype if whole else wide,
-    )
-    for i, buffer in enumerate(buffers[1:], start=1):
-        result = attend(buffer, stages.bands[:, i], sinks=no_sinks, out_dtype=wide, previous=result)
-    result = Partial(result.out[0], result.lse[0])
-    if whole:
-        return result
+    own = KeyValue(key, value)
+    if _num_stages(stages) == 1:
+        everything = _own_and_received(own, stages, options)
+        attend = functools.partial(_attend, query, everything, stages.bands[:, 0], options=options)
+        out, lse = attend(sinks=sinks, out_dtype=query.dtype)
+        return Partial(out[0], lse[0])
+    result = _attend_in_stages(query, own, stages, no_sinks, options)
     # Sinks count once, and for every row that sees something in any of the stages.
     out, lse = add_sinks(result, sinks)
     return Partial(out.astype(query.dtype), lse)
+
+
+def _own_and_received(own: KeyValue, stages: Stages, options: Options) -> KeyValue:
+    received = [group_cast(own, spec, axis_name=options.axis_name) for spec in stages.transfers]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), own, *received)
+
+
+def _attend_in_stages(
+    query: jax.Array, own: KeyValue, stages: Stages, no_sinks: jax.Array, options: Options
+) -> Partial[jax.Array]:
+    """Attention to the own keys and to those of each transfer, which travel during the stage before."""
+    buffer, result = own, None
+    for stage in range(_num_stages(stages)):
+        flights = _start_cast(own, stages, stage, options)
+        query, flights = in_order(query, flights)
+        bands = stages.bands[:, stage]
+        wide = accumulator_dtype(query.dtype)
+        result = _attend(
+            query, buffer, bands, sinks=no_sinks, out_dtype=wide, previous=result, options=options
+        )
+        (result, own), flights = in_order((result, own), flights)
+        buffer = next((KeyValue(*flight.land()) for flight in flights), buffer)
+    assert result is not None
+    return Partial(result.out[0], result.lse[0])
+
+
+def _start_cast(own: KeyValue, stages: Stages, stage: int, options: Options) -> list[Flight]:
+    """Starts the transfer that arrives behind a stage, if there is one."""
+    specs = stages.transfers[stage : stage + 1]
+    transfers = [make_transfer(spec, options.axis_name) for spec in specs]
+    return [transfer.start_cast(own, number=2 * stage, goes_first=True) for transfer in transfers]
 
 
 def _attend(
@@ -109,17 +129,70 @@ def backward(
     query, key, value, stages, sinks = operands
     stages = stages.backward or stages
     delta = row_delta(result, cotangents)
-    buffers = _key_buffers(KeyValue(key, value), stages, options)
-    rows = (query, cotangents.out, result.lse, delta)
-    grads = [_stage_gradients(rows, buffer, stages.bands[:, i], options) for i, buffer in enumerate(buffers)]
-    dq = functools.reduce(jnp.add, [dq for dq, _ in grads])
-    dk, dv = _return_gradients([dkv for _, dkv in grads], stages, query.shape[0], options)
+    rows, own, stages = jax.lax.optimization_barrier(  # as in `forward`
+        ((query, cotangents.out, result.lse, delta), KeyValue(key, value), stages)
+    )
+    backward = _gradients_at_once if _num_stages(stages) == 1 else _gradients_in_stages
+    dq, (dk, dv) = backward(rows, own, stages, options)
     dsinks = None if sinks is None else sink_gradient(sinks, result.lse, delta)
-    return Operands(dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None, dsinks)
+    return Operands(dq, dk.astype(key.dtype), dv.astype(value.dtype), None, dsinks)
+
+
+def _gradients_at_once(
+    rows: Rows, own: KeyValue, stages: Stages, options: Options
+) -> tuple[jax.Array, KeyValue]:
+    """Of the queries, in their dtype, and of the own keys and values, in accumulator dtype."""
+    length = own.key.shape[0]
+    everything = _own_and_received(own, stages, options)
+    dq, grads = _stage_gradients(rows, everything, stages.bands[:, 0], options)
+    part = jax.tree.map(lambda x: x[:length], grads)
+    for spec in stages.transfers:
+        received = jax.tree.map(lambda x: x[length:], grads)
+        part = group_reduce(received, spec, axis_name=options.axis_name, accumulate=part)
+    return dq.astype(rows[0].dtype), part
+
+
+def _gradients_in_stages(
+    rows: Rows, own: KeyValue, stages: Stages, options: Options
+) -> tuple[jax.Array, KeyValue]:
+    """The same. Keys travel during the stage before theirs, their gradients during the one behind it."""
+    buffer, dqs, parts, returned = own, [], [], []
+    for stage in range(_num_stages(stages)):
+        casts = _start_cast(own, stages, stage, options)
+        (rows, parts), casts = in_order((rows, parts), casts)
+        returns = _start_return(parts, stages, options, goes_first=not casts)
+        rows, flights = in_order(rows, [*casts, *returns])
+        results = _stage_gradients(rows, buffer, stages.bands[:, stage], options)
+        ((dq, part), own), flights = in_order((results, own), flights)
+        buffer = next((KeyValue(*flight.land()) for flight in flights[: len(casts)]), buffer)
+        returned += [flight.land() for flight in flights[len(casts) :]]
+        dqs.append(dq)
+        parts.append(part)
+    # The last gradients travel while those of the queries are added up.
+    dqs, flights = in_order(dqs, _start_return(parts, stages, options, goes_first=False))
+    dq = functools.reduce(jnp.add, dqs).astype(rows[0].dtype)
+    dq, flights = in_order(dq, flights)
+    returned += [flight.land() for flight in flights]
+    # What has been started cannot be given up any more, even if only the gradient of the queries is wanted.
+    dq, returned = jax.lax.optimization_barrier((dq, returned))
+    sums = [functools.reduce(jnp.add, addends) for addends in zip(parts[0], *returned, strict=True)]
+    return dq, KeyValue(*sums)
+
+
+def _start_return(
+    parts: list[KeyValue], stages: Stages, options: Options, *, goes_first: bool
+) -> list[Flight]:
+    """Starts the transfer of the last stage's gradients to their owners, unless all of them are the rank's own."""
+    if len(parts) < 2:
+        return []
+    index = len(parts) - 2
+    transfer = make_transfer(stages.transfers[index], options.axis_name)
+    dtypes = [x.dtype for x in parts[-1]]
+    return [transfer.start_reduce(parts[-1], dtypes, number=2 * index + 1, goes_first=goes_first)]
 
 
 def _stage_gradients(
-    rows: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    rows: Rows,
     buffer: KeyValue,
     bands: jax.Array,
     options: Options,
@@ -141,14 +214,3 @@ def _stage_gradients(
         implementation=options.implementation,
     )
     return dq[0], KeyValue(dk[0], dv[0])
-
-
-def _return_gradients(grads: list[KeyValue], stages: Stages, shard_length: int, options: Options) -> KeyValue:
-    """The gradients of the rank's own keys and values: its own part, then what each transfer brings back."""
-    own, *fetched = grads
-    if not fetched:
-        fetched = [jax.tree.map(lambda x: x[shard_length:], own)]
-        own = jax.tree.map(lambda x: x[:shard_length], own)
-    for part, spec in zip(fetched, stages.transfers, strict=True):
-        own = group_reduce(part, spec, axis_name=options.axis_name, accumulate=own)
-    return own

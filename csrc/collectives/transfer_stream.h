@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+
+// The stream of a group: its transfers run there one after another, beside what the program computes. Transfers that are
+// under way at once are told apart by numbers of the program's choice. A number that is used anew before its first
+// transfer is over does no harm: `join` then waits for the later one as well.
+
+namespace jaxmagi::collectives {
+
+// Functions that act are for the device that was current in `create`. Failures throw.
+class TransferStream {
+public:
+    // Transfers come before computations that are ready too: those find other multiprocessors.
+    void create();
+
+    // After the device has come to rest.
+    void destroy();
+
+    // Makes ready for a transfer of this number; takes the driver a while the first time.
+    void prepare(int64_t transfer);
+
+    // What is launched from now on comes after all that `program` has now.
+    void follow(cudaStream_t program);
+
+    // All that was launched so far is the transfer.
+    void record(int64_t transfer);
+
+    // What `program` gets from now on comes after the transfer.
+    void join(cudaStream_t program, int64_t transfer);
+
+    // What `program` gets from now on comes after the kernel that was launched with `begun` has begun. Else kernels of
+    // the program that take all multiprocessors would often be faster: events take some microseconds to get here.
+    void let_begin(cudaStream_t program);
+
+    cudaEvent_t begun() const { return begun_; }
+    cudaStream_t get() const { return stream_; }
+
+private:
+    cudaEvent_t event(int64_t transfer);
+
+    cudaStream_t stream_ = nullptr;
+    cudaEvent_t program_came_here_ = nullptr, begun_ = nullptr;
+    std::mutex mutex_;  // a program may prepare while another one runs
+    std::map<int64_t, cudaEvent_t> ends_;
+};
+
+}  // namespace jaxmagi::collectives

@@ -1,0 +1,42 @@
+"""Batches of transfers: shared tables carry the new axis along in the rows, others fold it into the transfers.
+
+Of operands that lead with G transfers, the last two being sends and receives.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+type Axes = Sequence[int | None]
+
+
+def share_tables(axes: Axes) -> bool:
+    """Whether the examples have the same tables."""
+    return axes[-1] is None and axes[-2] is None
+
+
+def carry(operands: Sequence[Any], axes: Axes) -> list[Any]:
+    """[..., A, ...] with A at their axes → [G, rows, A, ...]; the others as they are."""
+    return [x if axis is None else jnp.moveaxis(x, axis, 2) for x, axis in zip(operands, axes, strict=True)]
+
+
+def carried_axes(axes: Axes) -> list[int | None]:
+    """Of the results, by those of the arrays."""
+    return [None if axis is None else 2 for axis in axes]
+
+
+def batch_size(operands: Sequence[Any], axes: Axes) -> int:
+    """A."""
+    return next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+
+
+def fold(x: Any, axis: int | None, size: int) -> Any:
+    """[..., A, ...] with A at ``axis`` (or without it) → [A · G, ...]."""
+    x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+    return x.reshape(-1, *x.shape[2:])
+
+
+def unfold(x: Any, size: int) -> Any:
+    """[A · G, ...] → [A, G, ...]."""
+    return x.reshape(size, -1, *x.shape[1:])
