@@ -14,7 +14,10 @@ FLAG = re.compile(r"(\w+) = (true|false)")
 
 
 class Call:
-    """A custom call: its attributes and flags, and the types of operands and results as in "2x8xbf16"."""
+    """A custom call: its attributes and flags, and the types of operands and results as in "2x8xbf16".
+
+    ``aliases`` has for operands which result takes their place.
+    """
 
     def __init__(self, line: str, target: str) -> None:
         self.target = target
@@ -25,6 +28,7 @@ class Call:
         self.flags = {name: value == "true" for name, value in FLAG.findall(attributes[1])}
         operands, results = line.rsplit(" : (", 1)[1].split(" -> ")
         self.operands, self.results = TENSOR.findall(operands), TENSOR.findall(results)
+        self.has_side_effect = "has_side_effect = true" in line
         aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d)", line)
         self.aliases = {int(operand): int(result) for result, operand in aliases}
 

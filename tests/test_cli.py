@@ -15,6 +15,7 @@ from jaxmagi import ContextPlan, CostModel, _hopper, _native, masks, plan_contex
 from jaxmagi._cli import _doctor, main
 from jaxmagi._cli._cost import write_cost
 from jaxmagi._cli._table import format_bytes
+from jaxmagi.collectives import _cuda
 from jaxmagi.planning._report import schedule_stages
 
 from .cases import DATA, document_lengths
@@ -368,7 +369,7 @@ def test_doctor_judges_gpus(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """On devices that are not there, as the checks of the lowering see them."""
-    handlers = {"jaxmagi_group_cast": {}, "jaxmagi_group_reduce": {}}
+    handlers = dict.fromkeys((_cuda.CAST, _cuda.REDUCE, _cuda.DONE), {})
     module = types.SimpleNamespace(registrations=lambda: handlers, __file__="_cuda.abi3.so")
     monkeypatch.setitem(
         _native._EXTENSIONS,

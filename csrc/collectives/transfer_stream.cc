@@ -51,7 +51,6 @@ void TransferStream::let_begin(cudaStream_t program) {
 }
 
 cudaEvent_t TransferStream::event(int64_t transfer) {
-    const std::lock_guard lock(mutex_);
     const auto [found, is_new] = ends_.try_emplace(transfer, nullptr);
     if (is_new)
         found->second = make_event();

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <map>
-#include <mutex>
 
 // The stream of a group: its transfers run there one after another, beside what the program computes. Transfers that are
 // under way at once are told apart by numbers of the program's choice. A number that is used anew before its first
@@ -12,10 +11,10 @@
 
 namespace jaxmagi::collectives {
 
-// Functions that act are for the device that was current in `create`. Failures throw.
+// For one host thread at a time, with the device current that was so in `create`. Failures throw.
 class TransferStream {
 public:
-    // Transfers come before computations that are ready too: those find other multiprocessors.
+    // Of the highest priority: where multiprocessors become free, transfers get them before computations.
     void create();
 
     // After the device has come to rest.
@@ -45,7 +44,6 @@ private:
 
     cudaStream_t stream_ = nullptr;
     cudaEvent_t program_came_here_ = nullptr, begun_ = nullptr;
-    std::mutex mutex_;  // a program may prepare while another one runs
     std::map<int64_t, cudaEvent_t> ends_;
 };
 

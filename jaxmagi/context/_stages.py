@@ -18,7 +18,15 @@ from ..attention import (
     row_delta,
     sink_gradient,
 )
-from ..collectives import Flight, group_cast, group_reduce, in_order, make_transfer
+from ..collectives import (
+    Flight,
+    GroupCastSpec,
+    RelayedSpec,
+    group_cast,
+    group_reduce,
+    in_order,
+    make_transfer,
+)
 from ._sharding import Operands, Stages
 
 
@@ -38,6 +46,8 @@ class KeyValue(NamedTuple):
     key: jax.Array
     value: jax.Array
 
+
+type Specs = tuple[GroupCastSpec | RelayedSpec, ...]
 
 type Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 """Queries, the cotangents of their outputs, log-sum-exps, and what `row_delta` has for them."""
@@ -74,25 +84,24 @@ def _attend_in_stages(
     query: jax.Array, own: KeyValue, stages: Stages, no_sinks: jax.Array, options: Options
 ) -> Partial[jax.Array]:
     """Attention to the own keys and to those of each transfer, which travel during the stage before."""
-    buffer, result = own, None
+    buffer, result, transfers = own, None, stages.transfers
     for stage in range(_num_stages(stages)):
-        flights = _start_cast(own, stages, stage, options)
+        flights = _start_cast(own, transfers, stage, options)
         query, flights = in_order(query, flights)
         bands = stages.bands[:, stage]
         wide = accumulator_dtype(query.dtype)
         result = _attend(
             query, buffer, bands, sinks=no_sinks, out_dtype=wide, previous=result, options=options
         )
-        (result, own), flights = in_order((result, own), flights)
+        (result, transfers), flights = in_order((result, transfers), flights)
         buffer = next((KeyValue(*flight.land()) for flight in flights), buffer)
     assert result is not None
     return Partial(result.out[0], result.lse[0])
 
 
-def _start_cast(own: KeyValue, stages: Stages, stage: int, options: Options) -> list[Flight]:
+def _start_cast(own: KeyValue, specs: Specs, stage: int, options: Options) -> list[Flight]:
     """Starts the transfer that arrives behind a stage, if there is one."""
-    specs = stages.transfers[stage : stage + 1]
-    transfers = [make_transfer(spec, options.axis_name) for spec in specs]
+    transfers = [make_transfer(spec, options.axis_name) for spec in specs[stage : stage + 1]]
     return [transfer.start_cast(own, number=2 * stage, goes_first=True) for transfer in transfers]
 
 
@@ -156,20 +165,20 @@ def _gradients_in_stages(
     rows: Rows, own: KeyValue, stages: Stages, options: Options
 ) -> tuple[jax.Array, KeyValue]:
     """The same. Keys travel during the stage before theirs, their gradients during the one behind it."""
-    buffer, dqs, parts, returned = own, [], [], []
+    buffer, dqs, parts, returned, transfers = own, [], [], [], stages.transfers
     for stage in range(_num_stages(stages)):
-        casts = _start_cast(own, stages, stage, options)
-        (rows, parts), casts = in_order((rows, parts), casts)
-        returns = _start_return(parts, stages, options, goes_first=not casts)
+        casts = _start_cast(own, transfers, stage, options)
+        (rows, transfers), casts = in_order((rows, transfers), casts)
+        returns = _start_return(parts, transfers, options, goes_first=not casts)
         rows, flights = in_order(rows, [*casts, *returns])
         results = _stage_gradients(rows, buffer, stages.bands[:, stage], options)
-        ((dq, part), own), flights = in_order((results, own), flights)
+        ((dq, part), transfers), flights = in_order((results, transfers), flights)
         buffer = next((KeyValue(*flight.land()) for flight in flights[: len(casts)]), buffer)
         returned += [flight.land() for flight in flights[len(casts) :]]
         dqs.append(dq)
         parts.append(part)
     # The last gradients travel while those of the queries are added up.
-    dqs, flights = in_order(dqs, _start_return(parts, stages, options, goes_first=False))
+    dqs, flights = in_order(dqs, _start_return(parts, transfers, options, goes_first=False))
     dq = functools.reduce(jnp.add, dqs).astype(rows[0].dtype)
     dq, flights = in_order(dq, flights)
     returned += [flight.land() for flight in flights]
@@ -180,13 +189,13 @@ def _gradients_in_stages(
 
 
 def _start_return(
-    parts: list[KeyValue], stages: Stages, options: Options, *, goes_first: bool
+    parts: list[KeyValue], specs: Specs, options: Options, *, goes_first: bool
 ) -> list[Flight]:
     """Starts the transfer of the last stage's gradients to their owners, unless all of them are the rank's own."""
     if len(parts) < 2:
         return []
     index = len(parts) - 2
-    transfer = make_transfer(stages.transfers[index], options.axis_name)
+    transfer = make_transfer(specs[index], options.axis_name)
     dtypes = [x.dtype for x in parts[-1]]
     return [transfer.start_reduce(parts[-1], dtypes, number=2 * index + 1, goes_first=goes_first)]
 

@@ -33,7 +33,7 @@ def workspaces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return WORKSPACE
 
     stand_in = types.SimpleNamespace(
-        registrations=lambda: {_cuda.CAST: {}, _cuda.REDUCE: {}},
+        registrations=lambda: {_cuda.CAST: {}, _cuda.REDUCE: {}, _cuda.DONE: {}},
         pair_buffer_bytes=pair_buffer_bytes,
     )
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", stand_in)  # pyright: ignore[reportArgumentType]
@@ -64,8 +64,15 @@ def reduce(x: Any, *lse: Any, **options: Any) -> Any:
     return group_reduce(x, SPEC, lse=lse[0] if lse else None, **options)
 
 
+def starts(text: str) -> list[Call]:
+    """The calls that start transfers, each of which another call ends right behind it."""
+    calls = custom_calls(text)
+    assert all(call.target == _cuda.DONE for call in calls[1::2]) and len(calls) % 2 == 0
+    return calls[::2]
+
+
 def the_call(text: str, target: str) -> Call:
-    (call,) = custom_calls(text)
+    (call,) = starts(text)
     assert call.target == target
     return call
 
@@ -86,7 +93,9 @@ def test_cast(workspaces: list[tuple[Any, ...]]) -> None:
         "implementation": 0,
         "ranks_per_host": 0,
         "timeout_ms": 300_000,
+        "transfer": 0,
     }
+    assert call.flags == {"goes_first": False}
     assert not workspaces
     assert "all_to_all" not in text
 
@@ -138,7 +147,7 @@ def test_two_steps(workspaces: list[tuple[Any, ...]]) -> None:
         y = group_cast(x, relayed, axis_name=axis_name)
         return group_reduce(y, relayed, axis_name=axis_name)
 
-    calls = custom_calls(text_of(both, array(ROWS, 8, dtype=jnp.bfloat16)))
+    calls = starts(text_of(both, array(ROWS, 8, dtype=jnp.bfloat16)))
     assert [call.target for call in calls] == [_cuda.CAST, _cuda.CAST, _cuda.REDUCE, _cuda.REDUCE]
     names = ("group_size", "ranks_per_host", "implementation")
     numbers = [tuple(call.attributes[name] for name in names) for call in calls]
@@ -149,9 +158,17 @@ def test_two_steps(workspaces: list[tuple[Any, ...]]) -> None:
     assert len(workspaces) == 2
 
 
-def test_calls_are_collectives_to_the_scheduler() -> None:
-    (line,) = [line for line in text_of(cast, array(ROWS, 4)).splitlines() if "call @compute_on" in line]
-    assert '_xla_stream_annotation = "collective"' in line
+def test_the_second_call_ends_the_first() -> None:
+    """It has all buffers of the first one, and gives back its results in place."""
+    text = text_of(reduce, (array(OUTPUT_ROWS, 8, dtype=jnp.bfloat16), array(OUTPUT_ROWS, 4)))
+    first, second = custom_calls(text)
+    sends, receives, *arrays = first.operands
+    assert second.operands == [*first.results, *arrays, sends, receives]
+    assert second.results == first.results[:-1] and second.aliases == {0: 0, 1: 1}
+    names = ("group_size", "transfer")
+    assert second.attributes == {name: first.attributes[name] for name in names}
+    assert second.arrays == first.arrays
+    assert not first.has_side_effect and not second.has_side_effect
 
 
 def test_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,14 +208,14 @@ def test_reduce(
 )
 def test_rows_become_multiples_of_16_bytes(dtype: Any, row: tuple[int, ...], padded: str) -> None:
     text = text_of(cast, array(ROWS, *row, dtype=dtype))
-    (line,) = [line for line in text.splitlines() if "custom_call @jaxmagi" in line]
+    (line,) = [line for line in text.splitlines() if f"custom_call @{_cuda.CAST}" in line]
     assert f"tensor<1x5x{padded}>) -> (tensor<1x7x{padded}>," in line
     result = "x".join(map(str, (2 * OUTPUT_ROWS, *row)))
     assert f"-> (tensor<{result}x{padded.split('x', 1)[1]}> {{jax.result_info" in text
 
 
 def test_eight_arrays_a_call() -> None:
-    calls = custom_calls(text_of(cast, [array(ROWS, 4 * (i + 1)) for i in range(19)]))
+    calls = starts(text_of(cast, [array(ROWS, 4 * (i + 1)) for i in range(19)]))
     assert [len(call.operands) - 2 for call in calls] == [8, 8, 3]
     assert [call.operands[2] for call in calls] == ["1x5x4xf32", "1x5x36xf32", "1x5x68xf32"]
     assert [call.results[0] for call in calls] == ["1x7x4xf32", "1x7x36xf32", "1x7x68xf32"]
@@ -239,7 +256,7 @@ def test_gradients(dtype: Any) -> None:
         )
         return (mapped(x).astype(jnp.float32) ** 2).sum()
 
-    forward, backward = custom_calls(lower(jax.grad(loss), array(ROWS, 8, dtype=dtype)))
+    forward, backward = starts(lower(jax.grad(loss), array(ROWS, 8, dtype=dtype)))
     assert (forward.target, backward.target) == (_cuda.CAST, _cuda.REDUCE)
     assert backward.results[0] == forward.operands[2] and backward.operands[2] == forward.results[0]
     assert backward.attributes == forward.attributes | {"implementation": 1}
@@ -344,7 +361,10 @@ def test_arrays_sharded_over_explicit_axes() -> None:
 def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     for extension, message in (
         (None, "jaxmagi was built without CUDA"),
-        (types.SimpleNamespace(registrations=lambda: {_cuda.CAST: {}}), "older than these sources"),
+        (
+            types.SimpleNamespace(registrations=lambda: {_cuda.CAST: {}, _cuda.REDUCE: {}}),
+            "older than these sources",
+        ),
     ):
         monkeypatch.setitem(_native._EXTENSIONS, "cuda", extension)  # pyright: ignore[reportArgumentType]
         assert not custom_calls(text_of(cast, array(ROWS, 4)))

@@ -1,0 +1,152 @@
+"""On GPUs transfers run beside attention, since data forces that order: seen from a machine that may have none."""
+
+import functools
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+from jaxmagi import _hopper, _native, context_attention, masks, plan_context
+from jaxmagi.attention import _cuda as attention_calls
+from jaxmagi.collectives import _cuda as collective_calls
+
+from ..custom_calls import lower
+from ..program_order import Order
+from .harness import AXIS, make_mesh
+
+RANKS, LENGTH = 2, 1024
+FORWARD, BACKWARD = attention_calls.FORWARD, attention_calls.BACKWARD
+CAST, REDUCE, DONE = collective_calls.CAST, collective_calls.REDUCE, collective_calls.DONE
+ROWS = jax.ShapeDtypeStruct((LENGTH, 4, 64), jnp.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something in place of jaxmagi._cuda, and a machine without a GPU."""
+    targets = (attention_calls.PLAN, FORWARD, BACKWARD, CAST, REDUCE, DONE)
+    stand_in = types.SimpleNamespace(
+        registrations=lambda: {target: {} for target in targets},
+        forward_tile=lambda dim, v_dim: (128, 128),
+        backward_tile=lambda dim, v_dim: (64, 128),
+        plan_workspace_words=lambda *sizes: 77,
+        backward_workspace_bytes=lambda *sizes: 16 * 99,
+    )
+    monkeypatch.setitem(_native._EXTENSIONS, "cuda", stand_in)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(_hopper, "local_gpus", lambda: ())
+
+
+def program(num_stages: int, *, mesh: Any = None) -> str:
+    """Attention and its gradients, with the ranks along one axis of a mesh."""
+    plan = plan_context(masks.causal(LENGTH), RANKS, num_stages=num_stages, chunk_size=64)
+    local = functools.partial(context_attention, plan=plan, axis_name=AXIS, implementation="ffi")
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh or make_mesh(RANKS),
+        in_specs=P(AXIS),
+        out_specs=P(AXIS),
+        axis_names={AXIS},
+    )
+
+    def both(query: Any, key: Any, value: Any, dout: Any) -> Any:
+        out, vjp = jax.vjp(mapped, query, key, value)
+        return out, vjp(dout)
+
+    return lower(both, *[ROWS] * 4)
+
+
+def check_pair(order: Order, start: str, done: str) -> None:
+    """The second call has all buffers of the first, whose results it gives back in place; XLA drops neither."""
+    first, second = order.operations[start], order.operations[done]
+    assert start in second.operands
+    assert set(first.values) <= set(second.values)
+    assert {f"%{start}#{i}" for i in range(1, len(order.call(start).results))} <= set(second.values)
+    assert order.call(done).aliases == {0: 0, 1: 1}
+    assert order.call(done).results == order.call(start).results[:-1]
+    for name in (start, done):
+        assert order.call(name).has_side_effect
+    assert order.call(start).attributes["transfer"] == order.call(done).attributes["transfer"]
+
+
+def end_of(order: Order, start: str) -> str:
+    """The call that ends what another one has started."""
+    (done,) = (name for name in order.calls(DONE) if start in order.operations[name].operands)
+    check_pair(order, start, done)
+    return done
+
+
+def check_casts(order: Order, stages: list[str]) -> None:
+    """Each runs beside the stage before the one that needs its rows, and no earlier."""
+    starts = order.calls(CAST)
+    assert len(starts) == len(stages) - 1
+    for i, start in enumerate(starts):
+        assert order.has_order(start, stages[i], end_of(order, start), stages[i + 1])
+        assert i == 0 or order.has_order(stages[i - 1], start)
+        assert order.call(start).flags == {"goes_first": True}
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 5])
+def test_forward(num_stages: int) -> None:
+    order = Order(program(num_stages), FORWARD)
+    stages = order.calls(FORWARD)
+    assert len(stages) == num_stages
+    check_casts(order, stages)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 5])
+def test_backward(num_stages: int) -> None:
+    """Gradients return beside the stage after theirs, behind the cast for the next one."""
+    order = Order(program(num_stages), BACKWARD)
+    stages, casts, returns = (order.calls(target) for target in (BACKWARD, CAST, REDUCE))
+    assert (len(stages), len(returns)) == (num_stages, num_stages - 1)
+    check_casts(order, stages)
+    for i, start in enumerate(returns, start=1):
+        done = end_of(order, start)
+        assert order.has_order(stages[i], start) and done in order.before("return")
+        if i + 1 < num_stages:
+            assert order.has_order(start, stages[i + 1], done)
+        if i + 1 < len(casts):
+            assert order.has_order(casts[i + 1], start)
+        is_first = i + 1 == num_stages - 1
+        assert order.call(start).flags == {"goes_first": is_first}
+
+
+def test_transfers_under_way_have_their_own_numbers() -> None:
+    order = Order(program(4), BACKWARD)
+    starts = order.calls(CAST) + order.calls(REDUCE)
+    assert len({order.call(name).attributes["transfer"] for name in starts}) == len(starts) == 6
+
+
+def test_what_has_started_is_always_waited_for() -> None:
+    """Also if only the gradients of the queries are wanted: the first result depends on all that was started."""
+    order = Order(program(3), BACKWARD)
+    first = order.operations["return"].operands[0]
+    assert set(order.calls(DONE)) <= order.before(first)
+
+
+def test_one_stage_has_nothing_beside_it() -> None:
+    text = program(1)
+    for order, starts in ((Order(text, FORWARD), (CAST,)), (Order(text, BACKWARD), (CAST, REDUCE))):
+        for target in starts:
+            (start,) = order.calls(target)
+            (done,) = (name for name in order.calls(DONE) if start in order.operations[name].operands)
+            assert not order.call(start).has_side_effect and not order.call(done).has_side_effect
+            assert not order.call(start).flags["goes_first"]
+
+
+def test_axes_that_are_left_to_the_compiler() -> None:
+    """XLA cannot partition a program whose calls have side effects: each transfer then ends where it starts."""
+    mesh = jax.make_mesh((2, RANKS), ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
+    text = program(2, mesh=mesh)
+    for target in (FORWARD, BACKWARD):
+        order = Order(text, target)
+        for name in order.calls(DONE):
+            assert not order.call(name).has_side_effect
+            (start,) = {
+                x for x in order.operations[name].operands if x in order.calls(CAST) + order.calls(REDUCE)
+            }
+            assert not order.call(start).has_side_effect
+            stages = set(order.calls(target))
+            assert order.before(name) & stages == order.before(start) & stages
