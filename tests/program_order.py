@@ -1,6 +1,6 @@
 """What comes before what in a lowered program, by the data that one operation has from another."""
 
-import functools
+import itertools
 import re
 
 from .custom_calls import Call, custom_calls
@@ -20,7 +20,7 @@ class Operation:
 
 
 class Order:
-    """Of the operations in the function of a program that makes calls of a target. Names are those of results."""
+    """Of the operations in the function of a program that calls a target. Names are those of results."""
 
     def __init__(self, text: str, target: str) -> None:
         (function,) = (part for part in text.split("func.func")[1:] if f"@{target}(" in part)
@@ -38,12 +38,16 @@ class Order:
         assert call
         return call
 
-    @functools.cache  # noqa: B019
-    def before(self, name: str) -> frozenset[str]:
+    def before(self, name: str) -> set[str]:
         """All operations that have to be over before one begins; ``"return"`` is the end."""
-        operands = [operand for operand in self.operations[name].operands if operand in self.operations]
-        return frozenset(operands).union(*map(self.before, operands))
+        found: set[str] = set()
+        to_do = [name]
+        while to_do:
+            operands = {*self.operations[to_do.pop()].operands} & self.operations.keys()
+            to_do += operands - found
+            found |= operands
+        return found
 
     def has_order(self, *names: str) -> bool:
         """Whether each has to be over before the next one begins."""
-        return all(first in self.before(second) for first, second in zip(names, names[1:], strict=False))
+        return all(first in self.before(second) for first, second in itertools.pairwise(names))

@@ -369,7 +369,7 @@ def test_doctor_judges_gpus(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """On devices that are not there, as the checks of the lowering see them."""
-    handlers = dict.fromkeys((_cuda.CAST, _cuda.REDUCE, _cuda.DONE), {})
+    handlers = {target: {} for target in (_cuda.CAST, _cuda.REDUCE, _cuda.DONE)}
     module = types.SimpleNamespace(registrations=lambda: handlers, __file__="_cuda.abi3.so")
     monkeypatch.setitem(
         _native._EXTENSIONS,

@@ -1,4 +1,4 @@
-"""Batches of transfers: shared tables carry the new axis along in the rows, others fold it into the transfers.
+"""Batches of transfers: with shared tables the new axis travels in the rows, else it becomes more transfers.
 
 Of operands that lead with G transfers, the last two being sends and receives.
 """

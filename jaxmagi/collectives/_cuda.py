@@ -1,8 +1,8 @@
 """The collectives on GPUs: custom calls, two for a transfer.
 
-The first starts it, on a stream of the group's own, the second lets the program's stream wait for it. All
-buffers of the first are operands of the second, so that XLA does not reuse them before, and the results of the
-second are those of the first in place.
+The first starts it, on a stream of the group's own; the second makes the program's stream wait for it. All
+buffers of the first are operands of the second, so that XLA does not reuse them before, and the second gives
+back the results of the first in place.
 """
 
 import itertools
@@ -203,22 +203,21 @@ def start(
     """The first half of a transfer, to be lowered: see `start_p`."""
     *xs, sends, receives = operands
     if _is_left_to_compiler(sends):
-        workspace = jnp.zeros(workspace_bytes(xs, route, ranks), jnp.uint8)  # which nobody looks at
-        return [*_move(kind, operands, dtypes, route, groups), workspace, *operands]
+        return [no_workspace(xs, route, ranks), *_move(kind, operands, dtypes, route, groups), *operands]
     transfer = Transfer(kind, route, dtypes, groups, is_apart=True, **options)
-    flat = (x.reshape(*x.shape[:2], -1) for x in xs)
-    started = transfer.start(*flat, sends, receives)
+    started = transfer.start(*(x.reshape(*x.shape[:2], -1) for x in xs), sends, receives)
     count = len(xs)
     results, workspace, held = started[:count], started[count], started[count + 1 : -2]
     return [
-        *(x.reshape(*x.shape[:2], *like.shape[2:]) for x, like in zip(results, xs, strict=True)),
         workspace,
+        *(x.reshape(*x.shape[:2], *like.shape[2:]) for x, like in zip(results, xs, strict=True)),
         *(x.reshape(like.shape) for x, like in zip(held, xs, strict=True)),
         *started[-2:],
     ]
 
 
 def done(
+    workspace: jax.Array,
     *started: jax.Array,
     kind: Kind,
     route: Route,
@@ -227,18 +226,19 @@ def done(
     groups: np.ndarray,
 ) -> list[jax.Array]:
     """The second half, to be lowered: see `done_p`."""
-    count = len(dtypes)
-    if _is_left_to_compiler(started[-1]):
-        return [*started[:count]]
-    transfer = Transfer(kind, route, dtypes, groups, number, is_apart=True)
     *arrays, sends, receives = started
-    flat = [x.reshape(*x.shape[:2], -1) if x.ndim > 1 else x for x in arrays]
-    results = transfer.done([*flat, sends, receives])
-    return [x.reshape(like.shape) for x, like in zip(results, started, strict=False)]
+    count = len(dtypes)
+    results, held = arrays[:count], arrays[count:]
+    if _is_left_to_compiler(sends):
+        return results
+    flat_results, flat_held = ([x.reshape(*x.shape[:2], -1) for x in part] for part in (results, held))
+    transfer = Transfer(kind, route, dtypes, groups, number, is_apart=True)
+    done = transfer.done([*flat_results, workspace, *flat_held, sends, receives])
+    return [x.reshape(like.shape) for x, like in zip(done, results, strict=True)]
 
 
 def _is_left_to_compiler(x: jax.Array) -> bool:
-    """Whether XLA may partition the program over some mesh axes: not one with calls that have side effects."""
+    """Whether XLA partitions over some mesh axes, which it cannot with calls that have side effects."""
     return bool(jax.typeof(x).sharding.mesh.auto_axes)
 
 
@@ -248,12 +248,17 @@ def result_rows(kind: Kind, route: Route) -> int:
 
 
 def workspace_bytes(xs: Sequence[Any], route: Route, cp_size: int) -> int:
-    """What a transfer of arrays [G, rows, ...] within groups of ``cp_size`` ranks needs beside its results."""
+    """What a transfer of arrays [G, rows, ...] in groups of ``cp_size`` ranks needs beside its results."""
     compiled = _native.extension("cuda")
-    if compiled is None or not _may_use_nccl(route):
+    if compiled is None or not _may_use_nccl(route) or platform_misfit():
         return _UNIT  # anything but nothing
     row_bytes = [math.prod(x.shape[2:]) * x.dtype.itemsize for x in xs]
     return compiled.pair_buffer_bytes(xs[0].shape[0], cp_size, route.pair_rows, row_bytes)
+
+
+def no_workspace(xs: Sequence[Any], route: Route, cp_size: int) -> jax.Array:
+    """Something in place of a workspace, where a transfer has none."""
+    return jnp.zeros(workspace_bytes(xs, route, cp_size), jnp.uint8)
 
 
 def _may_use_nccl(route: Route) -> bool:

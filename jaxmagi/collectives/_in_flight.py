@@ -1,8 +1,8 @@
 """Transfers in two halves: on GPUs, what is computed between start and landing runs beside the transfer.
 
-XLA does not know that the two belong together, and puts nothing between them by itself. `in_order` makes it do
-so: it ties other computations to the transfer by data, which no scheduler can undo. In plain JAX the start is all of
-the transfer.
+XLA does not know that the two belong together, and puts nothing between them by itself. `in_order` forces it
+to: it ties other computations to the transfer by data. In plain JAX the start is all of the transfer, tied to
+nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class Flight:
     """A transfer that may be under way.
 
     Attributes:
-        arrays: what the landing takes; not to be looked at before. Empty if all is there already.
+        arrays: what the landing takes, the workspace first. Empty if there was nothing to start.
         finish: the landing.
     """
 
@@ -35,7 +35,7 @@ class Flight:
     finish: Callable[[tuple[jax.Array, ...]], list[jax.Array]]
 
     def land(self) -> list[jax.Array]:
-        """The results; what uses them comes after the transfer. To be called once, and their use not be left out."""
+        """The results. To be called once, and something that the program returns has to be made of them."""
         return self.finish(self.arrays)
 
     def then(self, function: Callable[[list[jax.Array]], list[jax.Array]]) -> "Flight":
@@ -44,15 +44,14 @@ class Flight:
 
 
 def in_order[Tree](tree: Tree, flights: Sequence[Flight]) -> tuple[Tree, list[Flight]]:
-    """The same. What is made of ``tree`` comes after the flights' starts, their landing after what it is made of."""
-    under_way = [flight for flight in flights if flight.arrays]
-    if not under_way:
+    """The same: uses of ``tree`` come after the flights' starts, landings after what has made ``tree``."""
+    workspaces = [flight.arrays[:1] for flight in flights]
+    if not any(workspaces):
         return tree, [*flights]
-    tree, firsts = jax.lax.optimization_barrier((tree, [flight.arrays[0] for flight in under_way]))
-    tied = iter(firsts)
+    tree, workspaces = jax.lax.optimization_barrier((tree, workspaces))
     return tree, [
-        replace(flight, arrays=(next(tied), *flight.arrays[1:])) if flight.arrays else flight
-        for flight in flights
+        replace(flight, arrays=(*workspace, *flight.arrays[1:]))
+        for flight, workspace in zip(flights, workspaces, strict=True)
     ]
 
 
@@ -65,15 +64,11 @@ def start(
     number: int,
     goes_first: bool,
 ) -> Flight:
-    """Starts a cast or a reduction.
-
-    Neither differentiable nor, once started, to be given up: its results have to be used for something that
-    the program returns.
+    """Starts a cast or a reduction, which is not differentiable.
 
     Args:
         kind: which of the two it is.
-        operands: up to eight arrays [G, rows, ...] of the group's ranks and their tables, sends and receives, as of
-            `group_cast_p` and `group_reduce_p`; all vary over the same mesh axes.
+        operands: as of `group_cast_p` and `group_reduce_p`, with eight arrays at most and nothing empty.
         dtypes: of the results.
         route: where rows go.
         number: tells the transfer from others of the group that are under way.
@@ -100,7 +95,7 @@ def start(
 
 # --- the primitives: of arrays [G, rows, ...] whose rows are whole units ---
 #
-# start_p: arrays, sends and receives → results, a workspace, and the operands again
+# start_p: arrays, sends and receives → a workspace, the results, and the operands again
 # done_p: all of that → the results
 
 start_p = Primitive("jaxmagi_group_start")
@@ -120,10 +115,11 @@ def _start_types(
     size = _cuda.workspace_bytes(xs, route, ranks)
     whole = sends.sharding.update(spec=jax.P(None))
     workspace = sends.update(shape=(size,), dtype=jnp.dtype(jnp.uint8), sharding=whole)
-    return [*results, workspace, *xs, sends, receives]
+    return [workspace, *results, *xs, sends, receives]
 
 
-def _done_types(*started: Any, dtypes: Sequence[jnp.dtype], **_: Any) -> list[Any]:
+def _done_types(workspace: Any, *started: Any, dtypes: Sequence[jnp.dtype], **_: Any) -> list[Any]:
+    del workspace
     return [*started[: len(dtypes)]]
 
 
@@ -131,27 +127,24 @@ def _done_types(*started: Any, dtypes: Sequence[jnp.dtype], **_: Any) -> list[An
 
 
 def _batch_start(operands: Sequence[Any], axes: Axes, **params: Any) -> tuple[list[Any], list[int | None]]:
-    place = len(params["dtypes"])  # of the workspace
     if share_tables(axes):
         dims = carried_axes(axes[:-2])
-        return start_p.bind(*carry(operands, axes), **params), [*dims, None, *dims, None, None]
+        return start_p.bind(*carry(operands, axes), **params), [None, *dims, *dims, None, None]
     size = batch_size(operands, axes)
     folded = [fold(x, axis, size) for x, axis in zip(operands, axes, strict=True)]
-    started = start_p.bind(*folded, **params)
-    unfolded = [x if i == place else unfold(x, size) for i, x in enumerate(started)]
-    return unfolded, [None if i == place else 0 for i in range(len(started))]
+    workspace, *started = start_p.bind(*folded, **params)
+    return [workspace, *(unfold(x, size) for x in started)], [None, *[0] * len(started)]
 
 
-def _batch_done(started: Sequence[Any], axes: Axes, **params: Any) -> tuple[list[Any], list[int | None]]:
-    place = len(params["dtypes"])
+def _batch_done(operands: Sequence[Any], axes: Axes, **params: Any) -> tuple[list[Any], list[int | None]]:
+    workspace, *started = operands
+    axes = axes[1:]
     if share_tables(axes):
-        return done_p.bind(*carry(started, axes), **params), carried_axes(axes[:place])
+        out = done_p.bind(workspace, *carry(started, axes), **params)
+        return out, carried_axes(axes[: len(out)])
     size = batch_size(started, axes)
-    folded = [
-        x if i == place else fold(x, axis, size)
-        for i, (x, axis) in enumerate(zip(started, axes, strict=True))
-    ]
-    out = [unfold(x, size) for x in done_p.bind(*folded, **params)]
+    folded = [fold(x, axis, size) for x, axis in zip(started, axes, strict=True)]
+    out = [unfold(x, size) for x in done_p.bind(workspace, *folded, **params)]
     return out, [0] * len(out)
 
 
@@ -164,11 +157,13 @@ def _portable_start(
     *xs, sends, receives = operands
     tables = sends, receives, route
     results = cast(xs, *tables) if kind == "cast" else reduce_sum(xs, *tables, dtypes)
-    workspace = jnp.zeros(_cuda.workspace_bytes(xs, route, ranks), jnp.uint8)  # which nobody looks at
-    return [*results, workspace, *operands]
+    return [_cuda.no_workspace(xs, route, ranks), *results, *operands]
 
 
-def _portable_done(*started: jax.Array, dtypes: Sequence[jnp.dtype], **_: Any) -> list[jax.Array]:
+def _portable_done(
+    workspace: jax.Array, *started: jax.Array, dtypes: Sequence[jnp.dtype], **_: Any
+) -> list[jax.Array]:
+    del workspace
     return [*started[: len(dtypes)]]
 
 

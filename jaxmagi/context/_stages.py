@@ -52,14 +52,14 @@ type Specs = tuple[GroupCastSpec | RelayedSpec, ...]
 type Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 """Queries, the cotangents of their outputs, log-sum-exps, and what `row_delta` has for them."""
 
+
 def _num_stages(stages: Stages) -> int:
     return stages.bands.shape[1]
 
 
 def forward(operands: Operands, options: Options) -> Partial[jax.Array]:
     """The output [T, N, Dv] and the log-sum-exp [T, N] of a rank's queries."""
-    # Behind one barrier: no transfer may leave a loop without the computation that it runs beside.
-    query, key, value, stages, sinks = jax.lax.optimization_barrier(operands)
+    query, key, value, stages, sinks = operands
     wide = accumulator_dtype(query.dtype)
     no_sinks = jax.lax.full_like(query, -jnp.inf, wide, query.shape[1:2])
     sinks = no_sinks if sinks is None else sinks
@@ -84,7 +84,8 @@ def _attend_in_stages(
     query: jax.Array, own: KeyValue, stages: Stages, no_sinks: jax.Array, options: Options
 ) -> Partial[jax.Array]:
     """Attention to the own keys and to those of each transfer, which travel during the stage before."""
-    buffer, result, transfers = own, None, stages.transfers
+    query, own, transfers = _inseparable((query, own, stages.transfers))
+    buffer, result = own, None
     for stage in range(_num_stages(stages)):
         flights = _start_cast(own, transfers, stage, options)
         query, flights = in_order(query, flights)
@@ -97,6 +98,11 @@ def _attend_in_stages(
         buffer = next((KeyValue(*flight.land()) for flight in flights), buffer)
     assert result is not None
     return Partial(result.out[0], result.lse[0])
+
+
+def _inseparable[Tree](tree: Tree) -> Tree:
+    """The same. Else transfers could leave a loop without the computation that they run beside."""
+    return jax.lax.optimization_barrier(tree)
 
 
 def _start_cast(own: KeyValue, specs: Specs, stage: int, options: Options) -> list[Flight]:
@@ -138,9 +144,7 @@ def backward(
     query, key, value, stages, sinks = operands
     stages = stages.backward or stages
     delta = row_delta(result, cotangents)
-    rows, own, stages = jax.lax.optimization_barrier(  # as in `forward`
-        ((query, cotangents.out, result.lse, delta), KeyValue(key, value), stages)
-    )
+    rows, own = (query, cotangents.out, result.lse, delta), KeyValue(key, value)
     backward = _gradients_at_once if _num_stages(stages) == 1 else _gradients_in_stages
     dq, (dk, dv) = backward(rows, own, stages, options)
     dsinks = None if sinks is None else sink_gradient(sinks, result.lse, delta)
@@ -165,7 +169,8 @@ def _gradients_in_stages(
     rows: Rows, own: KeyValue, stages: Stages, options: Options
 ) -> tuple[jax.Array, KeyValue]:
     """The same. Keys travel during the stage before theirs, their gradients during the one behind it."""
-    buffer, dqs, parts, returned, transfers = own, [], [], [], stages.transfers
+    rows, own, transfers = _inseparable((rows, own, stages.transfers))
+    buffer, dqs, parts, returned = own, [], [], []
     for stage in range(_num_stages(stages)):
         casts = _start_cast(own, transfers, stage, options)
         (rows, transfers), casts = in_order((rows, transfers), casts)
@@ -188,10 +193,8 @@ def _gradients_in_stages(
     return dq, KeyValue(*sums)
 
 
-def _start_return(
-    parts: list[KeyValue], specs: Specs, options: Options, *, goes_first: bool
-) -> list[Flight]:
-    """Starts the transfer of the last stage's gradients to their owners, unless all of them are the rank's own."""
+def _start_return(parts: list[KeyValue], specs: Specs, options: Options, *, goes_first: bool) -> list[Flight]:
+    """Starts the transfer of the last stage's gradients to their owners, unless they are the rank's own."""
     if len(parts) < 2:
         return []
     index = len(parts) - 2

@@ -1,16 +1,20 @@
 """context_attention over GPUs: small masks against fp64, large ones against one GPU with all tokens."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from jaxmagi import PlanCapacity, masks
+from jaxmagi import PlanCapacity, attention, context_attention, dispatch, masks, plan_context, undispatch
 
 from ..cases import MaskCase, mask_cases
 from .harness import (
+    AXIS,
     LARGE,
     Problem,
     Solution,
@@ -18,6 +22,7 @@ from .harness import (
     dispatch_problem,
     distributed,
     embedded,
+    make_mesh,
     make_plan,
     oracle,
     random_masks,
@@ -67,3 +72,50 @@ def test_public_masks(cp_size: int, case: MaskCase) -> None:
     expected = Solution(*map(np.asarray, single_device()(problem, mask.pad_to(BANDS))))
     check_solution(solution, expected, BF16_TOLERANCE)
     np.testing.assert_allclose(solution.lse, expected.lse, rtol=0, atol=1e-3)
+
+
+LAYERS = 4
+
+
+def layers(attend: Callable[..., jax.Array], query: jax.Array, keys: jax.Array, values: jax.Array) -> Any:
+    """One attention after another in a loop, each with keys and values of its own, and the gradients."""
+
+    def run(query: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, kv: (attend(x, *kv), None), query, (keys, values))[0]
+
+    out, vjp = jax.vjp(run, query, keys, values)
+    return out, vjp(query)
+
+
+def check_tokens(got: np.ndarray, expected: np.ndarray) -> None:
+    """Vectors of all heads, by their lengths: they get short where many tokens are averaged."""
+    got, expected = (x.astype(np.float32).reshape(*x.shape[:-2], -1) for x in (got, expected))
+    lengths = np.linalg.norm(expected, axis=-1)
+    errors = np.linalg.norm(got - expected, axis=-1)
+    assert (errors <= BF16_TOLERANCE * (lengths + lengths.mean())).all()
+
+
+@pytest.mark.parametrize("cp_size", [2, 4], indirect=True)
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_layers_in_a_loop(cp_size: int, num_stages: int, rng: np.random.Generator) -> None:
+    """Buffers are used again at once, by what is computed beside transfers and by the next ones."""
+    length = 4096
+    problem = random_problem(rng, length, jnp.bfloat16, dim=DIM, v_dim=DIM)
+    keys, values = rng.normal(size=(2, LAYERS, *problem.key.shape)).astype(jnp.bfloat16)
+    mask = masks.causal(length)
+    plan = plan_context(mask, cp_size, num_stages=num_stages, chunk_size=CHUNK)
+    assert plan.num_stages == num_stages
+    rows, stacked = P(AXIS), P(None, AXIS)
+    mapped = jax.shard_map(
+        functools.partial(layers, functools.partial(context_attention, plan=plan, axis_name=AXIS)),
+        mesh=make_mesh(cp_size),
+        in_specs=(rows, stacked, stacked),
+        out_specs=(rows, (rows, stacked, stacked)),
+    )
+    placed = [dispatch(x, plan, axis=1) for x in (keys, values)]
+    got_out, got = jax.jit(mapped)(dispatch(problem.query, plan), *placed)
+    alone = jax.jit(functools.partial(layers, functools.partial(attention, mask=mask)))
+    out, expected = alone(problem.query, keys, values)
+    results = zip((0, 0, 1, 1), (got_out, *got), (out, *expected), strict=True)
+    for axis, mine, wanted in results:
+        check_tokens(np.asarray(undispatch(mine, plan, axis=axis)), np.asarray(wanted))

@@ -1,0 +1,134 @@
+"""Transfers in two halves, with something computed between them, on groups of GPUs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxmagi import GroupCastSpec
+from jaxmagi.collectives import Flight, in_order, make_transfer
+
+from .groups import SEVERAL, Group, assert_close, assert_equal, on_groups
+from .harness import AXIS, normal
+from .routes import INPUT_ROWS, random_transfer
+
+GROUPS = [*SEVERAL, Group("native", 1), Group(None, 2, ranks_per_host=1), Group("native", 4, num_sms=132)]
+
+
+def transfer_of(group: Group, spec: Any) -> Any:
+    """A rank's view of a spec, to be made as the group does."""
+    return make_transfer(spec, AXIS, group.implementation, group.num_sms, group.ranks_per_host)
+
+
+def beside(work: jax.Array, flights: list[Flight]) -> tuple[jax.Array, list[Flight]]:
+    """Some products, while transfers are under way."""
+    work, flights = in_order(work, flights)
+    for _ in range(4):
+        work = jnp.tanh(work @ work)
+    return in_order(work, flights)
+
+
+def products(work: np.ndarray) -> np.ndarray:
+    for _ in range(4):
+        work = np.tanh(work @ work)
+    return work
+
+
+@on_groups(*GROUPS)
+def test_cast_and_reduction_under_way_at_once(group: Group, rng: np.random.Generator) -> None:
+    """Of two arrays, one with rows that are no whole units, turn after turn in the same buffers."""
+    turns = 20
+    transfer = random_transfer(rng, group.size)
+    rows = transfer.spec.output_rows
+    x = [normal(rng, turns, group.size, INPUT_ROWS, *shape) for shape in ((3,), (2, 8))]
+    y = [normal(rng, turns, group.size, rows, *shape) for shape in ((5,), (4, 4))]
+    work = normal(rng, group.size, 64, 64) / 8
+
+    def local(x: Any, y: Any, work: jax.Array, spec: GroupCastSpec) -> Any:
+        rank = transfer_of(group, spec)
+
+        def turn(work: jax.Array, operands: Any) -> Any:
+            x, y = operands
+            cast = rank.start_cast(x, number=0, goes_first=True)
+            reduction = rank.start_reduce(y, [z.dtype for z in y], number=1, goes_first=False)
+            work, flights = beside(work, [cast, reduction])
+            return work, [flight.land() for flight in flights]
+
+        x, y = jax.tree.map(lambda leaf: leaf[:, 0], (x, y))
+        work, results = jax.lax.scan(turn, work[0], (x, y))
+        return work[None], jax.tree.map(lambda leaf: leaf[None], results)
+
+    run = group.program(local, (P(None, AXIS), P(None, AXIS), P(AXIS), P()))
+    along_ranks = jax.tree.map(lambda leaf: np.moveaxis(leaf, 1, 0), (x, y))
+    placed = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), group.shard(along_ranks))
+    computed, (cast, sums) = run(*placed, group.shard(work), group.replicate(transfer.spec))
+    assert_equal(cast, [np.stack([transfer.cast(one) for one in z], 1) for z in x])
+    assert_close(sums, [np.stack([transfer.reduce_sum(one) for one in z], 1) for z in y], 1e-6)
+    for _ in range(turns):
+        work = products(work)
+    assert_close(computed, work, 1e-2)  # TF32
+
+
+@on_groups(*SEVERAL)
+def test_vmap(group: Group, rng: np.random.Generator) -> None:
+    """Over x and over both x and specs."""
+    transfers = [random_transfer(rng, group.size) for _ in range(2)]
+    specs = jax.tree.map(lambda *tables: np.stack(tables), *(t.spec for t in transfers))
+    x, work = normal(rng, group.size, 2, INPUT_ROWS, 3), normal(rng, group.size, 2, 16, 16)
+
+    def local(x: jax.Array, work: jax.Array, specs: GroupCastSpec) -> Any:
+        def one(x: jax.Array, work: jax.Array, spec: GroupCastSpec) -> tuple[jax.Array, jax.Array]:
+            rank = transfer_of(group, spec)
+            _, (flight,) = beside(work, [rank.start_cast([x], number=0, goes_first=True)])
+            (y,) = flight.land()
+            _, (flight,) = beside(work, [rank.start_reduce([y], [y.dtype], number=0, goes_first=True)])
+            return y, flight.land()[0]
+
+        first = jax.tree.map(lambda table: table[0], specs)
+        shared = jax.vmap(one, (0, 0, None))(x[0], work[0], first)
+        return jax.tree.map(lambda leaf: leaf[None], (shared, jax.vmap(one)(x[0], work[0], specs)))
+
+    results = group.program(local, (P(AXIS), P(AXIS), P()))(*group.shard((x, work)), group.replicate(specs))
+    for (y, z), batch in zip(results, ([transfers[0]] * 2, transfers), strict=True):
+        casts = [transfer.cast(x[:, i]) for i, transfer in enumerate(batch)]
+        assert_equal(y, np.stack(casts, 1))
+        sums = [transfer.reduce_sum(y) for transfer, y in zip(batch, casts, strict=True)]
+        assert_close(z, np.stack(sums, 1), 1e-6)
+
+
+@on_groups(Group(None, 4))
+def test_between_hosts(group: Group, rng: np.random.Generator) -> None:
+    """By a spec in two steps, for hosts of one rank on the CPU and of two on GPUs."""
+    transfer = random_transfer(rng, group.size)
+    relayed = transfer.spec.by_host(1 if group.size % 2 else 2)
+    x = normal(rng, group.size, INPUT_ROWS, 4)
+    y = normal(rng, group.size, transfer.spec.output_rows, 4)
+
+    def local(x: jax.Array, y: jax.Array, spec: Any) -> Any:
+        rank = make_transfer(spec, AXIS)
+        cast = rank.start_cast([x[0]], number=0, goes_first=True)
+        reduction = rank.start_reduce([y[0]], [y.dtype], number=1, goes_first=False)
+        return [flight.land()[0][None] for flight in (cast, reduction)]
+
+    run = group.program(local, (P(AXIS), P(AXIS), P()))
+    cast, sums = run(*group.shard((x, y)), group.replicate(relayed))
+    assert_equal(cast, transfer.cast(x))
+    assert_close(sums, transfer.reduce_sum(y), 1e-6)
+
+
+@on_groups(*SEVERAL)
+def test_nothing_to_move(group: Group) -> None:
+    """Empty arrays are there at once."""
+    transfer = random_transfer(np.random.default_rng(0), group.size)
+    x = np.zeros((group.size, INPUT_ROWS, 0), np.float32)
+
+    def local(x: jax.Array, spec: GroupCastSpec) -> jax.Array:
+        flight = transfer_of(group, spec).start_cast([x[0]], number=0, goes_first=True)
+        assert not flight.arrays
+        _, (flight,) = in_order(x, [flight])
+        return flight.land()[0][None]
+
+    run = group.program(local, (P(AXIS), P()))
+    assert_equal(run(group.shard(x), group.replicate(transfer.spec)), transfer.cast(x))
