@@ -9,9 +9,9 @@
 #include "csrc/collectives/watchdog.h"
 #include "xla_ffi/collectives_transfer.h"
 
-// A transfer is two calls. The start puts it into the group's own stream; the done makes XLA's stream wait for it. What
-// XLA runs between them runs beside the transfer. The done has all buffers of the start as operands, so that XLA does not
-// use them for anything else until then.
+// A transfer is two calls. The start puts it into the group's own stream, the done makes the program's stream (XLA's)
+// wait for it. What the program has between them runs beside the transfer. All buffers of the start are operands of the
+// done, so that XLA does not use them for anything else until then.
 //
 // Starts come in three stages: Prepare asks XLA for the group's communicator; Initialize gets to know the peers, which
 // takes an exchange between all ranks the first time; Execute launches. They are not for command buffers: a graph may run
@@ -102,7 +102,7 @@ void copy_through_arena(Direction direction, const Transfer& transfer, const std
     }
 }
 
-// Kernels tell `begun`, unless it is null, when they have their multiprocessors.
+// `begun`, unless it is null, is recorded when the kernel has its multiprocessors.
 void group_cast(const Transfer& transfer, const Buffers& buffers, const Group& group, cudaEvent_t begun) {
     check_cuda(push_rows(transfer, group.stream, begun), "launching the kernel that pushes rows");
     copy_through_arena(Direction::kOutOfArena, transfer, buffers.to, group);
@@ -160,8 +160,7 @@ void initialize(Kind kind, const CollectivesContext& context, const Buffers& buf
     grow_arena(*group.peers, group.communicator, program, bytes);
 }
 
-// Whether the first that a transfer does is a kernel that can wait for the peers while others compute: not so where sums
-// need rows that NCCL brings.
+// Whether the native kernel is the first that a transfer waits with: sums need rows that NCCL brings before.
 bool begins_with_kernel(Kind kind, const Transfer& transfer) {
     return kind == Kind::kCast or transfer.outgoing == nullptr;
 }

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <map>
 
-// The stream of a group: its transfers run there one after another, beside what the program computes. Transfers that are
+// The stream of a group: its transfers run there one after another, beside what the program computes. Those that are
 // under way at once are told apart by numbers of the program's choice. A number that is used anew before its first
-// transfer is over does no harm: `join` then waits for the later one as well.
+// transfer has been waited for does no harm but that `join` waits for the later one as well.
 
 namespace jaxmagi::collectives {
 

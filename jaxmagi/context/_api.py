@@ -64,7 +64,8 @@ def context_attention(
     by `group_cast`; their gradients return by `group_reduce`, added up in float32 (float64 for float64) in a
     fixed order. The meaning of all other arguments, and what queries get that see nothing, is that of
     `jaxmagi.attention`. Padding sees nothing and nothing sees it. Derivatives are in reverse mode and once,
-    as there.
+    as there. On GPUs rows travel while the rank computes with those that are there, stage by stage of the
+    plan; not so where a ``shard_map`` of yours leaves Auto axes to the compiler.
 
     Inside ``jax.shard_map`` over ``axis_name`` the arrays are the local shards. Outside, with the mesh of
     ``jax.set_mesh``, they are global arrays in dispatched order, and the function maps itself over the mesh.

@@ -187,7 +187,7 @@ def _gradients_in_stages(
     dq = functools.reduce(jnp.add, dqs).astype(rows[0].dtype)
     dq, flights = in_order(dq, flights)
     returned += [flight.land() for flight in flights]
-    # What has been started cannot be given up any more, even if only the gradient of the queries is wanted.
+    # Whoever wants but the gradients of the queries may not drop the end of what has been started.
     dq, returned = jax.lax.optimization_barrier((dq, returned))
     sums = [functools.reduce(jnp.add, addends) for addends in zip(parts[0], *returned, strict=True)]
     return dq, KeyValue(*sums)
