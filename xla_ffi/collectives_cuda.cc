@@ -86,6 +86,11 @@ void exchange_pair_buffers(const Transfer& transfer, const Group& group) {
           [&] { nccl::exchange(sends, receives, group.communicator, group.stream); });
 }
 
+void record(cudaEvent_t event, const Group& group) {
+    if (event != nullptr)
+        check_cuda(cudaEventRecord(event, group.stream), "recording an event");
+}
+
 enum class Direction { kIntoArena, kOutOfArena };
 
 void copy_through_arena(Direction direction, const Transfer& transfer, const std::vector<ffi::AnyBuffer>& shared,
@@ -102,12 +107,17 @@ void copy_through_arena(Direction direction, const Transfer& transfer, const std
     }
 }
 
-// `begun`, unless it is null, is recorded when the kernel has its multiprocessors.
+// `begun`, unless it is null, is recorded when the native kernel has its multiprocessors, or else just before NCCL's is
+// next: that follows in the same stream, and so sooner than another stream hears of the event.
+
 void group_cast(const Transfer& transfer, const Buffers& buffers, const Group& group, cudaEvent_t begun) {
-    check_cuda(push_rows(transfer, group.stream, begun), "launching the kernel that pushes rows");
+    const bool is_native = transfer.outgoing == nullptr;
+    check_cuda(push_rows(transfer, group.stream, is_native ? begun : nullptr),
+               "launching the kernel that pushes rows");
     copy_through_arena(Direction::kOutOfArena, transfer, buffers.to, group);
-    if (transfer.outgoing == nullptr)
+    if (is_native)
         return;
+    record(begun, group);
     exchange_pair_buffers(transfer, group);
     check_cuda(fill_rows(transfer, group.stream), "launching the kernel that fills rows");
 }
@@ -133,16 +143,18 @@ Transfer of_one_kind(const Transfer& transfer, const Buffers& buffers, int i) {
 }
 
 void group_reduce(const Transfer& transfer, const Buffers& buffers, const Group& group, cudaEvent_t begun) {
+    const bool is_native = transfer.outgoing == nullptr;
     copy_through_arena(Direction::kIntoArena, transfer, buffers.from, group);
-    if (transfer.outgoing) {
+    if (not is_native) {
         check_cuda(pack_partials(transfer, group.stream), "launching the kernel that packs rows");
+        record(begun, group);
         exchange_pair_buffers(transfer, group);
     }
     for (const ffi::AnyBuffer& sums : buffers.to)
         check_cuda(cudaMemsetAsync(sums.untyped_data(), 0, sums.size_bytes(), group.stream), "zeroing sums");
     for (int i = 0; i < transfer.num_arrays; ++i)
         if (const Transfer part = of_one_kind(transfer, buffers, i); part.num_arrays > 0)
-            check_cuda(pull_sums(part, group.stream, i == 0 ? begun : nullptr),
+            check_cuda(pull_sums(part, group.stream, is_native and i == 0 ? begun : nullptr),
                        "launching the kernel that adds up rows");
 }
 
@@ -160,22 +172,16 @@ void initialize(Kind kind, const CollectivesContext& context, const Buffers& buf
     grow_arena(*group.peers, group.communicator, program, bytes);
 }
 
-// Whether the native kernel is the first that a transfer waits with: sums need rows that NCCL brings before.
-bool begins_with_kernel(Kind kind, const Transfer& transfer) {
-    return kind == Kind::kCast or transfer.outgoing == nullptr;
-}
-
 void execute(Kind kind, const CollectivesContext&, const Buffers& buffers, const Attributes& attributes,
              cudaStream_t program) {
     const Group group = known_groups().get(attributes.groups, attributes.group_size);
     const Transfer transfer = to_transfer(kind, buffers, attributes, *group.peers);
     TransferStream& transfers = group.peers->transfers;
-    const bool goes_first = attributes.goes_first and begins_with_kernel(kind, transfer);
+    const cudaEvent_t begun = attributes.goes_first ? transfers.begun() : nullptr;
     transfers.follow(program);
-    (kind == Kind::kCast ? group_cast : group_reduce)(transfer, buffers, group,
-                                                      goes_first ? transfers.begun() : nullptr);
+    (kind == Kind::kCast ? group_cast : group_reduce)(transfer, buffers, group, begun);
     transfers.record(attributes.transfer);
-    if (goes_first)
+    if (attributes.goes_first)
         transfers.let_begin(program);
 }
 

@@ -32,8 +32,9 @@ public:
     // What `program` gets from now on comes after the transfer.
     void join(cudaStream_t program, int64_t transfer);
 
-    // What `program` gets from now on comes after the kernel that was launched with `begun` has begun. Else kernels of
-    // the program that take all multiprocessors would often be faster: events take some microseconds to get here.
+    // What `program` gets from now on comes after `begun`, which the transfer records when it has its multiprocessors.
+    // Else kernels of the program that take all of them would often be faster: it takes this stream some microseconds
+    // to hear of the program's event.
     void let_begin(cudaStream_t program);
 
     cudaEvent_t begun() const { return begun_; }
