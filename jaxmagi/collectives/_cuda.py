@@ -103,7 +103,7 @@ def _move(
     groups: np.ndarray,
 ) -> list[jax.Array]:
     """Arrays [G, ..., ...] to such of these dtypes, several in a call."""
-    *xs, sends, receives = operands
+    *xs, sends, receives = (_gathered(x) for x in operands)
     results = [
         jax.ShapeDtypeStruct((x.shape[0], result_rows(kind, route), *x.shape[2:]), dtype)
         for x, dtype in zip(xs, dtypes, strict=True)
@@ -119,6 +119,15 @@ def _move(
         unflatten(moved[i], like) if i in moved else jnp.zeros(like.shape, like.dtype)
         for i, like in enumerate(results)
     ]
+
+
+def _gathered(x: jax.Array) -> jax.Array:
+    """The same, whole on each device as far as the compiler decides that.
+
+    A custom call takes whole arrays. Gathered for each of the two calls, they need not be the same buffers.
+    """
+    mesh = jax.typeof(x).sharding.mesh
+    return jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P())) if mesh.auto_axes else x
 
 
 class Transfer(NamedTuple):
