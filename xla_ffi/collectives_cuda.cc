@@ -9,9 +9,9 @@
 #include "csrc/collectives/watchdog.h"
 #include "xla_ffi/collectives_transfer.h"
 
-// A transfer is two calls. The start puts it into the group's own stream, the done makes the program's stream (XLA's)
-// wait for it. What the program has between them runs beside the transfer. All buffers of the start are operands of the
-// done, so that XLA does not use them for anything else until then.
+// A transfer runs in the group's own stream. The start puts it there. The program's stream (XLA's) waits for it at once,
+// or, where it is apart, in another call, the done: what the program has between the two runs beside the transfer. All
+// buffers of the start are operands of the done, so that XLA does not use them for anything else until then.
 //
 // Starts come in three stages: Prepare asks XLA for the group's communicator; Initialize gets to know the peers, which
 // takes an exchange between all ranks the first time; Execute launches. They are not for command buffers: a graph may run
@@ -181,7 +181,9 @@ void execute(Kind kind, const CollectivesContext&, const Buffers& buffers, const
     transfers.follow(program);
     (kind == Kind::kCast ? group_cast : group_reduce)(transfer, buffers, group, begun);
     transfers.record(attributes.transfer);
-    if (attributes.goes_first)
+    if (not attributes.is_apart)
+        transfers.join(program, attributes.transfer);
+    else if (attributes.goes_first)
         transfers.let_begin(program);
 }
 
@@ -200,19 +202,19 @@ template <Kind kKind, auto kRun>
 ffi::Error stage(cudaStream_t stream, CollectivesContext context, ffi::RemainingArgs arguments,
                  ffi::RemainingRets results, DeviceIds groups, int64_t group_size, int64_t input_rows,
                  int64_t output_rows, int64_t pair_rows, int64_t num_sms, int64_t implementation,
-                 int64_t ranks_per_host, int64_t timeout_ms, int64_t transfer, bool goes_first) {
+                 int64_t ranks_per_host, int64_t timeout_ms, int64_t transfer, bool is_apart, bool goes_first) {
     return guarded(name_of(kKind), [&] {
         hopper_device();
         const Attributes attributes{groups,  group_size,     input_rows,     output_rows, pair_rows,
                                     num_sms, implementation, ranks_per_host, timeout_ms,  transfer,
-                                    goes_first};
+                                    is_apart, goes_first};
         kRun(kKind, context, to_buffers(arguments, results), attributes, stream);
     });
 }
 
 template <Kind kKind>
 ffi::Error prepare(CollectivesContext context, DeviceIds groups, int64_t group_size, int64_t, int64_t,
-                   int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool) {
+                   int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool) {
     return guarded(name_of(kKind), [&] { request_communicator(context, groups, group_size); });
 }
 
@@ -228,6 +230,7 @@ auto with_attributes(auto binding) {
         .template Attr<int64_t>("ranks_per_host")
         .template Attr<int64_t>("timeout_ms")
         .template Attr<int64_t>("transfer")
+        .template Attr<bool>("is_apart")
         .template Attr<bool>("goes_first");
 }
 

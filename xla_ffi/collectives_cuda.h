@@ -11,7 +11,7 @@ struct CollectiveHandlers {
     XLA_FFI_Handler *prepare, *initialize, *execute;
 };
 
-// Each starts a transfer, which `group_done_cuda` ends.
+// Each starts a transfer, and waits for it or leaves that to `group_done_cuda`.
 CollectiveHandlers group_cast_cuda();
 CollectiveHandlers group_reduce_cuda();
 XLA_FFI_Handler* group_done_cuda();

@@ -1,8 +1,8 @@
-"""The collectives on GPUs: custom calls, two for a transfer.
+"""The collectives on GPUs: custom calls, one for a transfer, or two where it is apart.
 
-The first starts it, on a stream of the group's own; the second makes the program's stream wait for it. All
-buffers of the first are operands of the second, so that XLA does not reuse them before, and the second gives
-back the results of the first in place.
+The first starts it, on a stream of the group's own. The program's stream waits for it at once, or in the
+second call. All buffers of the first are operands of the second, so that XLA does not reuse them before, and
+the second gives back the results of the first in place.
 """
 
 import itertools
@@ -103,7 +103,7 @@ def _move(
     groups: np.ndarray,
 ) -> list[jax.Array]:
     """Arrays [G, ..., ...] to such of these dtypes, several in a call."""
-    *xs, sends, receives = (_gathered(x) for x in operands)
+    *xs, sends, receives = operands
     results = [
         jax.ShapeDtypeStruct((x.shape[0], result_rows(kind, route), *x.shape[2:]), dtype)
         for x, dtype in zip(xs, dtypes, strict=True)
@@ -113,25 +113,16 @@ def _move(
     moved: dict[int, jax.Array] = {}
     for part in itertools.batched(moving, MOST_ARRAYS):
         transfer = Transfer(kind, route, [dtypes[i] for i in part], groups)
-        arrays = [flatten(xs[i]) for i in part]
-        moved.update(zip(part, transfer.done(transfer.start(*arrays, sends, receives)), strict=True))
+        started = transfer.start(*(flatten(xs[i]) for i in part), sends, receives)
+        moved.update(zip(part, started, strict=False))
     return [
         unflatten(moved[i], like) if i in moved else jnp.zeros(like.shape, like.dtype)
         for i, like in enumerate(results)
     ]
 
 
-def _gathered(x: jax.Array) -> jax.Array:
-    """The same, whole on each device as far as the compiler decides that.
-
-    A custom call takes whole arrays. Gathered for each of the two calls, they need not be the same buffers.
-    """
-    mesh = jax.typeof(x).sharding.mesh
-    return jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P())) if mesh.auto_axes else x
-
-
 class Transfer(NamedTuple):
-    """A transfer of up to eight arrays [G, rows, width] of whole units: what its two calls say.
+    """A transfer of up to eight arrays [G, rows, width] of whole units: what its calls say.
 
     Attributes:
         kind: which of the collectives it is.
@@ -139,8 +130,8 @@ class Transfer(NamedTuple):
         dtypes: of the results.
         groups: as `replica_groups` has them.
         number: tells it from other transfers that are under way.
-        is_apart: other things may be computed between the calls. XLA must then neither merge two starts, nor
-            drop or move one of the calls alone.
+        is_apart: there are two calls, and other things may be computed between them. XLA must then neither
+            merge two starts, nor drop or move one of the calls alone.
         goes_first: what is computed next waits until the transfer has its multiprocessors.
     """
 
@@ -154,8 +145,10 @@ class Transfer(NamedTuple):
 
     def start(self, *operands: jax.Array) -> list[jax.Array]:
         """From arrays, sends and receives to what `done` takes: results, a workspace, and the operands."""
-        # Behind a barrier, or XLA, when short of memory, could make the operands again for the second call.
-        *xs, sends, receives = jax.lax.optimization_barrier(operands)
+        if self.is_apart:
+            # Else XLA, when short of memory, could make the operands again for the second call.
+            operands = jax.lax.optimization_barrier(operands)
+        *xs, sends, receives = operands
         call = jax.ffi.ffi_call(
             CAST if self.kind == "cast" else REDUCE, self._results(xs), has_side_effect=self.is_apart
         )
@@ -166,7 +159,7 @@ class Transfer(NamedTuple):
         count = len(self.dtypes)
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in started[:count]]
         aliases = {i: i for i in range(count)}
-        call = jax.ffi.ffi_call(DONE, results, has_side_effect=self.is_apart, input_output_aliases=aliases)
+        call = jax.ffi.ffi_call(DONE, results, has_side_effect=True, input_output_aliases=aliases)
         return list(call(*started, **self._place()))
 
     def _results(self, xs: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
@@ -197,7 +190,8 @@ class Transfer(NamedTuple):
             "timeout_ms": timeout_ms(),
         }
         numbers = {name: np.int64(number) for name, number in numbers.items()}
-        return self._place() | numbers | {"goes_first": np.bool_(self.goes_first)}
+        flags = {"is_apart": np.bool_(self.is_apart), "goes_first": np.bool_(self.goes_first)}
+        return self._place() | numbers | flags
 
 
 def start(

@@ -85,7 +85,7 @@ def check_casts(order: Order, stages: list[str]) -> None:
     for i, start in enumerate(starts):
         assert order.has_order(start, stages[i], end_of(order, start), stages[i + 1])
         assert i == 0 or order.has_order(stages[i - 1], start)
-        assert order.call(start).flags == {"goes_first": True}
+        assert order.call(start).flags == {"is_apart": True, "goes_first": True}
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 5])
@@ -111,7 +111,7 @@ def test_backward(num_stages: int) -> None:
         if i + 1 < len(casts):
             assert order.has_order(casts[i + 1], start)
         is_first = i + 1 == num_stages - 1
-        assert order.call(start).flags == {"goes_first": is_first}
+        assert order.call(start).flags == {"is_apart": True, "goes_first": is_first}
 
 
 def test_transfers_under_way_have_their_own_numbers() -> None:
@@ -127,27 +127,23 @@ def test_what_has_started_is_always_waited_for() -> None:
     assert set(order.calls(DONE)) <= order.before(first)
 
 
+def check_whole(order: Order, starts: int) -> None:
+    """Each transfer is one call, which waits for it."""
+    calls = [order.call(name) for target in (CAST, REDUCE) for name in order.calls(target)]
+    assert len(calls) == starts and not order.calls(DONE)
+    for call in calls:
+        assert call.flags == {"is_apart": False, "goes_first": False} and not call.has_side_effect
+
+
 def test_one_stage_has_nothing_beside_it() -> None:
     text = program(1)
-    for order, starts in ((Order(text, FORWARD), (CAST,)), (Order(text, BACKWARD), (CAST, REDUCE))):
-        for target in starts:
-            (start,) = order.calls(target)
-            (done,) = (name for name in order.calls(DONE) if start in order.operations[name].operands)
-            assert not order.call(start).has_side_effect and not order.call(done).has_side_effect
-            assert not order.call(start).flags["goes_first"]
+    check_whole(Order(text, FORWARD), 1)
+    check_whole(Order(text, BACKWARD), 2)
 
 
 def test_axes_that_are_left_to_the_compiler() -> None:
-    """XLA cannot partition programs whose calls have side effects: transfers end where they start."""
+    """XLA cannot partition programs whose calls have side effects."""
     mesh = jax.make_mesh((2, RANKS), ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
-    text = program(2, mesh=mesh)
-    for target in (FORWARD, BACKWARD):
-        order = Order(text, target)
-        for name in order.calls(DONE):
-            assert not order.call(name).has_side_effect
-            (start,) = {
-                x for x in order.operations[name].operands if x in order.calls(CAST) + order.calls(REDUCE)
-            }
-            assert not order.call(start).has_side_effect
-            stages = set(order.calls(target))
-            assert order.before(name) & stages == order.before(start) & stages
+    text = program(3, mesh=mesh)
+    check_whole(Order(text, FORWARD), 2)
+    check_whole(Order(text, BACKWARD), 4)
