@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 COMPILER = ROOT / "build" / "gpu_compiler"
 
 PLAN, FORWARD, BACKWARD = (f"jaxmagi_attention_{name}" for name in ("plan", "forward", "backward"))
-CAST, REDUCE = "jaxmagi_group_cast", "jaxmagi_group_reduce"
+CAST, REDUCE, DONE = "jaxmagi_group_cast_start", "jaxmagi_group_reduce_start", "jaxmagi_group_done"
 
 LOCAL = {PLAN: 2, FORWARD: 1, BACKWARD: 1}
 EXPECTED = {
@@ -30,8 +30,8 @@ EXPECTED = {
     "collectives beside an Auto axis": {CAST: 1},
     "context, one stage": {PLAN: 2, FORWARD: 1, BACKWARD: 1, CAST: 1, REDUCE: 1},
     # Rematerialised: the forward pass comes twice, with a transfer for each stage but one.
-    "context, three stages, two layers": {PLAN: 9, FORWARD: 6, BACKWARD: 3, CAST: 4, REDUCE: 2},
-    "flax": {PLAN: 4, FORWARD: 2, BACKWARD: 2, CAST: 1, REDUCE: 1},
+    "context, three stages, two layers": {PLAN: 9, FORWARD: 6, BACKWARD: 3, CAST: 6, REDUCE: 2, DONE: 8},
+    "flax": {PLAN: 4, FORWARD: 2, BACKWARD: 2, CAST: 2, REDUCE: 1, DONE: 3},
 }
 
 
