@@ -10,9 +10,10 @@ VALUE = re.compile(r"%(\w+)(?:#\d+)?")
 
 
 class Operation:
-    """One line of a function: what it has operands from, and the custom call that it makes, if any."""
+    """One line of a function: what it does, what it has operands from, and its custom call, if it is one."""
 
     def __init__(self, line: str) -> None:
+        self.kind = line.split(maxsplit=1)[0]
         self.operands = VALUE.findall(line)
         self.values = [match[0] for match in VALUE.finditer(line)]
         calls: list[Call] = custom_calls(line)
@@ -37,6 +38,10 @@ class Order:
         call = self.operations[name].call
         assert call
         return call
+
+    def users(self, name: str) -> list[Operation]:
+        """What has operands from an operation."""
+        return [op for op in self.operations.values() if name in op.operands]
 
     def before(self, name: str) -> set[str]:
         """All operations that have to be over before one begins; ``"return"`` is the end."""

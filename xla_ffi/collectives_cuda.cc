@@ -187,9 +187,20 @@ void execute(Kind kind, const CollectivesContext&, const Buffers& buffers, const
         transfers.let_begin(program);
 }
 
-ffi::Error done(cudaStream_t program, ffi::RemainingArgs, ffi::RemainingRets, DeviceIds groups, int64_t group_size,
-                int64_t transfer) {
+// The results are where the transfer has put them.
+void check_in_place(const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results) {
+    for (size_t i = 0; i < results.size(); ++i) {
+        const auto from = arguments.get<ffi::AnyBuffer>(i);
+        const auto to = results.get<ffi::AnyBuffer>(i);
+        check(from.has_value() and to.has_value() and (*to)->untyped_data() == from->untyped_data(),
+              "the end of a transfer needs its results where the start has them, but XLA has moved them");
+    }
+}
+
+ffi::Error done(cudaStream_t program, ffi::RemainingArgs arguments, ffi::RemainingRets results, DeviceIds groups,
+                int64_t group_size, int64_t transfer) {
     return guarded("jaxmagi_group_done", [&] {
+        check_in_place(arguments, results);
         known_groups().get(groups, group_size).peers->transfers.join(program, transfer);
     });
 }

@@ -58,7 +58,10 @@ def program(num_stages: int, *, mesh: Any = None) -> str:
 
 
 def check_pair(order: Order, start: str, done: str) -> None:
-    """The second call has all buffers of the first, and gives back its results in place. Both stay."""
+    """The second call has all buffers of the first, and gives back its results in place. Both stay.
+
+    A barrier keeps XLA from writing results elsewhere, by a copy of the call.
+    """
     first, second = order.operations[start], order.operations[done]
     results = len(order.call(start).results)
     assert set(first.values) | {f"%{start}#{i}" for i in range(results - 1)} <= set(second.values)
@@ -68,6 +71,7 @@ def check_pair(order: Order, start: str, done: str) -> None:
     assert order.call(done).results == order.call(start).results[:-1]
     for name in (start, done):
         assert order.call(name).has_side_effect
+    assert [user.kind for user in order.users(done)] == ["stablehlo.optimization_barrier"]
     assert order.call(start).attributes["transfer"] == order.call(done).attributes["transfer"]
 
 
