@@ -34,12 +34,12 @@ struct Group {
 // Execute takes them from here, since asking XLA for the communicator takes longer than a short transfer.
 class KnownGroups {
 public:
-    Group find(const CollectivesContext& context, const Attributes& attributes, cudaStream_t stream) {
-        const nccl::Communicator communicator = get_communicator(context, attributes.groups, attributes.group_size);
-        Peers& peers = peers_of(current_ordinal(), communicator, stream, sizeof(Control));
+    Group find(const Attributes& attributes, const Exchange& exchange) {
+        Peers& peers = peers_of(current_ordinal(), exchange, sizeof(Control));
         const std::lock_guard lock(mutex_);
         load_kernels();
-        return groups_[key(attributes.groups, attributes.group_size)] = {communicator, &peers, peers.transfers.get()};
+        return groups_[key(attributes.groups, attributes.group_size)] = {exchange.communicator, &peers,
+                                                                         peers.transfers.get()};
     }
 
     Group get(DeviceIds groups, int64_t group_size) {
@@ -81,8 +81,7 @@ void exchange_pair_buffers(const Transfer& transfer, const Group& group) {
             sends.push_back({transfer.outgoing + peer * transfer.pair_bytes, bytes, peer});
             receives.push_back({transfer.incoming + peer * transfer.pair_bytes, bytes, peer});
         }
-    watch(group.stream, transfer.timeout_ns / 1'000'000,
-          "rank " + std::to_string(transfer.rank) + " of " + std::to_string(transfer.size),
+    watch(group.stream, transfer.timeout_ns / 1'000'000, group.peers->who(), "moved the rows of a group collective",
           [&] { nccl::exchange(sends, receives, group.communicator, group.stream); });
 }
 
@@ -162,14 +161,16 @@ void group_reduce(const Transfer& transfer, const Buffers& buffers, const Group&
 
 void initialize(Kind kind, const CollectivesContext& context, const Buffers& buffers, const Attributes& attributes,
                 cudaStream_t program) {
-    const Group group = known_groups().find(context, attributes, program);
+    const Exchange exchange{get_communicator(context, attributes.groups, attributes.group_size), program,
+                            static_cast<uint64_t>(attributes.timeout_ms)};
+    const Group group = known_groups().find(attributes, exchange);
     group.peers->transfers.prepare(attributes.transfer);
     if (not group_uses_arenas(*group.peers, attributes))
         return;
     size_t bytes = 0;
     for (const ffi::AnyBuffer& buffer : shared_side(kind, buffers))
         bytes += buffer.size_bytes();
-    grow_arena(*group.peers, group.communicator, program, bytes);
+    grow_arena(*group.peers, exchange, bytes);
 }
 
 void execute(Kind kind, const CollectivesContext&, const Buffers& buffers, const Attributes& attributes,

@@ -1,6 +1,7 @@
 #pragma once
 
-#include "csrc/collectives/row_counts.cuh"
+#include "csrc/collectives/stop.cuh"
+#include "csrc/collectives/transfer.h"
 
 // Whether the entries of a rank's tables fit the call that they came with.
 

@@ -10,6 +10,7 @@
 
 #include "csrc/collectives/identity.h"
 #include "csrc/collectives/shared_memory.h"
+#include "csrc/collectives/watchdog.h"
 #include "csrc/common/check_cuda.h"
 #include "csrc/common/math.h"
 
@@ -27,23 +28,23 @@ constexpr size_t kLargestRecord = 256, kScratchBytes = (kMaxRanks + 1) * kLarges
 // What each rank has. The host waits for the stream before it copies to pageable memory, since a copy that has to wait
 // may keep other threads from the device.
 template <typename Record>
-std::vector<Record> gather(const Peers& peers, nccl::Communicator communicator, cudaStream_t stream,
-                           const Record& own) {
+std::vector<Record> gather(const Peers& peers, const Exchange& exchange, const Record& own) {
     static_assert(std::is_trivially_copyable_v<Record> and sizeof(Record) <= kLargestRecord);
     Record* const all = reinterpret_cast<Record*>(peers.scratch);
     std::vector<Record> records(peers.size);
-    check_cuda(cudaMemcpyAsync(all + peers.size, &own, sizeof own, cudaMemcpyHostToDevice, stream),
+    check_cuda(cudaMemcpyAsync(all + peers.size, &own, sizeof own, cudaMemcpyHostToDevice, exchange.stream),
                "copying a record to the device");
-    nccl::all_gather(all + peers.size, all, sizeof own, communicator, stream);
-    check_cuda(cudaStreamSynchronize(stream), "gathering the ranks' records");
-    check_cuda(cudaMemcpyAsync(records.data(), all, peers.size * sizeof own, cudaMemcpyDeviceToHost, stream),
+    watch(exchange.stream, exchange.timeout_ms, peers.who(), "brought the ranks of a group together",
+          [&] { nccl::all_gather(all + peers.size, all, sizeof own, exchange.communicator, exchange.stream); });
+    check_cuda(cudaStreamSynchronize(exchange.stream), "gathering the ranks' records");
+    check_cuda(cudaMemcpyAsync(records.data(), all, peers.size * sizeof own, cudaMemcpyDeviceToHost, exchange.stream),
                "copying the ranks' records to the host");
-    check_cuda(cudaStreamSynchronize(stream), "copying the ranks' records to the host");
+    check_cuda(cudaStreamSynchronize(exchange.stream), "copying the ranks' records to the host");
     return records;
 }
 
-void wait_for_all(const Peers& peers, nccl::Communicator communicator, cudaStream_t stream) {
-    gather(peers, communicator, stream, char{});
+void wait_for_all(const Peers& peers, const Exchange& exchange) {
+    gather(peers, exchange, char{});
 }
 
 // --- connecting ---
@@ -109,22 +110,21 @@ void agree(Peers& peers, const std::vector<Introduction>& introductions, const s
     }
 }
 
-std::unique_ptr<Peers> connect(int ordinal, nccl::Communicator communicator, cudaStream_t stream,
-                               size_t control_bytes) {
+std::unique_ptr<Peers> connect(int ordinal, const Exchange& exchange, size_t control_bytes) {
     auto peers = std::make_unique<Peers>();
-    peers->rank = nccl::rank(communicator);
-    peers->size = nccl::size(communicator);
+    peers->rank = nccl::rank(exchange.communicator);
+    peers->size = nccl::size(exchange.communicator);
     peers->shares_process = true;
     if (peers->size > kMaxRanks)
         return peers;
     // An allocation that has to wait for kernels could keep the threads of those that they wait for from launching.
     check_cuda(cudaDeviceSynchronize(), "waiting for the device");
-    allocate_control(*peers, stream, control_bytes);
+    allocate_control(*peers, exchange.stream, control_bytes);
     peers->transfers.create();
     const Introduction own{.identity = identity_of(ordinal), .control = describe(peers->control[peers->rank])};
-    const auto introductions = gather(*peers, communicator, stream, own);
+    const auto introductions = gather(*peers, exchange, own);
     const View view = open_controls(*peers, own.identity, introductions);
-    agree(*peers, introductions, gather(*peers, communicator, stream, view));
+    agree(*peers, introductions, gather(*peers, exchange, view));
     return peers;
 }
 
@@ -217,9 +217,9 @@ template <typename Visit> void for_each_connected(const Registry::Entries& entri
 
 }  // namespace
 
-Peers& peers_of(int ordinal, nccl::Communicator communicator, cudaStream_t stream, size_t control_bytes) {
+Peers& peers_of(int ordinal, const Exchange& exchange, size_t control_bytes) {
     Registry& known = registry();
-    const std::pair key(ordinal, communicator);
+    const std::pair key(ordinal, exchange.communicator);
     {
         const std::lock_guard lock(known.mutex);
         const auto found = known.entries.find(key);
@@ -228,24 +228,24 @@ Peers& peers_of(int ordinal, nccl::Communicator communicator, cudaStream_t strea
     }
     // Unlocked, since this waits for other devices of the process that come here as well. Nobody else connects the same
     // key: XLA runs one program at a time on a communicator.
-    auto peers = connect(ordinal, communicator, stream, control_bytes);
+    auto peers = connect(ordinal, exchange, control_bytes);
     const std::lock_guard lock(known.mutex);
     return *known.entries.emplace(key, std::move(peers)).first->second;
 }
 
-void grow_arena(Peers& peers, nccl::Communicator communicator, cudaStream_t stream, size_t bytes) {
+void grow_arena(Peers& peers, const Exchange& exchange, size_t bytes) {
     if (peers.shares_process or bytes <= peers.arena_bytes)
         return;
     check_cuda(cudaDeviceSynchronize(), "waiting for the device");
-    wait_for_all(peers, communicator, stream);  // now no kernel of any rank uses an arena,
+    wait_for_all(peers, exchange);  // now no kernel of any rank uses an arena,
     close_arenas(peers);
-    wait_for_all(peers, communicator, stream);  // and nobody else has this rank's open
+    wait_for_all(peers, exchange);  // and nobody else has this rank's open
     release_arena(peers);
     peers.arena[peers.rank] = allocate_shared(bytes);
-    const auto arenas = gather(peers, communicator, stream, describe(peers.arena[peers.rank]));
+    const auto arenas = gather(peers, exchange, describe(peers.arena[peers.rank]));
     check_allocated(arenas, bytes);
     const View view = open_arenas(peers, arenas);
-    check_opened(peers, gather(peers, communicator, stream, view));
+    check_opened(peers, gather(peers, exchange, view));
     peers.arena_bytes = bytes;
 }
 

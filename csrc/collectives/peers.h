@@ -3,6 +3,8 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <string>
 #include <unordered_set>
 #include <vector>
 
@@ -31,6 +33,16 @@ struct Peers {
     char* scratch;                               // of exchanges between the hosts, behind the own control block
     std::vector<char*> retired;                  // arenas that could not be freed yet
     std::unordered_set<const void*> accessible;  // see `is_accessible`
+
+    // For messages.
+    std::string who() const { return "rank " + std::to_string(rank) + " of " + std::to_string(size); }
+};
+
+// How ranks come together, and for how long one waits for the others: then it ends the process.
+struct Exchange {
+    nccl::Communicator communicator;
+    cudaStream_t stream;
+    uint64_t timeout_ms;
 };
 
 // Collective over the group, and blocks the host: only for Initialize, with the rank's CUDA device, `ordinal`, current.
@@ -39,12 +51,12 @@ struct Peers {
 //
 // NOTES: XLA keeps its communicators until its backend is cleared. A communicator made after that may have the address
 // of an old one, so `finalize` comes before.
-Peers& peers_of(int ordinal, nccl::Communicator communicator, cudaStream_t stream, size_t control_bytes);
+Peers& peers_of(int ordinal, const Exchange& exchange, size_t control_bytes);
 
 // Makes all arenas of the group at least so large, with undefined contents; does nothing where `shares_process` holds
 // (there, kernels address the buffers themselves) or they are. Collective and blocking like `peers_of`, with the same
 // `bytes` on all ranks. Throws on all ranks where one has too little memory or access; `arena_bytes` is 0 then.
-void grow_arena(Peers& peers, nccl::Communicator communicator, cudaStream_t stream, size_t bytes);
+void grow_arena(Peers& peers, const Exchange& exchange, size_t bytes);
 
 // Whether all reachable ranks in this process can use a buffer of this rank. False for memory that is not of CUDA's
 // virtual memory management, of which nothing is known. The driver is asked once for each address: XLA's pool, which

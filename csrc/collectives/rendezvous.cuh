@@ -1,5 +1,6 @@
 #pragma once
 
+#include "csrc/collectives/entries.cuh"
 #include "csrc/collectives/row_counts.cuh"
 #include "csrc/common/sm90/bulk.cuh"
 #include "csrc/common/sm90/system_memory.cuh"
@@ -56,16 +57,18 @@ __device__ inline void tell_peers(const Transfer& transfer, uint32_t epoch) {
     });
 }
 
-// Tells the peers how many rows should come from them, and notes how many go to them, for `compare_rows`.
+// Tells the peers how many rows should come from them, and notes how many go to them, for `compare_rows`. Looks at every
+// entry: one that lies beyond all rows meets none, and nobody else would.
 __device__ inline void note_rows(const Transfer& transfer, Meeting& meeting) {
     Control& control = *transfer.controls[transfer.rank];
-    count_rows(transfer, transfer.receives, meeting.rows);
+    const auto check_entry = [&](const auto& entry) { check(transfer, entry); };
+    count_rows(transfer, transfer.receives, meeting.rows, check_entry);
     if (threadIdx.x < kWarp)
         for_native_peers(transfer, [&](int peer) {
             Mailbox& box = transfer.controls[peer]->from[transfer.rank];
             sm90::store_relaxed(&box.rows[meeting.epoch % 2], meeting.rows.of_peer[peer]);
         });
-    count_rows(transfer, transfer.sends, meeting.rows);
+    count_rows(transfer, transfer.sends, meeting.rows, check_entry);
     if (threadIdx.x < kWarp)
         for_native_peers(transfer, [&](int peer) { control.sent[peer] = meeting.rows.of_peer[peer]; });
 }
@@ -101,7 +104,7 @@ __device__ inline void meet(const Transfer& transfer, Meeting& meeting) {
     if (threadIdx.x < kWarp)
         meet_by_warp(transfer, meeting);
     __syncthreads();
-    if (blockIdx.x == 0 and transfer.has_native_peers())
+    if (blockIdx.x == 0)
         note_rows(transfer, meeting);
     sm90::fence_global_for_async();  // the peers' memory is for bulk copies, the flags were not
 }

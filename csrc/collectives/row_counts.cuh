@@ -1,7 +1,6 @@
 #pragma once
 
-#include <cstdio>
-
+#include "csrc/collectives/stop.cuh"
 #include "csrc/collectives/transfer.h"
 
 // How many rows a rank's tables have going to each peer, or coming from it: by that ranks find out that their specs do
@@ -11,28 +10,29 @@ namespace jaxmagi::collectives {
 
 constexpr int kWarp = 32, kMostSharedBytes = 227 * 1024;  // of a CTA
 
-// Says why, and ends the program with an error. Out of line, as calls of printf take registers.
-template <typename... Args> [[noreturn]] __device__ __noinline__ void stop(const char* format, Args... args) {
-    printf(format, args...);
-    __trap();
-    __builtin_unreachable();
-}
-
 struct RowCounts {
     unsigned long long of_peer[kMaxRanks];
 };
 
-// By all threads of a CTA, in shared memory.
-template <typename Range>
-__device__ inline void count_rows(const Transfer& transfer, const Range* ranges, RowCounts& rows) {
+// By all threads of a CTA, in shared memory. Calls visit(range) for each.
+template <typename Range, typename Visit>
+__device__ __forceinline__ void count_rows(const Transfer& transfer, const Range* ranges, RowCounts& rows, Visit visit) {
     __syncthreads();  // nobody reads what was counted before
     for (unsigned peer = threadIdx.x; peer < kMaxRanks; peer += blockDim.x)
         rows.of_peer[peer] = 0;
     __syncthreads();
     for (int64_t i = threadIdx.x; i < int64_t{transfer.groups} * transfer.entries; i += blockDim.x)
-        if (const Range range = ranges[i]; range.length > 0 and static_cast<unsigned>(range.peer) < kMaxRanks)
-            atomicAdd(&rows.of_peer[range.peer], static_cast<unsigned long long>(range.length));
+        if (const Range range = ranges[i]; range.length > 0) {
+            visit(range);
+            if (static_cast<unsigned>(range.peer) < kMaxRanks)
+                atomicAdd(&rows.of_peer[range.peer], static_cast<unsigned long long>(range.length));
+        }
     __syncthreads();
+}
+
+template <typename Range>
+__device__ inline void count_rows(const Transfer& transfer, const Range* ranges, RowCounts& rows) {
+    count_rows(transfer, ranges, rows, [](const Range&) {});
 }
 
 __device__ inline void check_same_call(const Transfer& transfer, int peer, uint64_t call) {

@@ -24,7 +24,7 @@ struct Watched {
     int ordinal;  // of the device
     cudaEvent_t begin, end;
     std::chrono::milliseconds timeout;
-    std::string who;
+    std::string who, what;
     std::optional<Clock::time_point> begun = std::nullopt;
 
     // An error is somebody else's to report: then there is nothing to wait for.
@@ -34,9 +34,9 @@ struct Watched {
 
 [[noreturn]] void give_up(const Watched& watched) {
     std::fprintf(stderr,
-                 "jaxmagi: %s waited for %lld ms until NCCL had moved the rows of a group collective; another rank has "
-                 "failed, or makes other calls. The process ends, since NCCL would wait forever.\n",
-                 watched.who.c_str(), static_cast<long long>(watched.timeout.count()));
+                 "jaxmagi: %s waited for %lld ms until NCCL had %s; another rank has failed, or makes other calls. The "
+                 "process ends, since NCCL would wait forever.\n",
+                 watched.who.c_str(), static_cast<long long>(watched.timeout.count()), watched.what.c_str());
     std::abort();
 }
 
@@ -91,11 +91,13 @@ cudaEvent_t record(cudaStream_t stream) {
 
 }  // namespace
 
-void watch(cudaStream_t stream, uint64_t timeout_ms, std::string who, const std::function<void()>& enqueue) {
+void watch(cudaStream_t stream, uint64_t timeout_ms, std::string who, std::string what,
+           const std::function<void()>& enqueue) {
     static auto* const watchdog = new Watchdog;  // never destroyed: its thread runs until the process ends
     const cudaEvent_t begin = record(stream);
     enqueue();
-    watchdog->add({current_ordinal(), begin, record(stream), std::chrono::milliseconds(timeout_ms), std::move(who)});
+    watchdog->add({current_ordinal(), begin, record(stream), std::chrono::milliseconds(timeout_ms), std::move(who),
+                   std::move(what)});
 }
 
 }  // namespace jaxmagi::collectives

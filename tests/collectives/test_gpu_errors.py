@@ -3,6 +3,7 @@
 In processes of their own, as a GPU is of no use to a process after such an error.
 """
 
+import dataclasses
 import time
 from typing import Any
 
@@ -25,6 +26,7 @@ SECONDS = 5.0
 MARGIN = 10.0
 """That the error may take beyond that."""
 DISAGREEMENT = r"jaxmagi: the spec of rank \d sends \d+ rows to rank \d, whose spec expects \d+"
+MISFIT = rf"jaxmagi: rank \d has a spec with the entry \(.* row {INPUT_ROWS}, .*, which does not fit 2 ranks"
 ABSENCE = r"jaxmagi: rank 0 of 2 waited for 5000 ms until"
 
 implementations = pytest.mark.parametrize("implementation", ["native", "nccl"])
@@ -47,6 +49,15 @@ def specs_that_disagree(size: int) -> tuple[GroupCastSpec, GroupCastSpec]:
     return one, jax.tree.map(lambda a, b: np.where(odd, b, a), one, other)
 
 
+def spec_of_rows_that_are_not_there(size: int) -> GroupCastSpec:
+    """All ranks agree on it, but what they send is behind the last of their rows."""
+    spec = random_transfer(np.random.default_rng(0), size).spec
+    sends = np.array(spec.sends)
+    sends[..., 2] = INPUT_ROWS
+    assert sends[..., 3].any()
+    return dataclasses.replace(spec, sends=sends)
+
+
 def run_in_time(run: Any, x: jax.Array, spec: GroupCastSpec) -> None:
     """Whatever comes of it."""
     begin = time.monotonic()
@@ -67,17 +78,24 @@ def disagree(implementation: Implementation) -> None:
     run_in_time(run, x, group.shard(bad))
 
 
-def stay_away(implementation: Implementation) -> None:
-    """The last rank does not come to the second transfer."""
+def send_rows_that_are_not_there(implementation: Implementation) -> None:
+    collectives.set_timeout(SECONDS)
+    group = Group(implementation, jax.device_count())
+    x = group.shard(np.ones((group.size, INPUT_ROWS, 8), np.float32))
+    run_in_time(cast_program(group), x, group.shard(spec_of_rows_that_are_not_there(group.size)))
+
+
+def stay_away(implementation: Implementation, width: int) -> None:
+    """The last rank does not come to the second transfer, of so wide rows."""
     collectives.set_timeout(SECONDS)
     group = Group(implementation, jax.device_count())
     run = cast_program(group)
-    x = group.shard(np.ones((group.size, INPUT_ROWS, 8), np.float32))
+    first, second = (np.ones((group.size, INPUT_ROWS, n), np.float32) for n in (8, width))
     spec = group.shard(random_transfer(np.random.default_rng(0), group.size).spec)
-    jax.block_until_ready(run(x, spec))
+    jax.block_until_ready(run(group.shard(first), spec))
     if jax.process_index() == group.size - 1:
         time.sleep(600)
-    run_in_time(run, x, spec)
+    run_in_time(run, group.shard(second), spec)
 
 
 def reach_beyond_the_host() -> None:
@@ -97,10 +115,18 @@ def test_specs_that_disagree(implementation: Implementation, processes: int, lau
 
 
 @implementations
-def test_rank_that_never_comes(implementation: Implementation, launch: Launch) -> None:
+def test_rows_that_are_not_there(implementation: Implementation, launch: Launch) -> None:
+    require_devices(2)
+    with pytest.raises(RankFailed, match=MISFIT):
+        launch(send_rows_that_are_not_there, implementation, processes=1, devices_each=2, timeout=90)
+
+
+@pytest.mark.parametrize(("implementation", "width"), [("native", 8), ("native", 64), ("nccl", 8)])
+def test_rank_that_never_comes(implementation: Implementation, width: int, launch: Launch) -> None:
+    """Wider rows take a larger arena, for which ranks come together before the transfer."""
     require_devices(2)
     with pytest.raises(RankFailed, match=ABSENCE):
-        launch(stay_away, implementation, processes=2, timeout=90)
+        launch(stay_away, implementation, width, processes=2, timeout=90)
 
 
 def test_native_across_hosts(launch: Launch) -> None:
