@@ -30,19 +30,20 @@ def _fold_bands(bands: Any, axis: int | None, size: int, batch: int) -> Any:
     return _fold(jnp.broadcast_to(bands, (size, batch, *bands.shape[2:])), 0, size)
 
 
-def _unfold(x: Any, size: int) -> Any:
-    return x.reshape(size, x.shape[0] // size, *x.shape[1:])
+def _unfold(x: Any, lead: tuple[int, int]) -> Any:
+    """[A · B, ...] → [A, B, ...]."""
+    return x.reshape(*lead, *x.shape[1:])
 
 
-def _fold_operands(args: Sequence[Any], axes: Sequence[int | None]) -> tuple[list[Any], int]:
-    """Operands without sinks with the new axis folded in, and the size of that axis."""
+def _fold_operands(args: Sequence[Any], axes: Sequence[int | None]) -> tuple[list[Any], tuple[int, int]]:
+    """Operands without sinks with the new axis folded in, and A and B."""
     size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
     batch = args[0].shape[1 if axes[0] == 0 else 0]
     folded = [
         _fold_bands(x, axis, size, batch) if i == _BANDS else _fold(x, axis, size)
         for i, (x, axis) in enumerate(zip(args, axes, strict=True))
     ]
-    return folded, size
+    return folded, (size, batch)
 
 
 def _without_sinks[Item](items: Sequence[Item]) -> list[Item]:
@@ -55,9 +56,9 @@ def batch_forward(
     """Batches the forward primitive, over whichever of its operands."""
     if axes[_SINKS] is not None:
         return _batch_over_sinks(primitive, args, axes, **params)
-    (q, k, v, bands, *previous), size = _fold_operands(_without_sinks(args), _without_sinks(axes))
+    (q, k, v, bands, *previous), lead = _fold_operands(_without_sinks(args), _without_sinks(axes))
     results = bind_over_shards(primitive, q, k, v, bands, args[_SINKS], *previous, **params)
-    return [_unfold(x, size) for x in results], [0, 0]
+    return [_unfold(x, lead) for x in results], [0, 0]
 
 
 def _batch_over_sinks(
@@ -70,13 +71,13 @@ def _batch_over_sinks(
 ) -> tuple[list[Any], list[int]]:
     """The kernels take one row of sinks and add what was there before: both are done afterwards instead."""
     sinks = jnp.moveaxis(args[_SINKS], axes[_SINKS] or 0, 0)
-    no_sinks = jnp.full_like(sinks[0], -jnp.inf)
+    no_sinks = jnp.full_like(sinks, -jnp.inf).max(0, initial=-jnp.inf)  # there may be no example
     bind = functools.partial(bind_over_shards, primitive, out_dtype=sinks.dtype, **params)
     if all(axis is None for axis in axes[:_SINKS]):
         part = Partial(*(x[None] for x in bind(*args[:_SINKS], no_sinks)))
     else:
-        folded, size = _fold_operands(args[:_SINKS], axes[:_SINKS])
-        part = Partial(*(_unfold(x, size) for x in bind(*folded, no_sinks)))
+        folded, lead = _fold_operands(args[:_SINKS], axes[:_SINKS])
+        part = Partial(*(_unfold(x, lead) for x in bind(*folded, no_sinks)))
     part = add_sinks(part, sinks[:, None, None])
     if len(args) == _SINKS + 1:
         return [part.out.astype(out_dtype), part.lse], [0, 0]
@@ -89,5 +90,5 @@ def batch_backward(
     primitive: Primitive, args: Sequence[Any], axes: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], list[int]]:
     """Batches the backward primitive, over whichever of its operands."""
-    folded, size = _fold_operands(args, axes)
-    return [_unfold(x, size) for x in bind_over_shards(primitive, *folded, **params)], [0, 0, 0]
+    folded, lead = _fold_operands(args, axes)
+    return [_unfold(x, lead) for x in bind_over_shards(primitive, *folded, **params)], [0, 0, 0]

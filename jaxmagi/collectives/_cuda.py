@@ -207,7 +207,7 @@ def start(
 ) -> list[jax.Array]:
     """The first half of a transfer, to be lowered: see `start_p`."""
     *xs, sends, receives = operands
-    if _is_left_to_compiler(sends):
+    if _is_one_call(xs, sends):
         return [no_workspace(xs, route, ranks), *_move(kind, operands, dtypes, route, groups), *operands]
     transfer = Transfer(kind, route, dtypes, groups, is_apart=True, **options)
     started = transfer.start(*(x.reshape(*x.shape[:2], -1) for x in xs), sends, receives)
@@ -234,7 +234,7 @@ def done(
     *arrays, sends, receives = started
     count = len(dtypes)
     results, held = arrays[:count], arrays[count:]
-    if _is_left_to_compiler(sends):
+    if _is_one_call(held, sends):
         return results
     flat_results, flat_held = ([x.reshape(*x.shape[:2], -1) for x in part] for part in (results, held))
     transfer = Transfer(kind, route, dtypes, groups, number, is_apart=True)
@@ -242,9 +242,14 @@ def done(
     return [x.reshape(like.shape) for x, like in zip(done, results, strict=True)]
 
 
-def _is_left_to_compiler(x: jax.Array) -> bool:
-    """Whether XLA partitions over some mesh axes, which it cannot with calls that have side effects."""
-    return bool(jax.typeof(x).sharding.mesh.auto_axes)
+def _is_one_call(xs: Sequence[jax.Array], sends: jax.Array) -> bool:
+    """Whether the start is all of the transfer.
+
+    Where XLA partitions over some mesh axes, which it cannot with calls that have side effects, or where an
+    array is empty.
+    """
+    is_left_to_compiler = bool(jax.typeof(sends).sharding.mesh.auto_axes)
+    return is_left_to_compiler or any(x.size == 0 for x in (*xs, sends))
 
 
 def result_rows(kind: Kind, route: Route) -> int:

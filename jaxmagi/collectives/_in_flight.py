@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching
 
 from . import _cuda
-from ._batching import Axes, batch_size, carried_axes, carry, fold, share_tables, unfold
+from ._batching import Axes, batch_shape, carried_axes, carry, fold, share_tables, unfold
 from ._cuda import Kind
 from ._lowering import register
 from ._portable import cast, reduce_sum
@@ -130,10 +130,10 @@ def _batch_start(operands: Sequence[Any], axes: Axes, **params: Any) -> tuple[li
     if share_tables(axes):
         dims = carried_axes(axes[:-2])
         return start_p.bind(*carry(operands, axes), **params), [None, *dims, *dims, None, None]
-    size = batch_size(operands, axes)
-    folded = [fold(x, axis, size) for x, axis in zip(operands, axes, strict=True)]
+    lead = batch_shape(operands, axes)
+    folded = [fold(x, axis, lead[0]) for x, axis in zip(operands, axes, strict=True)]
     workspace, *started = start_p.bind(*folded, **params)
-    return [workspace, *(unfold(x, size) for x in started)], [None, *[0] * len(started)]
+    return [workspace, *(unfold(x, lead) for x in started)], [None, *[0] * len(started)]
 
 
 def _batch_done(operands: Sequence[Any], axes: Axes, **params: Any) -> tuple[list[Any], list[int | None]]:
@@ -142,9 +142,9 @@ def _batch_done(operands: Sequence[Any], axes: Axes, **params: Any) -> tuple[lis
     if share_tables(axes):
         out = done_p.bind(workspace, *carry(started, axes), **params)
         return out, carried_axes(axes[: len(out)])
-    size = batch_size(started, axes)
-    folded = [fold(x, axis, size) for x, axis in zip(started, axes, strict=True)]
-    out = [unfold(x, size) for x in done_p.bind(workspace, *folded, **params)]
+    lead = batch_shape(started, axes)
+    folded = [fold(x, axis, lead[0]) for x, axis in zip(started, axes, strict=True)]
+    out = [unfold(x, lead) for x in done_p.bind(workspace, *folded, **params)]
     return out, [0] * len(out)
 
 

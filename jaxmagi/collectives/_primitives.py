@@ -13,7 +13,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from . import _cuda
-from ._batching import Axes, batch_size, carried_axes, carry, fold, share_tables, unfold
+from ._batching import Axes, batch_shape, carried_axes, carry, fold, share_tables, unfold
 from ._lowering import register
 from ._portable import cast, reduce_sum
 from ._route import Route
@@ -92,9 +92,9 @@ def _batch(primitive: Primitive) -> Callable[..., tuple[list[Any], list[int | No
     def rule(operands: Sequence[Any], axes: Axes, **params: Any) -> tuple[list[Any], list[int | None]]:
         if share_tables(axes):
             return primitive.bind(*carry(operands, axes), **params), carried_axes(axes[:-2])
-        size = batch_size(operands, axes)
-        folded = [fold(x, axis, size) for x, axis in zip(operands, axes, strict=True)]
-        out = [unfold(x, size) for x in primitive.bind(*folded, **params)]
+        lead = batch_shape(operands, axes)
+        folded = [fold(x, axis, lead[0]) for x, axis in zip(operands, axes, strict=True)]
+        out = [unfold(x, lead) for x in primitive.bind(*folded, **params)]
         return out, [0] * len(out)
 
     return rule

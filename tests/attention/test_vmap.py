@@ -90,3 +90,14 @@ def test_nested(rng: np.random.Generator, implementation: str) -> None:
     one = jax.jit(op)
     for i, j in itertools.product(range(SIZE), range(BATCH)):
         assert max_error(got[i, j], one(*(y[i, j] for y in args))) <= FP32_TOLERANCE
+
+
+@pytest.mark.parametrize("mapped", [ALL, ALL[:3], ("sinks",)], ids="+".join)
+def test_over_nothing(rng: np.random.Generator, implementation: str, mapped: tuple[str, ...]) -> None:
+    """An axis of size 0, which vmap takes."""
+    arrays = operands(rng, per_example=True)
+    args = [x[:0] if name in mapped else x[0] for name, x in arrays.items()]
+    op, axes = make_op(implementation), [0 if name in mapped else None for name in arrays]
+    got = jax.jit(jax.vmap(op, in_axes=axes))(*args)
+    like = jax.eval_shape(op, *(x[0] for x in arrays.values()))
+    assert [x.shape for x in jax.tree.leaves(got)] == [(0, *x.shape) for x in jax.tree.leaves(like)]

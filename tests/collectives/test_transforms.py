@@ -168,6 +168,24 @@ def test_vmap(in_axes: tuple[int | None, int | None], spec_sharded: bool, rng: n
     np.testing.assert_array_equal(z, back)
 
 
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)], ids=["x", "spec", "both"])
+def test_vmap_over_nothing(in_axes: tuple[int | None, int | None], rng: np.random.Generator) -> None:
+    """An axis of size 0."""
+    spec = random_transfer(rng, 3).spec
+    x = normal(rng, 3, INPUT_ROWS, 2)
+
+    def run(x: Any, spec: GroupCastSpec) -> Any:
+        y, vjp = jax.vjp(lambda x: cast_function(3)(x, spec), x)
+        return y, vjp(y)[0]
+
+    operands = [
+        tree if axis is None else jax.tree.map(lambda leaf: np.zeros((0, *leaf.shape), leaf.dtype), tree)
+        for tree, axis in zip((x, spec), in_axes, strict=True)
+    ]
+    y, z = jax.jit(jax.vmap(run, in_axes))(*operands)
+    assert (y.shape, z.shape) == ((0, 3, spec.output_rows, 2), (0, *x.shape))
+
+
 def test_gradient_under_vmap(rng: np.random.Generator) -> None:
     transfers = [random_transfer(rng, 3) for _ in range(2)]
     specs = jax.tree.map(lambda *tables: np.stack(tables), *(t.spec for t in transfers))

@@ -86,3 +86,16 @@ def test_vmap_over_one_operand(x64: None, rng: np.random.Generator) -> None:
     batched, alone = jax.jit(mapped)(query, key, value, queries)
     for x, y in zip(batched, alone, strict=True):
         np.testing.assert_allclose(x, y, atol=FP64_TOLERANCE)
+
+
+def test_vmap_over_nothing() -> None:
+    """An axis of size 0, with transfers between the stages of both passes."""
+    plan = make_plan(MASK, 4, 3, chunk_size=4)
+
+    def local(x: jax.Array) -> Any:
+        y, vjp = jax.vjp(jax.vmap(lambda x: layer(x, plan), 1, 1), x)
+        return y, vjp(y)[0]
+
+    x = np.zeros((plan.token_order.size, 0, 2, 8), np.float32)
+    y, dx = jax.jit(jax.shard_map(local, mesh=make_mesh(4), in_specs=P(AXIS), out_specs=P(AXIS)))(x)
+    assert y.shape == dx.shape == x.shape
