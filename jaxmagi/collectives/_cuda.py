@@ -114,7 +114,7 @@ def _move(
     for part in itertools.batched(moving, MOST_ARRAYS):
         transfer = Transfer(kind, route, [dtypes[i] for i in part], groups)
         started = transfer.start(*(flatten(xs[i]) for i in part), sends, receives)
-        moved.update(zip(part, started, strict=False))
+        moved.update(zip(part, started[: len(part)], strict=True))
     return [
         unflatten(moved[i], like) if i in moved else jnp.zeros(like.shape, like.dtype)
         for i, like in enumerate(results)
@@ -132,7 +132,8 @@ class Transfer(NamedTuple):
         number: tells it from other transfers that are under way.
         is_apart: there are two calls, and other things may be computed between them. XLA must then neither
             merge two starts, nor drop or move one of the calls alone.
-        goes_first: what is computed next waits until the transfer has its multiprocessors.
+        goes_first: what is computed next waits until the transfer has its multiprocessors, and where ranks
+            of a group use NCCL until its native part is over.
     """
 
     kind: Kind
@@ -161,6 +162,7 @@ class Transfer(NamedTuple):
         aliases = {i: i for i in range(count)}
         call = jax.ffi.ffi_call(DONE, results, has_side_effect=True, input_output_aliases=aliases)
         # Else XLA, where a loop stacks the results, makes a second call of it, which writes there by itself.
+        # The barrier has an operand beside the results, or XLA would warn of it.
         done, _ = jax.lax.optimization_barrier((call(*started, **self._place()), started[-1]))
         return list(done)
 

@@ -11,7 +11,9 @@ _timeout_ms = 300_000
 def set_timeout(seconds: float) -> None:
     """Sets how long a collective on GPUs waits for its peers before it reports an error: 300 s by default.
 
-    It holds for what is compiled from now on, and must be the same in all processes.
+    It holds for what is compiled from now on, and must be the same in all processes. The limit is also for
+    ranks that come together for their first transfer, or for a larger one, before the program runs: it should
+    be longer than one process may compile while another has begun. A process whose rank waits in NCCL ends.
 
     Args:
         seconds: from 0.001 to 1,000,000.

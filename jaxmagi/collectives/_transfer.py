@@ -64,10 +64,13 @@ class OneStep(NamedTuple):
         return flight.then(lambda ys: [y[0] for y in ys])
 
     def _moves(self, xs: Sequence[jax.Array]) -> bool:
-        """Whether there is something to move in each array, and all in one call."""
+        """Whether two halves make sense: there is something to move in each array, all of it in one call.
+
+        Without jit they would be in two programs.
+        """
         rows = self.input_rows, self.output_rows, self.route.pair_rows
         sizes = *rows, *(x.size for x in (self.sends, self.receives, *xs))
-        return 0 not in sizes and len(xs) <= MOST_ARRAYS
+        return 0 not in sizes and len(xs) <= MOST_ARRAYS and not jax.config.jax_disable_jit
 
     def counts(self) -> jax.Array:
         """int32 [input_rows]: to how many places each row goes."""

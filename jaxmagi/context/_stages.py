@@ -80,6 +80,11 @@ def _own_and_received(own: KeyValue, stages: Stages, options: Options) -> KeyVal
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), own, *received)
 
 
+# Transfers must begin and end in one program, also in a shard_map without jit, which runs step by step.
+_one_program = functools.partial(jax.jit, static_argnames="options", inline=True)
+
+
+@_one_program
 def _attend_in_stages(
     query: jax.Array, own: KeyValue, stages: Stages, no_sinks: jax.Array, options: Options
 ) -> Partial[jax.Array]:
@@ -165,6 +170,7 @@ def _gradients_at_once(
     return dq.astype(rows[0].dtype), part
 
 
+@_one_program
 def _gradients_in_stages(
     rows: Rows, own: KeyValue, stages: Stages, options: Options
 ) -> tuple[jax.Array, KeyValue]:

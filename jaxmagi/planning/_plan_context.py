@@ -71,8 +71,8 @@ def plan_context(
             what is compiled: plans that are to share a compilation, or to be stacked, take an integer, for
             both passes, a pair of them, or the ``stage_counts`` of one plan. With three or four stages
             each gets the part of the received keys with which the slowest rank is predicted to be done first.
-            Predictions have transfers run beside attention. On GPUs they do not yet: there 1 is at least as
-            fast.
+            Predictions have transfers run beside attention, all from the beginning; on GPUs each begins with
+            the attention call before the one that needs its rows. Between GPUs of one host 1 is faster.
         cost: the machine, and the attention, that the plan is for.
         capacity: static sizes to build the plan with; by default just enough, rounded up to an eighth of an
             octave.

@@ -165,12 +165,13 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
 
 
 def custom_calls(name: str) -> list[str]:
-    """The targets of all custom calls of jaxmagi in the compiled program."""
+    """All custom calls of jaxmagi in the order of the compiled program: targets, and numbers of transfers."""
     mesh, function, arguments = PROGRAMS[name]()
     with jax.set_mesh(mesh):
         compiled = jax.jit(function).lower(*arguments).compile().as_text()
     assert compiled is not None
-    return re.findall(r'custom_call_target="(jaxmagi\w+)"', compiled)
+    calls = re.findall(r'custom_call_target="(jaxmagi\w+)"(?:.*transfer = (\d+))?', compiled)
+    return [" ".join(call) for call in calls]
 
 
 if __name__ == "__main__":

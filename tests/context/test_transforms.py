@@ -4,10 +4,12 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxmagi import context_attention, dispatch, masks
 from jaxmagi.attention import attention_reference, attention_reference_vjp
+from jaxmagi.collectives import Flight
 
 from ..cases import FP64_TOLERANCE
 from .harness import AXIS, dispatch_problem, make_mesh, make_plan, random_problem
@@ -99,3 +101,38 @@ def test_vmap_over_nothing() -> None:
     x = np.zeros((plan.token_order.size, 0, 2, 8), np.float32)
     y, dx = jax.jit(jax.shard_map(local, mesh=make_mesh(4), in_specs=P(AXIS), out_specs=P(AXIS)))(x)
     assert y.shape == dx.shape == x.shape
+
+
+@pytest.fixture
+def landings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each transfer that lands, from now on, whether it came in two halves."""
+    seen = []
+    land = Flight.land
+
+    def note(flight: Flight) -> list[jax.Array]:
+        seen.append(bool(flight.arrays))
+        return land(flight)
+
+    monkeypatch.setattr(Flight, "land", note)
+    return seen
+
+
+def test_stages_without_jit(landings: list[bool], rng: np.random.Generator) -> None:
+    """The halves of a transfer are in one program, which is traced once, or there is but one."""
+    plan = make_plan(MASK, 4, 3, chunk_size=4)
+    x = rng.normal(size=(plan.token_order.size, 2, 8)).astype(np.float32)
+    mapped = jax.shard_map(lambda x: layer(x, plan), mesh=make_mesh(4), in_specs=P(AXIS), out_specs=P(AXIS))
+
+    def both() -> Any:
+        y, vjp = jax.vjp(mapped, x)
+        return y, vjp(y)
+
+    expected = jax.jit(both)()
+    landings.clear()
+    for _ in range(2):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), both(), expected)
+    assert landings in ([], [True] * 6)
+    landings.clear()
+    with jax.disable_jit():
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), both(), expected)
+    assert landings == [False] * 6
