@@ -14,7 +14,7 @@ import jax.extend.backend
 
 from .. import _native
 from ..attention._lowering import compiled_misfit as attention_misfit
-from ..collectives._cuda import platform_misfit as collectives_misfit
+from ..collectives._misfit import platform_misfit as collectives_misfit
 
 HELP = "what is installed, which implementations can run, and why not"
 DESCRIPTION = (

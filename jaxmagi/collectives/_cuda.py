@@ -14,73 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _hopper, _native
+from .. import _native
+from ._misfit import CAST, DONE, REDUCE, platform_misfit
 from ._process import timeout_ms
 from ._route import Route
 
-CAST = "jaxmagi_group_cast_start"
-REDUCE = "jaxmagi_group_reduce_start"
-DONE = "jaxmagi_group_done"
-
 MOST_ARRAYS = 8  # of a call
-_MOST_RANKS = 64  # of a group
 _UNIT = 16  # bytes: rows are whole ones
-_PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
-_SUMMABLE = ("bfloat16", "float16", "float32", "float64")
 _IMPLEMENTATIONS = {None: 0, "native": 1, "nccl": 2}
 
 type Kind = Literal["cast", "reduce"]
-
-
-def cast_misfit(operands: Sequence[Any], *, cp_size: int, **_: Any) -> str | None:
-    """Why the custom calls cannot cast these operands here; None if they can."""
-    *xs, _, _ = operands
-    packed = [x.dtype.name for x in xs if x.dtype.name in _PACKED]
-    reason = f"{packed[0]} takes less than a byte" if packed else None
-    return platform_misfit() or _size_misfit(cp_size) or _sharded_misfit(operands) or reason
-
-
-def reduce_misfit(
-    operands: Sequence[Any], *, cp_size: int, out_dtypes: Sequence[jnp.dtype], **_: Any
-) -> str | None:
-    """Why the custom calls cannot reduce these operands here; None if they can."""
-    *xs, _, _ = operands
-    sum_misfit = _sum_misfit([x.dtype for x in xs], out_dtypes)
-    return platform_misfit() or _size_misfit(cp_size) or _sharded_misfit(operands) or sum_misfit
-
-
-def platform_misfit() -> str | None:
-    """Why the custom calls cannot run here, whatever the operands; None if they can."""
-    if misfit := _hopper.platform_misfit():
-        return misfit
-    if all(_native.has_handler(target, "cuda") for target in (CAST, REDUCE, DONE)):
-        return None
-    return "the compiled extension jaxmagi._cuda is older than these sources: build jaxmagi again"
-
-
-def _size_misfit(cp_size: int) -> str | None:
-    if cp_size > _MOST_RANKS:
-        return f"the mesh axis has {cp_size} ranks, and the custom calls are for {_MOST_RANKS} at most"
-    return None
-
-
-def _sharded_misfit(operands: Sequence[Any]) -> str | None:
-    for x in operands:
-        if any(x.sharding.spec):
-            return (
-                f"an array {x.shape} is sharded over Explicit mesh axes, {x.sharding.spec}, which a custom "
-                "call would gather: map over them too"
-            )
-    return None
-
-
-def _sum_misfit(dtypes: Sequence[jnp.dtype], out_dtypes: Sequence[jnp.dtype]) -> str | None:
-    for dtype, out_dtype in zip(dtypes, out_dtypes, strict=True):
-        if dtype.name not in _SUMMABLE:
-            return f"the array is {dtype.name}, and the kernels add up {', '.join(_SUMMABLE)}"
-        if out_dtype != dtype and (dtype.itemsize > 2 or out_dtype != jnp.float32):
-            return f"the kernels do not add up {dtype.name} to {out_dtype.name}"
-    return None
 
 
 def cast(*operands: jax.Array, route: Route, groups: np.ndarray) -> list[jax.Array]:
@@ -112,8 +55,8 @@ def _move(
     moving = [i for i, x in enumerate(xs) if anything and x.size and results[i].size]
     moved: dict[int, jax.Array] = {}
     for part in itertools.batched(moving, MOST_ARRAYS):
-        transfer = Transfer(kind, route, [dtypes[i] for i in part], groups)
-        started = transfer.start(*(flatten(xs[i]) for i in part), sends, receives)
+        calls = Calls(kind, route, [dtypes[i] for i in part], groups)
+        started = calls.start(*(flatten(xs[i]) for i in part), sends, receives)
         moved.update(zip(part, started[: len(part)], strict=True))
     return [
         unflatten(moved[i], like) if i in moved else jnp.zeros(like.shape, like.dtype)
@@ -121,8 +64,8 @@ def _move(
     ]
 
 
-class Transfer(NamedTuple):
-    """A transfer of up to eight arrays [G, rows, width] of whole units: what its calls say.
+class Calls(NamedTuple):
+    """The calls of a transfer of up to eight arrays [G, rows, width] of whole units.
 
     Attributes:
         kind: which of the collectives it is.
@@ -163,8 +106,8 @@ class Transfer(NamedTuple):
         call = jax.ffi.ffi_call(DONE, results, has_side_effect=True, input_output_aliases=aliases)
         # Else XLA, where a loop stacks the results, makes a second call of it, which writes there by itself.
         # The barrier has an operand beside the results, or XLA would warn of it.
-        done, _ = jax.lax.optimization_barrier((call(*started, **self._place()), started[-1]))
-        return list(done)
+        landed, _ = jax.lax.optimization_barrier((call(*started, **self._place()), started[-1]))
+        return list(landed)
 
     def _results(self, xs: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
         rows = result_rows(self.kind, self.route)
@@ -211,8 +154,8 @@ def start(
     *xs, sends, receives = operands
     if _is_one_call(xs, sends):
         return [no_workspace(xs, route, ranks), *_move(kind, operands, dtypes, route, groups), *operands]
-    transfer = Transfer(kind, route, dtypes, groups, is_apart=True, **options)
-    started = transfer.start(*(x.reshape(*x.shape[:2], -1) for x in xs), sends, receives)
+    calls = Calls(kind, route, dtypes, groups, is_apart=True, **options)
+    started = calls.start(*(x.reshape(*x.shape[:2], -1) for x in xs), sends, receives)
     count = len(xs)
     results, workspace, held = started[:count], started[count], started[count + 1 : -2]
     return [
@@ -239,9 +182,9 @@ def done(
     if _is_one_call(held, sends):
         return results
     flat_results, flat_held = ([x.reshape(*x.shape[:2], -1) for x in part] for part in (results, held))
-    transfer = Transfer(kind, route, dtypes, groups, number, is_apart=True)
-    done = transfer.done([*flat_results, workspace, *flat_held, sends, receives])
-    return [x.reshape(like.shape) for x, like in zip(done, results, strict=True)]
+    calls = Calls(kind, route, dtypes, groups, number, is_apart=True)
+    landed = calls.done([*flat_results, workspace, *flat_held, sends, receives])
+    return [x.reshape(like.shape) for x, like in zip(landed, results, strict=True)]
 
 
 def _is_one_call(xs: Sequence[jax.Array], sends: jax.Array) -> bool:

@@ -18,6 +18,7 @@ from . import _cuda
 from ._batching import Axes, batch_shape, carried_axes, carry, fold, share_tables, unfold
 from ._cuda import Kind
 from ._lowering import register
+from ._misfit import cast_misfit, reduce_misfit
 from ._portable import cast, reduce_sum
 from ._route import Route
 
@@ -169,8 +170,8 @@ def _portable_done(
 
 def _start_misfit(operands: Sequence[Any], *, kind: Kind, dtypes: Any, cp_size: int, **_: Any) -> str | None:
     if kind == "cast":
-        return _cuda.cast_misfit(operands, cp_size=cp_size)
-    return _cuda.reduce_misfit(operands, cp_size=cp_size, out_dtypes=dtypes)
+        return cast_misfit(operands, cp_size=cp_size)
+    return reduce_misfit(operands, cp_size=cp_size, out_dtypes=dtypes)
 
 
 def _done_misfit(started: Sequence[Any], *, dtypes: Any, **params: Any) -> str | None:

@@ -15,6 +15,7 @@ from jax.interpreters import ad, batching
 from . import _cuda
 from ._batching import Axes, batch_shape, carried_axes, carry, fold, share_tables, unfold
 from ._lowering import register
+from ._misfit import cast_misfit, reduce_misfit
 from ._portable import cast, reduce_sum
 from ._route import Route
 
@@ -129,5 +130,5 @@ def _define(
 
 _define(group_cast_p, _cast_types, _transpose_cast, ("route",))
 _define(group_reduce_p, _reduce_types, _transpose_reduce, ("route", "out_dtypes"))
-register(group_cast_p, _portable_cast, _cuda.cast, _cuda.cast_misfit)
-register(group_reduce_p, _portable_reduce, _cuda.reduce, _cuda.reduce_misfit)
+register(group_cast_p, _portable_cast, _cuda.cast, cast_misfit)
+register(group_reduce_p, _portable_reduce, _cuda.reduce, reduce_misfit)

@@ -1,0 +1,67 @@
+"""The custom calls on GPUs: their names, and why they do not fit what there is to move."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from .. import _hopper, _native
+
+CAST = "jaxmagi_group_cast_start"
+REDUCE = "jaxmagi_group_reduce_start"
+DONE = "jaxmagi_group_done"
+
+_MOST_RANKS = 64  # of a group
+_PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
+_SUMMABLE = ("bfloat16", "float16", "float32", "float64")
+
+
+def cast_misfit(operands: Sequence[Any], *, cp_size: int, **_: Any) -> str | None:
+    """Why the custom calls cannot cast these operands here; None if they can."""
+    *xs, _, _ = operands
+    packed = [x.dtype.name for x in xs if x.dtype.name in _PACKED]
+    reason = f"{packed[0]} takes less than a byte" if packed else None
+    return platform_misfit() or _size_misfit(cp_size) or _sharded_misfit(operands) or reason
+
+
+def reduce_misfit(
+    operands: Sequence[Any], *, cp_size: int, out_dtypes: Sequence[jnp.dtype], **_: Any
+) -> str | None:
+    """Why the custom calls cannot reduce these operands here; None if they can."""
+    *xs, _, _ = operands
+    sum_misfit = _sum_misfit([x.dtype for x in xs], out_dtypes)
+    return platform_misfit() or _size_misfit(cp_size) or _sharded_misfit(operands) or sum_misfit
+
+
+def platform_misfit() -> str | None:
+    """Why the custom calls cannot run here, whatever the operands; None if they can."""
+    if misfit := _hopper.platform_misfit():
+        return misfit
+    if all(_native.has_handler(target, "cuda") for target in (CAST, REDUCE, DONE)):
+        return None
+    return "the compiled extension jaxmagi._cuda is older than these sources: build jaxmagi again"
+
+
+def _size_misfit(cp_size: int) -> str | None:
+    if cp_size > _MOST_RANKS:
+        return f"the mesh axis has {cp_size} ranks, and the custom calls are for {_MOST_RANKS} at most"
+    return None
+
+
+def _sharded_misfit(operands: Sequence[Any]) -> str | None:
+    for x in operands:
+        if any(x.sharding.spec):
+            return (
+                f"an array {x.shape} is sharded over Explicit mesh axes, {x.sharding.spec}, which a custom "
+                "call would gather: map over them too"
+            )
+    return None
+
+
+def _sum_misfit(dtypes: Sequence[jnp.dtype], out_dtypes: Sequence[jnp.dtype]) -> str | None:
+    for dtype, out_dtype in zip(dtypes, out_dtypes, strict=True):
+        if dtype.name not in _SUMMABLE:
+            return f"the array is {dtype.name}, and the kernels add up {', '.join(_SUMMABLE)}"
+        if out_dtype != dtype and (dtype.itemsize > 2 or out_dtype != jnp.float32):
+            return f"the kernels do not add up {dtype.name} to {out_dtype.name}"
+    return None
