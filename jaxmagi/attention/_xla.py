@@ -273,8 +273,8 @@ def _backward(
     def one_block(
         carry: tuple[jax.Array, jax.Array], block: tuple[jax.Array, _Rows]
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        index, rows = block
-        rows = _hide_blind_rows(rows)
+        index, operands = block
+        rows = _hide_blind_rows(operands)
         todo = key_blocks(bands, index * blocks.q_size, blocks)
 
         def tile(key_block: jax.Array, grads: tuple[jax.Array, jax.Array, jax.Array]):
@@ -288,7 +288,7 @@ def _backward(
                 _add_keys(dv, key_block, _einsum("bkgqs,bkgqd->bksd", p, rows.dout)),
             )
 
-        init = (zero(rows.q), *carry)
+        init = (zero(operands.q), *carry)  # jnp.where forgets the varying mesh axes of empty arrays
         dq, dk, dv = _visit_key_blocks(todo, tile, init)
         # 0 · inf of a key makes dq NaN where the row has only logits of -inf.
         dq = jnp.where(jnp.isneginf(rows.lse)[..., None], 0, how.scale * dq)
