@@ -7,32 +7,22 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
+from .._folding import fold, unfold
 from ._partial import Partial, accumulate, add_sinks
 from ._sharding import bind_over_shards
 
 _BANDS, _SINKS = 3, 4  # among the operands
 
 
-def _fold(x: Any, axis: int | None, size: int) -> Any:
-    """[..., A, ...] with A at ``axis`` (or without it) → [A · B, ...]."""
-    x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-    return x.reshape(size * x.shape[1], *x.shape[2:])
-
-
 def _fold_bands(bands: Any, axis: int | None, size: int, batch: int) -> Any:
     """Bands [1 or B, C, 6] with or without the new axis → [1 or A · B, C, 6]."""
     shared = bands.shape[0 if axis != 0 else 1] == 1
     if not shared:
-        return _fold(bands, axis, size)
+        return fold(bands, axis, size)
     if axis is None:
         return bands
     bands = jnp.moveaxis(bands, axis, 0)
-    return _fold(jnp.broadcast_to(bands, (size, batch, *bands.shape[2:])), 0, size)
-
-
-def _unfold(x: Any, lead: tuple[int, int]) -> Any:
-    """[A · B, ...] → [A, B, ...]."""
-    return x.reshape(*lead, *x.shape[1:])
+    return fold(jnp.broadcast_to(bands, (size, batch, *bands.shape[2:])), 0, size)
 
 
 def _fold_operands(args: Sequence[Any], axes: Sequence[int | None]) -> tuple[list[Any], tuple[int, int]]:
@@ -40,7 +30,7 @@ def _fold_operands(args: Sequence[Any], axes: Sequence[int | None]) -> tuple[lis
     size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
     batch = args[0].shape[1 if axes[0] == 0 else 0]
     folded = [
-        _fold_bands(x, axis, size, batch) if i == _BANDS else _fold(x, axis, size)
+        _fold_bands(x, axis, size, batch) if i == _BANDS else fold(x, axis, size)
         for i, (x, axis) in enumerate(zip(args, axes, strict=True))
     ]
     return folded, (size, batch)
@@ -58,7 +48,7 @@ def batch_forward(
         return _batch_over_sinks(primitive, args, axes, **params)
     (q, k, v, bands, *previous), lead = _fold_operands(_without_sinks(args), _without_sinks(axes))
     results = bind_over_shards(primitive, q, k, v, bands, args[_SINKS], *previous, **params)
-    return [_unfold(x, lead) for x in results], [0, 0]
+    return [unfold(x, lead) for x in results], [0, 0]
 
 
 def _batch_over_sinks(
@@ -77,7 +67,7 @@ def _batch_over_sinks(
         part = Partial(*(x[None] for x in bind(*args[:_SINKS], no_sinks)))
     else:
         folded, lead = _fold_operands(args[:_SINKS], axes[:_SINKS])
-        part = Partial(*(_unfold(x, lead) for x in bind(*folded, no_sinks)))
+        part = Partial(*(unfold(x, lead) for x in bind(*folded, no_sinks)))
     part = add_sinks(part, sinks[:, None, None])
     if len(args) == _SINKS + 1:
         return [part.out.astype(out_dtype), part.lse], [0, 0]
@@ -91,4 +81,4 @@ def batch_backward(
 ) -> tuple[list[Any], list[int]]:
     """Batches the backward primitive, over whichever of its operands."""
     folded, lead = _fold_operands(args, axes)
-    return [_unfold(x, lead) for x in bind_over_shards(primitive, *folded, **params)], [0, 0, 0]
+    return [unfold(x, lead) for x in bind_over_shards(primitive, *folded, **params)], [0, 0, 0]

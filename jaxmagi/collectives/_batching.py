@@ -30,14 +30,3 @@ def batch_shape(operands: Sequence[Any], axes: Axes) -> tuple[int, int]:
     """A and G."""
     x, axis = next((x, axis) for x, axis in zip(operands, axes, strict=True) if axis is not None)
     return x.shape[axis], x.shape[1 if axis == 0 else 0]
-
-
-def fold(x: Any, axis: int | None, size: int) -> Any:
-    """[..., A, ...] with A at ``axis`` (or without it) → [A · G, ...]."""
-    x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-    return x.reshape(size * x.shape[1], *x.shape[2:])
-
-
-def unfold(x: Any, lead: tuple[int, int]) -> Any:
-    """[A · G, ...] → [A, G, ...]."""
-    return x.reshape(*lead, *x.shape[1:])

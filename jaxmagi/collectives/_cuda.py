@@ -47,10 +47,7 @@ def _move(
 ) -> list[jax.Array]:
     """Arrays [G, ..., ...] to such of these dtypes, several in a call."""
     *xs, sends, receives = operands
-    results = [
-        jax.ShapeDtypeStruct((x.shape[0], result_rows(kind, route), *x.shape[2:]), dtype)
-        for x, dtype in zip(xs, dtypes, strict=True)
-    ]
+    results = result_types(kind, route, xs, dtypes)
     anything = 0 not in (sends.size, receives.size, route.pair_rows)
     moving = [i for i, x in enumerate(xs) if anything and x.size and results[i].size]
     moved: dict[int, jax.Array] = {}
@@ -110,11 +107,7 @@ class Calls(NamedTuple):
         return list(landed)
 
     def _results(self, xs: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
-        rows = result_rows(self.kind, self.route)
-        results = [
-            jax.ShapeDtypeStruct((x.shape[0], rows, x.shape[2]), dtype)
-            for x, dtype in zip(xs, self.dtypes, strict=True)
-        ]
+        results = result_types(self.kind, self.route, xs, self.dtypes)
         size = workspace_bytes(xs, self.route, self.groups.shape[1])
         return [*results, jax.ShapeDtypeStruct((size,), jnp.uint8)]
 
@@ -200,6 +193,17 @@ def _is_one_call(xs: Sequence[jax.Array], sends: jax.Array) -> bool:
 def result_rows(kind: Kind, route: Route) -> int:
     """Of each result of a transfer."""
     return route.output_rows if kind == "cast" else route.input_rows
+
+
+def result_types(
+    kind: Kind, route: Route, xs: Sequence[Any], dtypes: Sequence[jnp.dtype]
+) -> list[jax.ShapeDtypeStruct]:
+    """Of a transfer of arrays [G, rows, ...] to results of these dtypes."""
+    rows = result_rows(kind, route)
+    return [
+        jax.ShapeDtypeStruct((x.shape[0], rows, *x.shape[2:]), dtype)
+        for x, dtype in zip(xs, dtypes, strict=True)
+    ]
 
 
 def workspace_bytes(xs: Sequence[Any], route: Route, cp_size: int) -> int:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
+from .._folding import fold, unfold
 from . import _cuda
-from ._batching import Axes, batch_shape, carried_axes, carry, fold, share_tables, unfold
+from ._batching import Axes, batch_shape, carried_axes, carry, share_tables
 from ._cuda import Kind
 from ._lowering import register
 from ._misfit import cast_misfit, reduce_misfit
@@ -77,10 +78,7 @@ def start(
             first of several transfers that are started together, since the others wait for that one.
     """
     *xs, sends, receives = operands
-    likes = [
-        jax.ShapeDtypeStruct((x.shape[0], _cuda.result_rows(kind, route), *x.shape[2:]), dtype)
-        for x, dtype in zip(xs, dtypes, strict=True)
-    ]
+    likes = _cuda.result_types(kind, route, xs, dtypes)
     params = {"kind": kind, "route": route, "dtypes": tuple(dtypes), "number": number}
     ranks = route.group_size or jax.lax.axis_size(route.axis_name)
     flat = (_cuda.flatten(x) for x in xs)

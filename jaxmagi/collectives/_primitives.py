@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
+from .._folding import fold, unfold
 from . import _cuda
-from ._batching import Axes, batch_shape, carried_axes, carry, fold, share_tables, unfold
+from ._batching import Axes, batch_shape, carried_axes, carry, share_tables
 from ._lowering import register
 from ._misfit import cast_misfit, reduce_misfit
 from ._portable import cast, reduce_sum
