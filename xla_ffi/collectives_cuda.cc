@@ -27,7 +27,8 @@ using namespace collectives;
 struct Group {
     nccl::Communicator communicator;
     Peers* peers;
-    cudaStream_t stream;  // of its transfers
+
+    cudaStream_t stream() const { return peers->transfers.get(); }
 };
 
 // The groups of each device, by the ids of their mesh axis. Initialize, which every execution begins with, finds them;
@@ -38,8 +39,7 @@ public:
         Peers& peers = peers_of(current_ordinal(), exchange, sizeof(Control));
         const std::lock_guard lock(mutex_);
         load_kernels();
-        return groups_[key(attributes.groups, attributes.group_size)] = {exchange.communicator, &peers,
-                                                                         peers.transfers.get()};
+        return groups_[key(attributes.groups, attributes.group_size)] = {exchange.communicator, &peers};
     }
 
     Group get(DeviceIds groups, int64_t group_size) {
@@ -81,13 +81,13 @@ void exchange_pair_buffers(const Transfer& transfer, const Group& group) {
             sends.push_back({transfer.outgoing + peer * transfer.pair_bytes, bytes, peer});
             receives.push_back({transfer.incoming + peer * transfer.pair_bytes, bytes, peer});
         }
-    watch(group.stream, transfer.timeout_ns / 1'000'000, group.peers->who(), "moved the rows of a group collective",
-          [&] { nccl::exchange(sends, receives, group.communicator, group.stream); });
+    watch(group.stream(), transfer.timeout_ns / 1'000'000, group.peers->who(), "moved the rows of a group collective",
+          [&] { nccl::exchange(sends, receives, group.communicator, group.stream()); });
 }
 
 void record(cudaEvent_t event, const Group& group) {
     if (event != nullptr)
-        check_cuda(cudaEventRecord(event, group.stream), "recording an event");
+        check_cuda(cudaEventRecord(event, group.stream()), "recording an event");
 }
 
 enum class Direction { kIntoArena, kOutOfArena };
@@ -101,7 +101,7 @@ void copy_through_arena(Direction direction, const Transfer& transfer, const std
         void* const in_xla = shared[i].untyped_data();
         const bool is_into = direction == Direction::kIntoArena;
         check_cuda(cudaMemcpyAsync(is_into ? in_arena : in_xla, is_into ? in_xla : in_arena, shared[i].size_bytes(),
-                                   cudaMemcpyDeviceToDevice, group.stream),
+                                   cudaMemcpyDeviceToDevice, group.stream()),
                    "copying between the arena and the memory of XLA");
     }
 }
@@ -111,14 +111,14 @@ void copy_through_arena(Direction direction, const Transfer& transfer, const std
 
 void group_cast(const Transfer& transfer, const Buffers& buffers, const Group& group, cudaEvent_t begun) {
     const bool is_native = transfer.outgoing == nullptr;
-    check_cuda(push_rows(transfer, group.stream, is_native ? begun : nullptr),
+    check_cuda(push_rows(transfer, group.stream(), is_native ? begun : nullptr),
                "launching the kernel that pushes rows");
     copy_through_arena(Direction::kOutOfArena, transfer, buffers.to, group);
     if (is_native)
         return;
     record(begun, group);
     exchange_pair_buffers(transfer, group);
-    check_cuda(fill_rows(transfer, group.stream), "launching the kernel that fills rows");
+    check_cuda(fill_rows(transfer, group.stream()), "launching the kernel that fills rows");
 }
 
 // The arrays from the i-th one on that are added up as it is, unless an earlier one is too.
@@ -145,15 +145,15 @@ void group_reduce(const Transfer& transfer, const Buffers& buffers, const Group&
     const bool is_native = transfer.outgoing == nullptr;
     copy_through_arena(Direction::kIntoArena, transfer, buffers.from, group);
     if (not is_native) {
-        check_cuda(pack_partials(transfer, group.stream), "launching the kernel that packs rows");
+        check_cuda(pack_partials(transfer, group.stream()), "launching the kernel that packs rows");
         record(begun, group);
         exchange_pair_buffers(transfer, group);
     }
     for (const ffi::AnyBuffer& sums : buffers.to)
-        check_cuda(cudaMemsetAsync(sums.untyped_data(), 0, sums.size_bytes(), group.stream), "zeroing sums");
+        check_cuda(cudaMemsetAsync(sums.untyped_data(), 0, sums.size_bytes(), group.stream()), "zeroing sums");
     for (int i = 0; i < transfer.num_arrays; ++i)
         if (const Transfer part = of_one_kind(transfer, buffers, i); part.num_arrays > 0)
-            check_cuda(pull_sums(part, group.stream, is_native and i == 0 ? begun : nullptr),
+            check_cuda(pull_sums(part, group.stream(), is_native and i == 0 ? begun : nullptr),
                        "launching the kernel that adds up rows");
 }
 
@@ -181,28 +181,34 @@ void execute(Kind kind, const CollectivesContext&, const Buffers& buffers, const
     const cudaEvent_t begun = attributes.goes_first ? transfers.begun() : nullptr;
     transfers.follow(program);
     (kind == Kind::kCast ? group_cast : group_reduce)(transfer, buffers, group, begun);
-    transfers.record(attributes.transfer);
+    Places results;
+    for (const ffi::AnyBuffer& to : buffers.to)
+        results.push_back(to.untyped_data());
+    transfers.record(attributes.transfer, results);
     if (not attributes.is_apart)
-        transfers.join(program, attributes.transfer);
+        transfers.join(program, attributes.transfer, results);
     else if (attributes.goes_first)
         transfers.let_begin(program);
 }
 
-// The results are where the transfer has put them.
-void check_in_place(const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results) {
+// The first operands are the results of the start, and the results the same.
+Places places_of_results(const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results) {
+    Places places;
     for (size_t i = 0; i < results.size(); ++i) {
         const auto from = arguments.get<ffi::AnyBuffer>(i);
         const auto to = results.get<ffi::AnyBuffer>(i);
         check(from.has_value() and to.has_value() and (*to)->untyped_data() == from->untyped_data(),
               "the end of a transfer needs its results where the start has them, but XLA has moved them");
+        places.push_back(from->untyped_data());
     }
+    return places;
 }
 
 ffi::Error done(cudaStream_t program, ffi::RemainingArgs arguments, ffi::RemainingRets results, DeviceIds groups,
                 int64_t group_size, int64_t transfer) {
     return guarded("jaxmagi_group_done", [&] {
-        check_in_place(arguments, results);
-        known_groups().get(groups, group_size).peers->transfers.join(program, transfer);
+        const Group group = known_groups().get(groups, group_size);
+        group.peers->transfers.join(program, transfer, places_of_results(arguments, results));
     });
 }
 

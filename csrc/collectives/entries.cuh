@@ -30,4 +30,17 @@ __device__ inline void check(const Transfer& transfer, const Receive& receive) {
              transfer.output_rows, transfer.pair_rows);
 }
 
+// The i-th of all entries, used or not. Unused ones come last, since searches end with the first.
+template <typename Entry>
+__device__ __forceinline__ void check_entry(const Transfer& transfer, const Entry* entries, int64_t i) {
+    const Entry entry = entries[i];
+    const bool is_used = entry.length > 0, is_first = i % transfer.entries == 0;
+    if (entry.length < 0 or (is_used and not is_first and entries[i - 1].length <= 0))
+        stop("jaxmagi: rank %d has a spec with an entry of length %d in place %d: those in use come first, unused ones have "
+             "length 0\n",
+             transfer.rank, entry.length, static_cast<int>(i % transfer.entries));
+    if (is_used)
+        check(transfer, entry);
+}
+
 }  // namespace jaxmagi::collectives

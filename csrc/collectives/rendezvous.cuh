@@ -58,17 +58,17 @@ __device__ inline void tell_peers(const Transfer& transfer, uint32_t epoch) {
 }
 
 // Tells the peers how many rows should come from them, and notes how many go to them, for `compare_rows`. Looks at every
-// entry: one that lies beyond all rows meets none, and nobody else would.
+// entry, which nobody else does: a send from behind the last row meets no chunk.
 __device__ inline void note_rows(const Transfer& transfer, Meeting& meeting) {
     Control& control = *transfer.controls[transfer.rank];
-    const auto check_entry = [&](const auto& entry) { check(transfer, entry); };
-    count_rows(transfer, transfer.receives, meeting.rows, check_entry);
+    const auto look_at = [&](const auto* entries, int64_t i) { check_entry(transfer, entries, i); };
+    count_rows(transfer, transfer.receives, meeting.rows, look_at);
     if (threadIdx.x < kWarp)
         for_native_peers(transfer, [&](int peer) {
             Mailbox& box = transfer.controls[peer]->from[transfer.rank];
             sm90::store_relaxed(&box.rows[meeting.epoch % 2], meeting.rows.of_peer[peer]);
         });
-    count_rows(transfer, transfer.sends, meeting.rows, check_entry);
+    count_rows(transfer, transfer.sends, meeting.rows, look_at);
     if (threadIdx.x < kWarp)
         for_native_peers(transfer, [&](int peer) { control.sent[peer] = meeting.rows.of_peer[peer]; });
 }

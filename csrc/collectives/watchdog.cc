@@ -22,13 +22,14 @@ constexpr std::chrono::milliseconds kPause{50};
 // One exchange. The clock starts when the stream has come to it: what runs before may take as long as it likes.
 struct Watched {
     int ordinal;  // of the device
-    cudaEvent_t begin, end;
+    cudaEvent_t begin;
+    std::optional<cudaEvent_t> end;  // none yet while NCCL has the host's thread
     std::chrono::milliseconds timeout;
     std::string who, what;
     std::optional<Clock::time_point> begun = std::nullopt;
 
     // An error is somebody else's to report: then there is nothing to wait for.
-    bool is_over() const { return cudaEventQuery(end) != cudaErrorNotReady; }
+    bool is_over() const { return end and cudaEventQuery(*end) != cudaErrorNotReady; }
     bool has_begun() const { return cudaEventQuery(begin) != cudaErrorNotReady; }
 };
 
@@ -44,12 +45,23 @@ class Watchdog {
 public:
     Watchdog() { std::thread([this] { run(); }).detach(); }
 
-    void add(Watched watched) {
-        {
-            const std::lock_guard lock(mutex_);
-            watched_.push_back(std::move(watched));
-        }
+    using Place = std::list<Watched>::iterator;
+
+    Place add(Watched watched) {
+        const std::lock_guard lock(mutex_);
         added_.notify_one();
+        return watched_.insert(watched_.end(), std::move(watched));
+    }
+
+    void set_end(Place place, cudaEvent_t end) {
+        const std::lock_guard lock(mutex_);
+        place->end = end;
+    }
+
+    void forget(Place place) {
+        const std::lock_guard lock(mutex_);
+        cudaEventDestroy(place->begin);
+        watched_.erase(place);
     }
 
 private:
@@ -67,7 +79,7 @@ private:
         cudaSetDevice(watched.ordinal);  // else the thread would have the first device, and start it for nothing
         if (watched.is_over()) {
             cudaEventDestroy(watched.begin);
-            cudaEventDestroy(watched.end);
+            cudaEventDestroy(*watched.end);
             return true;
         }
         if (not watched.begun and watched.has_begun())
@@ -94,10 +106,20 @@ cudaEvent_t record(cudaStream_t stream) {
 void watch(cudaStream_t stream, uint64_t timeout_ms, std::string who, std::string what,
            const std::function<void()>& enqueue) {
     static auto* const watchdog = new Watchdog;  // never destroyed: its thread runs until the process ends
-    const cudaEvent_t begin = record(stream);
-    enqueue();
-    watchdog->add({current_ordinal(), begin, record(stream), std::chrono::milliseconds(timeout_ms), std::move(who),
-                   std::move(what)});
+    // NCCL may wait for the others while it enqueues: that counts, too.
+    const auto place = watchdog->add({.ordinal = current_ordinal(),
+                                      .begin = record(stream),
+                                      .end = std::nullopt,
+                                      .timeout = std::chrono::milliseconds(timeout_ms),
+                                      .who = std::move(who),
+                                      .what = std::move(what)});
+    try {
+        enqueue();
+        watchdog->set_end(place, record(stream));
+    } catch (...) {
+        watchdog->forget(place);
+        throw;
+    }
 }
 
 }  // namespace jaxmagi::collectives

@@ -5,7 +5,7 @@ In processes of their own, as a GPU is of no use to a process after such an erro
 
 import dataclasses
 import time
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -21,12 +21,18 @@ from .routes import INPUT_ROWS, random_transfer
 
 pytestmark = pytest.mark.gpu
 
+type Defect = Literal["send behind the rows", "receive behind the rows", "unused send first"]
+
 SECONDS = 5.0
 """That a call waits for the other ranks."""
 MARGIN = 10.0
 """That the error may take beyond that."""
 DISAGREEMENT = r"jaxmagi: the spec of rank \d sends \d+ rows to rank \d, whose spec expects \d+"
-MISFIT = rf"jaxmagi: rank \d has a spec with the entry \(.* row {INPUT_ROWS}, .*, which does not fit 2 ranks"
+MISFITS: dict[Defect, str] = {
+    "send behind the rows": rf"has a spec with the entry \(.* row {INPUT_ROWS}, .*, which does not fit 2 ranks",
+    "receive behind the rows": r"has a spec with the entry \(.*, which does not fit 2 ranks",
+    "unused send first": r"has a spec with an entry of length \d+ in place 1: those in use come first",
+}
 ABSENCE = r"jaxmagi: rank 0 of 2 waited for 5000 ms until"
 NOT_TOGETHER = f"{ABSENCE} NCCL had brought the ranks of a group together"
 
@@ -50,13 +56,18 @@ def specs_that_disagree(size: int) -> tuple[GroupCastSpec, GroupCastSpec]:
     return one, jax.tree.map(lambda a, b: np.where(odd, b, a), one, other)
 
 
-def spec_of_rows_that_are_not_there(size: int) -> GroupCastSpec:
-    """All ranks agree on it, but what they send is behind the last of their rows."""
+def spec_with(defect: Defect, size: int) -> GroupCastSpec:
+    """One on which all ranks agree, and which makes no sense."""
     spec = random_transfer(np.random.default_rng(0), size).spec
-    sends = np.array(spec.sends)
-    sends[..., 2] = INPUT_ROWS
-    assert sends[..., 3].any()
-    return dataclasses.replace(spec, sends=sends)
+    sends, receives = np.array(spec.sends), np.array(spec.receives)
+    assert sends[..., 3].any() and receives[..., 3].any()
+    if defect == "send behind the rows":
+        sends[..., 2] = INPUT_ROWS
+    elif defect == "receive behind the rows":
+        receives[..., 2] = spec.output_rows
+    else:
+        sends = np.roll(sends, 1, axis=1)
+    return dataclasses.replace(spec, sends=sends, receives=receives)
 
 
 def run_in_time(run: Any, x: jax.Array, spec: GroupCastSpec) -> None:
@@ -79,11 +90,22 @@ def disagree(implementation: Implementation) -> None:
     run_in_time(run, x, group.shard(bad))
 
 
-def send_rows_that_are_not_there(implementation: Implementation) -> None:
+def reduce_program(group: Group) -> Any:
+    """Compiled: y, spec, both sharded → sums."""
+
+    def local(y: jax.Array, spec: GroupCastSpec) -> jax.Array:
+        return group.reduce(y[0], spec)[None]
+
+    return group.program(local, P(AXIS))
+
+
+def run_with(defect: Defect, implementation: Implementation, kind: str) -> None:
     collectives.set_timeout(SECONDS)
     group = Group(implementation, jax.device_count())
-    x = group.shard(np.ones((group.size, INPUT_ROWS, 8), np.float32))
-    run_in_time(cast_program(group), x, group.shard(spec_of_rows_that_are_not_there(group.size)))
+    spec = spec_with(defect, group.size)
+    rows = INPUT_ROWS if kind == "cast" else spec.output_rows
+    program = cast_program(group) if kind == "cast" else reduce_program(group)
+    run_in_time(program, group.shard(np.ones((group.size, rows, 8), np.float32)), group.shard(spec))
 
 
 def stay_away(implementation: Implementation, width: int) -> None:
@@ -115,11 +137,15 @@ def test_specs_that_disagree(implementation: Implementation, processes: int, lau
         launch(disagree, implementation, processes=processes, devices_each=2 // processes, timeout=90)
 
 
+@pytest.mark.parametrize("kind", ["cast", "reduce"])
+@pytest.mark.parametrize("defect", MISFITS)
 @implementations
-def test_rows_that_are_not_there(implementation: Implementation, launch: Launch) -> None:
+def test_specs_without_sense(
+    implementation: Implementation, defect: Defect, kind: str, launch: Launch
+) -> None:
     require_devices(2)
-    with pytest.raises(RankFailed, match=MISFIT):
-        launch(send_rows_that_are_not_there, implementation, processes=1, devices_each=2, timeout=90)
+    with pytest.raises(RankFailed, match=MISFITS[defect]):
+        launch(run_with, defect, implementation, kind, processes=1, devices_each=2, timeout=90)
 
 
 @pytest.mark.parametrize(("implementation", "width"), [("native", 8), ("native", 64), ("nccl", 8)])

@@ -5,12 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxmagi import GroupCastSpec
 from jaxmagi.collectives import Flight, in_order, make_transfer
 
-from .groups import SEVERAL, Group, assert_close, assert_equal, on_groups
+from .groups import SEVERAL, Group, assert_close, assert_equal, on_groups, require_devices
 from .harness import AXIS, normal
 from .routes import INPUT_ROWS, random_transfer
 
@@ -132,3 +133,19 @@ def test_nothing_to_move(group: Group) -> None:
 
     run = group.program(local, (P(AXIS), P()))
     assert_equal(run(group.shard(x), group.replicate(transfer.spec)), transfer.cast(x))
+
+
+@pytest.mark.gpu
+def test_halves_in_two_programs(rng: np.random.Generator) -> None:
+    """Without jit each half is a program, and what is between them is not of the transfer."""
+    require_devices(2)
+    group = Group("native", 2)
+    transfer = random_transfer(rng, 2, repeats=True)
+    x = normal(rng, 2, INPUT_ROWS, 4)
+
+    def local(x: jax.Array, spec: GroupCastSpec) -> jax.Array:
+        return transfer_of(group, spec).start_cast([x[0]], number=0, goes_first=False).land()[0][None]
+
+    mapped = jax.shard_map(local, mesh=group.mesh, in_specs=(P(AXIS), P()), out_specs=P(AXIS))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="both calls must be in one program"):
+        jax.block_until_ready(mapped(group.shard(x), group.replicate(transfer.spec)))
