@@ -9,13 +9,14 @@
 #include "csrc/collectives/watchdog.h"
 #include "xla_ffi/collectives_transfer.h"
 
-// A transfer runs in the group's own stream. The start puts it there. The program's stream (XLA's) waits for it at once,
-// or, where it is apart, in another call, the done: what the program has between the two runs beside the transfer. All
-// buffers of the start are operands of the done, so that XLA does not use them for anything else until then.
+// A transfer runs in the group's own stream. The start puts it there. The program's stream (XLA's) waits for it at
+// once, or, where it is apart, in another call, the done: what the program has between the two runs beside the
+// transfer. All buffers of the start are operands of the done, so that XLA does not use them for anything else until
+// then.
 //
 // Starts come in three stages: Prepare asks XLA for the group's communicator; Initialize gets to know the peers, which
-// takes an exchange between all ranks the first time; Execute launches. They are not for command buffers: a graph may run
-// branches side by side and in any order, while all ranks have to make their calls in one order.
+// takes an exchange between all ranks the first time; Execute launches. They are not for command buffers: a graph may
+// run branches side by side and in any order, while all ranks have to make their calls in one order.
 
 namespace jaxmagi {
 namespace {

@@ -121,7 +121,8 @@ void set_places(Transfer& transfer, const std::vector<ffi::AnyBuffer>& shared, P
         offset += static_cast<uint64_t>(bytes_of(shared[i]));
     }
     check(not in_arena or offset <= peers.arena_bytes,
-          "the arena has " + std::to_string(peers.arena_bytes) + " bytes, and the call needs " + std::to_string(offset));
+          "the arena has " + std::to_string(peers.arena_bytes) + " bytes, and the call needs " +
+              std::to_string(offset));
 }
 
 }  // namespace

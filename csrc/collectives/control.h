@@ -5,8 +5,8 @@
 #include "csrc/collectives/peers.h"
 
 // What ranks tell each other by stores to each other's memory. Every rank has one control block in each group that it
-// belongs to, zero before the first call. All ranks of a group make the same calls in the same order, so that the number
-// of a call, its epoch, needs no exchange: each counts for itself, on the device.
+// belongs to, zero before the first call. All ranks of a group make the same calls in the same order, so that the
+// number of a call, its epoch, needs no exchange: each counts for itself, on the device.
 
 namespace jaxmagi::collectives {
 

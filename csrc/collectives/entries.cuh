@@ -13,8 +13,8 @@ __device__ inline void check(const Transfer& transfer, const Send& send) {
                       send.length <= transfer.output_rows - send.peer_row and
                       send.length <= transfer.pair_rows - send.slot;
     if (not fits)
-        stop("jaxmagi: rank %d has a spec with the entry (dst_rank %d, slot %d, row %d, length %d, dst_row %d), which does "
-             "not fit %d ranks, %d input rows, %d output rows and %d rows of a pair\n",
+        stop("jaxmagi: rank %d has a spec with the entry (dst_rank %d, slot %d, row %d, length %d, dst_row %d), which "
+             "does not fit %d ranks, %d input rows, %d output rows and %d rows of a pair\n",
              transfer.rank, send.peer, send.slot, send.row, send.length, send.peer_row, transfer.size,
              transfer.input_rows, transfer.output_rows, transfer.pair_rows);
 }
@@ -24,8 +24,8 @@ __device__ inline void check(const Transfer& transfer, const Receive& receive) {
                       receive.length <= transfer.output_rows - receive.row and
                       receive.length <= transfer.pair_rows - receive.slot;
     if (not fits)
-        stop("jaxmagi: rank %d has a spec with the entry (src_rank %d, slot %d, row %d, length %d), which does not fit %d "
-             "ranks, %d output rows and %d rows of a pair\n",
+        stop("jaxmagi: rank %d has a spec with the entry (src_rank %d, slot %d, row %d, length %d), which does not "
+             "fit %d ranks, %d output rows and %d rows of a pair\n",
              transfer.rank, receive.peer, receive.slot, receive.row, receive.length, transfer.size,
              transfer.output_rows, transfer.pair_rows);
 }
@@ -36,8 +36,8 @@ __device__ __forceinline__ void check_entry(const Transfer& transfer, const Entr
     const Entry entry = entries[i];
     const bool is_used = entry.length > 0, is_first = i % transfer.entries == 0;
     if (entry.length < 0 or (is_used and not is_first and entries[i - 1].length <= 0))
-        stop("jaxmagi: rank %d has a spec with an entry of length %d in place %d: those in use come first, unused ones have "
-             "length 0\n",
+        stop("jaxmagi: rank %d has a spec with an entry of length %d in place %d: those in use come first, unused "
+             "ones have length 0\n",
              transfer.rank, entry.length, static_cast<int>(i % transfer.entries));
     if (is_used)
         check(transfer, entry);

@@ -4,12 +4,12 @@
 #include "csrc/collectives/segments.cuh"
 #include "csrc/collectives/unsent_rows.cuh"
 
-// Rows to where they are needed. Each warp takes chunks of its own. It loads a chunk piece by piece into shared memory, as
-// far as somebody needs it, and stores every piece to all who do, each lane to another. The last warp of each CTA writes
-// zeros where nobody sends anything.
+// Rows to where they are needed. Each warp takes chunks of its own. It loads a chunk piece by piece into shared memory,
+// as far as somebody needs it, and stores every piece to all who do, each lane to another. The last warp of each CTA
+// writes zeros where nobody sends anything.
 //
-// Schedule of a warp: kStages buffers in turn. Up to kAhead loads are under way, so that kStages - kAhead pieces may be on
-// their way out. Between chunks there is a pause of some microseconds, which the other warps fill.
+// Schedule of a warp: kStages buffers in turn. Up to kAhead loads are under way, so that kStages - kAhead pieces may be
+// on their way out. Between chunks there is a pause of some microseconds, which the other warps fill.
 
 namespace jaxmagi::collectives {
 namespace {
@@ -107,7 +107,8 @@ private:
     unsigned loaded_ = 0, stored_ = 0;
 };
 
-__device__ void push_chunks(const Transfer& transfer, const Chunks& chunks, const Meeting& meeting, WarpMemory& memory) {
+__device__ void push_chunks(const Transfer& transfer, const Chunks& chunks, const Meeting& meeting,
+                            WarpMemory& memory) {
     Pusher pusher(memory);
     for (int number; (number = next_chunk(transfer)) < chunks.total;) {
         const Chunk chunk = chunks(transfer, number);

@@ -4,13 +4,13 @@
 #include "csrc/collectives/launch.cuh"
 #include "csrc/collectives/segments.cuh"
 
-// Sums of what several ranks have for each row. Each warp takes chunks of its own. It goes through a chunk piece by piece,
-// for each piece through the segments that meet it, in the order of the sends: loads these from the peers into shared
-// memory, adds them up in registers, and writes the piece once. Pieces that nobody has a part of are left alone: the
-// sums are zeroed before.
+// Sums of what several ranks have for each row. Each warp takes chunks of its own. It goes through a chunk piece by
+// piece, for each piece through the segments that meet it, in the order of the sends: loads these from the peers into
+// shared memory, adds them up in registers, and writes the piece once. Pieces that nobody has a part of are left alone:
+// the sums are zeroed before.
 //
-// Schedule of a warp: kStages buffers in turn, one for the part of a segment that is in a piece, an item. Loads are ahead
-// of the additions by all buffers.
+// Schedule of a warp: kStages buffers in turn, one for the part of a segment that is in a piece, an item. Loads are
+// ahead of the additions by all buffers.
 
 namespace jaxmagi::collectives {
 namespace {

@@ -2,8 +2,8 @@
 
 #include "csrc/collectives/row_counts.cuh"
 
-// The beginning of each part of a pair buffer: which call it belongs to, and how many rows it has. All functions are for
-// all threads of a CTA.
+// The beginning of each part of a pair buffer: which call it belongs to, and how many rows it has. All functions are
+// for all threads of a CTA.
 
 namespace jaxmagi::collectives {
 

@@ -3,8 +3,8 @@
 #include "csrc/collectives/entries.cuh"
 #include "csrc/collectives/pair_headers.cuh"
 
-// Between pair buffers and the rows that a rank receives in a group cast, or gives back in a group reduce. A warp has a row
-// of all arrays.
+// Between pair buffers and the rows that a rank receives in a group cast, or gives back in a group reduce. A warp has a
+// row of all arrays.
 
 namespace jaxmagi::collectives {
 namespace {
@@ -47,7 +47,8 @@ struct Pack {
     }
 };
 
-template <typename Action> __global__ void __launch_bounds__(kThreads) for_rows(const __grid_constant__ Transfer transfer) {
+template <typename Action>
+__global__ void __launch_bounds__(kThreads) for_rows(const __grid_constant__ Transfer transfer) {
     __shared__ RowCounts rows;
     if (blockIdx.x == 0)
         Action::header(transfer, rows);
@@ -67,8 +68,8 @@ template <typename Action> __global__ void __launch_bounds__(kThreads) for_rows(
         const int64_t slot = int64_t{group} * transfer.pair_rows + receive.slot + row - receive.row;
         for (int i = 0; i < transfer.num_arrays; ++i) {
             const Array& array = transfer.arrays[i];
-            Action::row(array, transfer, receive.peer * transfer.pair_bytes + array.pair_offset + slot * array.row_bytes,
-                        number);
+            const int64_t in_part = array.pair_offset + slot * array.row_bytes;
+            Action::row(array, transfer, receive.peer * transfer.pair_bytes + in_part, number);
         }
     }
 }

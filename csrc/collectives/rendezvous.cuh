@@ -13,8 +13,8 @@
 //           have all said the same. Buffers are then free, and complete. By now it also knows how many rows the peers
 //           expected.
 //
-// Flags are epochs, which only grow, so that nothing has to be reset. A rank that waits for too long, or hears of another
-// call than its own, stops the program: it cannot go on, and its results must not be used.
+// Flags are epochs, which only grow, so that nothing has to be reset. A rank that waits for too long, or hears of
+// another call than its own, stops the program: it cannot go on, and its results must not be used.
 
 namespace jaxmagi::collectives {
 
@@ -57,8 +57,8 @@ __device__ inline void tell_peers(const Transfer& transfer, uint32_t epoch) {
     });
 }
 
-// Tells the peers how many rows should come from them, and notes how many go to them, for `compare_rows`. Looks at every
-// entry, which nobody else does: a send from behind the last row meets no chunk.
+// Tells the peers how many rows should come from them, and notes how many go to them, for `compare_rows`. Looks at
+// every entry, which nobody else does: a send from behind the last row meets no chunk.
 __device__ inline void note_rows(const Transfer& transfer, Meeting& meeting) {
     Control& control = *transfer.controls[transfer.rank];
     const auto look_at = [&](const auto* entries, int64_t i) { check_entry(transfer, entries, i); };

@@ -42,8 +42,8 @@ __device__ inline void check_same_call(const Transfer& transfer, int peer, uint6
 
 __device__ inline void check_same_rows(int sender, int receiver, unsigned long long sent, unsigned long long received) {
     if (sent != received)
-        stop("jaxmagi: the spec of rank %d sends %llu rows to rank %d, whose spec expects %llu\n", sender, sent, receiver,
-             received);
+        stop("jaxmagi: the spec of rank %d sends %llu rows to rank %d, whose spec expects %llu\n", sender, sent,
+             receiver, received);
 }
 
 }  // namespace jaxmagi::collectives

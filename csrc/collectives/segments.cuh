@@ -7,8 +7,8 @@
 #include "csrc/collectives/pair_headers.cuh"
 #include "csrc/collectives/rendezvous.cuh"
 
-// How the input rows of a rank are cut into chunks, which warps take one after the other, and what a chunk's bytes have to
-// do with which peer's memory. All functions are for a whole warp.
+// How the input rows of a rank are cut into chunks, which warps take one after the other, and what a chunk's bytes have
+// to do with which peer's memory. All functions are for a whole warp.
 
 namespace jaxmagi::collectives {
 
@@ -19,8 +19,8 @@ struct Chunk {
     int bytes;
 };
 
-// What a grid has to do. Chunks are taken in steps of `stride`, from `first` on: at any time warps work in places that are
-// far apart, and ranks in different ones, so that all links are busy.
+// What a grid has to do. Chunks are taken in steps of `stride`, from `first` on: at any time warps work in places that
+// are far apart, and ranks in different ones, so that all links are busy.
 struct Chunks {
     int chunk_bytes;
     int of_group, total;

@@ -10,13 +10,13 @@
 
 // One group cast, or one group reduce, of a rank: what the kernels take. Rows of all arrays are multiples of 16 bytes.
 //
-// Pairs of ranks that do not reach each other's memory exchange pair buffers by NCCL: `size` parts of `pair_bytes`, each
-// with a header and then [groups, pair_rows] rows of each array in turn.
+// Pairs of ranks that do not reach each other's memory exchange pair buffers by NCCL: `size` parts of `pair_bytes`,
+// each with a header and then [groups, pair_rows] rows of each array in turn.
 
 namespace jaxmagi::collectives {
 
-// Rows [row, row + length) of a rank go to `peer`, where they are the rows [peer_row, peer_row + length); in a pair buffer
-// they have the slots [slot, slot + length).
+// Rows [row, row + length) of a rank go to `peer`, where they are the rows [peer_row, peer_row + length); in a pair
+// buffer they have the slots [slot, slot + length).
 struct Send {
     int peer, slot, row, length, peer_row;
 };
@@ -75,8 +75,9 @@ struct Transfer {
 // every peer sees at an address of its own.
 constexpr uint64_t kInArena = uint64_t{1} << 63;
 
-// Rows to the native peers, and into `outgoing` for the others, and zeros to the output rows that nobody sends. It ends when
-// no native peer stores here any more. `begun`, unless it is null, is recorded when all of the kernel has begun to run.
+// Rows to the native peers, and into `outgoing` for the others, and zeros to the output rows that nobody sends. It ends
+// when no native peer stores here any more. `begun`, unless it is null, is recorded when all of the kernel has begun to
+// run.
 cudaError_t push_rows(const Transfer& transfer, cudaStream_t stream, cudaEvent_t begun);
 
 // Writes the output rows that came by `incoming`.
@@ -85,8 +86,9 @@ cudaError_t fill_rows(const Transfer& transfer, cudaStream_t stream);
 // Into `outgoing` what goes back to peers that are not native: of arrays [groups, output_rows].
 cudaError_t pack_partials(const Transfer& transfer, cudaStream_t stream);
 
-// Adds up what the native peers have and what came by `incoming` for each input row, in the order of its sends. Rows that
-// nobody has have to be zero before: some of them are written, some are not. It ends when no native peer reads here any more. `begun` as above.
+// Adds up what the native peers have and what came by `incoming` for each input row, in the order of its sends. Rows
+// that nobody has have to be zero before: some of them are written, some are not. It ends when no native peer reads
+// here any more. `begun` as above.
 cudaError_t pull_sums(const Transfer& transfer, cudaStream_t stream, cudaEvent_t begun);
 
 // Load the kernels, on each device before their first use.

@@ -54,8 +54,8 @@ void TransferStream::join(cudaStream_t program, int64_t transfer, const Places& 
     check_cuda(cudaStreamWaitEvent(program, transfers.end), "waiting for a transfer");
     const auto found = std::ranges::find(transfers.under_way, results);
     if (found == transfers.under_way.end())
-        throw std::runtime_error("a transfer ends with results that are not where it began with them: both calls must be in "
-                                 "one program, and XLA must not copy between them");
+        throw std::runtime_error("a transfer ends with results that are not where it began with them: both calls must "
+                                 "be in one program, and XLA must not copy between them");
     transfers.under_way.erase(found);
 }
 

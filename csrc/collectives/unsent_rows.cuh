@@ -4,8 +4,8 @@
 #include "csrc/collectives/rendezvous.cuh"
 
 // Zeros to the output rows of a group cast that nobody sends: those between the entries of `receives`. These have to be
-// sorted by row and disjoint, the unused ones last, or rows would be zeroed while peers store them. One warp of each CTA
-// does it, beside the others. All functions are for a whole warp.
+// sorted by row and disjoint, the unused ones last, or rows would be zeroed while peers store them. One warp of each
+// CTA does it, beside the others. All functions are for a whole warp.
 
 namespace jaxmagi::collectives {
 
@@ -27,8 +27,9 @@ __device__ inline void zero_rows(const Transfer& transfer, const Meeting& meetin
     }
 }
 
-// Those before each of the entries from the first one on, an entry for each lane. Entries that are not used, and one behind
-// the last, count as such at the end of the rows. `done`: where the rows before them end; returns where theirs do.
+// Those before each of the entries from the first one on, an entry for each lane. Entries that are not used, and one
+// behind the last, count as such at the end of the rows. `done`: where the rows before them end; returns where theirs
+// do.
 __device__ inline int zero_before_entries(const Transfer& transfer, const Meeting& meeting, int group, int first,
                                           int done) {
     const int number = first + static_cast<int>(threadIdx.x % kWarp);

@@ -34,8 +34,8 @@ private:
 // several, the first sees the own ones, each other a part of the received ones. Refers to the routing.
 class Staging {
 public:
-    // One share for each transfer: of a rank's cells with received keys. There is one transfer less than stages, but for
-    // one stage there is one. Received keys are cut in their order, or by owner.
+    // One share for each transfer: of a rank's cells with received keys. There is one transfer less than stages, but
+    // for one stage there is one. Received keys are cut in their order, or by owner.
     Staging(const Routing& routing, int num_stages, std::span<const int32_t> shares, bool is_by_owner);
 
     int num_ranks() const { return routing_.num_ranks(); }

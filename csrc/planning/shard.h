@@ -33,8 +33,8 @@ void find_remote(Shard& shard);
 // The remote keys in consecutive parts whose numbers of visible cells are nearly as the shares, which are positive.
 std::vector<Runs> split_remote(const Shard& shard, std::span<const int32_t> shares);
 
-// The same in parts of the keys of other ranks: first those of the ranks that follow this one, in a ring. All ranks then
-// send in every part, where consecutive keys would be those of few.
+// The same in parts of the keys of other ranks: first those of the ranks that follow this one, in a ring. All ranks
+// then send in every part, where consecutive keys would be those of few.
 std::vector<Runs> split_remote_by_owner(const Shard& shard, int rank, int num_ranks, const Owners& owners,
                                         std::span<const int32_t> shares);
 

@@ -48,7 +48,7 @@ std::vector<Receive> receives_of(const std::vector<Send>& sends) {
             receives.back().length += send.length;
         else
             receives.push_back({send.peer, send.rank, send.slot, send.peer_row, send.length});
-    std::ranges::stable_sort(receives, {}, [](const Receive& receive) { return std::tuple(receive.rank, receive.row); });
+    std::ranges::stable_sort(receives, {}, [](const Receive& each) { return std::tuple(each.rank, each.row); });
     return receives;
 }
 

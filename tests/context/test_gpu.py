@@ -74,6 +74,31 @@ def test_public_masks(cp_size: int, case: MaskCase) -> None:
     np.testing.assert_allclose(solution.lse, expected.lse, rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("cp_size", [2, 4], indirect=True)
+def test_stages_without_jit(cp_size: int, rng: np.random.Generator) -> None:
+    """In a shard_map without jit, where each primitive is a program of its own."""
+    problem, mask = random_problem(rng, LARGE, jnp.bfloat16, dim=DIM, v_dim=DIM), masks.causal(LARGE)
+    plan = plan_context(mask, cp_size, num_stages=3, chunk_size=CHUNK)
+
+    def local(*operands: jax.Array) -> jax.Array:
+        return context_attention(*operands, plan=plan, axis_name=AXIS)
+
+    mapped = jax.shard_map(local, mesh=make_mesh(cp_size), in_specs=P(AXIS), out_specs=P(AXIS))
+    operands = [jnp.asarray(x) for x in dispatch_problem(problem, plan)[:3]]
+    dout = jnp.asarray(dispatch_problem(problem, plan).dout)
+
+    def both(attend: Callable[..., jax.Array]) -> Any:
+        out, vjp = jax.vjp(attend, *operands)
+        return out, vjp(dout)
+
+    expected = jax.jit(both, static_argnums=0)(mapped)
+    with jax.disable_jit():
+        whole_calls = both(mapped)
+    for got in (both(mapped), whole_calls):
+        for mine, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            check_tokens(np.asarray(mine), np.asarray(wanted))
+
+
 LAYERS = 4
 
 

@@ -14,7 +14,8 @@
 
 #include "csrc/common/sm90/element.cuh"
 
-// What the unit tests of PTX wrappers and kernels share: device arrays, 16-bit numbers on the host, and a verdict per check.
+// What the unit tests of PTX wrappers and kernels share: device arrays, 16-bit numbers on the host, and a verdict per
+// check.
 
 namespace jaxmagi::test {
 

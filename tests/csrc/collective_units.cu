@@ -124,8 +124,8 @@ private:
 void exchange(const Transfer (&transfers)[kRanks]) {
     const int64_t bytes = transfers[0].pair_bytes;
     for (int from = 0; from < kRanks; ++from)
-        must(cudaMemcpy(transfers[1 - from].incoming + from * bytes, transfers[from].outgoing + (1 - from) * bytes, bytes,
-                        cudaMemcpyDeviceToDevice),
+        must(cudaMemcpy(transfers[1 - from].incoming + from * bytes, transfers[from].outgoing + (1 - from) * bytes,
+                        bytes, cudaMemcpyDeviceToDevice),
              "exchanging pair buffers");
 }
 
@@ -170,7 +170,8 @@ template <typename T> std::vector<double> widened(const std::vector<T>& numbers)
     return wide;
 }
 
-template <typename T> void check_cast(const std::string& name, const Tables& tables, Rank (&ranks)[kRanks], Verdict& verdict) {
+template <typename T>
+void check_cast(const std::string& name, const Tables& tables, Rank (&ranks)[kRanks], Verdict& verdict) {
     std::mt19937 random(1);
     std::vector<std::vector<T>> numbers[kRanks];
     Arrays<T> from[kRanks], to[kRanks];

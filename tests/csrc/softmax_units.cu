@@ -111,7 +111,8 @@ void check_references(Verdict& verdict) {
         const RowKind kind_of_all = random_kind(generator);
         bool behind = false;
         for (int row = 0; row < 16; ++row) {
-            const std::vector<float> values = random_row(generator, mixed ? random_kind(generator) : kind_of_all, kKeys);
+            const RowKind kind = mixed ? random_kind(generator) : kind_of_all;
+            const std::vector<float> values = random_row(generator, kind, kKeys);
             logits.insert(logits.end(), values.begin(), values.end());
             const float largest = exact_maximum(values.data(), kKeys) * kToLog2;
             const bool fresh = first_step or std::isinf(largest);
