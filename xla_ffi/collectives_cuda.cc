@@ -9,10 +9,9 @@
 #include "csrc/collectives/watchdog.h"
 #include "xla_ffi/collectives_transfer.h"
 
-// A transfer runs in the group's own stream. The start puts it there. The program's stream (XLA's) waits for it at
-// once, or, where it is apart, in another call, the done: what the program has between the two runs beside the
-// transfer. All buffers of the start are operands of the done, so that XLA does not use them for anything else until
-// then.
+// The program's stream (XLA's) waits for a transfer at once, or, where it is apart, in another call, the done: what the
+// program has between the two runs beside the transfer. All buffers of the start are operands of the done, so that XLA
+// does not use them for anything else until then.
 //
 // Starts come in three stages: Prepare asks XLA for the group's communicator; Initialize gets to know the peers, which
 // takes an exchange between all ranks the first time; Execute launches. They are not for command buffers: a graph may
@@ -24,12 +23,22 @@ namespace {
 namespace ffi = xla::ffi;
 using namespace collectives;
 
-// What a call works on, beside its buffers.
 struct Group {
     nccl::Communicator communicator;
     Peers* peers;
+};
 
-    cudaStream_t stream() const { return peers->transfers.get(); }
+// What is launched for a call, and where. `begun`, unless it is null, is to be recorded when the native kernel has its
+// multiprocessors, or else just before NCCL's is next: that follows in the same stream, and so sooner than another
+// stream hears of the event.
+struct Launch {
+    const Transfer& transfer;
+    const Buffers& buffers;
+    const Group& group;
+    cudaStream_t stream;
+    cudaEvent_t begun;
+
+    bool is_native() const { return transfer.outgoing == nullptr; }
 };
 
 // The groups of each device, by the ids of their mesh axis. Initialize, which every execution begins with, finds them;
@@ -74,7 +83,10 @@ KnownGroups& known_groups() {
     return *groups;
 }
 
-void exchange_pair_buffers(const Transfer& transfer, const Group& group) {
+void exchange_pair_buffers(const Launch& launch) {
+    const auto& [transfer, buffers, group, stream, begun] = launch;
+    if (begun != nullptr)
+        check_cuda(cudaEventRecord(begun, stream), "recording an event");
     const size_t bytes = static_cast<size_t>(transfer.pair_bytes);
     std::vector<nccl::Message> sends, receives;
     for (int peer = 0; peer < transfer.size; ++peer)
@@ -82,44 +94,35 @@ void exchange_pair_buffers(const Transfer& transfer, const Group& group) {
             sends.push_back({transfer.outgoing + peer * transfer.pair_bytes, bytes, peer});
             receives.push_back({transfer.incoming + peer * transfer.pair_bytes, bytes, peer});
         }
-    watch(group.stream(), transfer.timeout_ns / 1'000'000, group.peers->who(), "moved the rows of a group collective",
-          [&] { nccl::exchange(sends, receives, group.communicator, group.stream()); });
-}
-
-void record(cudaEvent_t event, const Group& group) {
-    if (event != nullptr)
-        check_cuda(cudaEventRecord(event, group.stream()), "recording an event");
+    watch(stream, transfer.timeout_ns / 1'000'000, group.peers->who(), "moved the rows of a group collective",
+          [&] { nccl::exchange(sends, receives, group.communicator, stream); });
 }
 
 enum class Direction { kIntoArena, kOutOfArena };
 
-void copy_through_arena(Direction direction, const Transfer& transfer, const std::vector<ffi::AnyBuffer>& shared,
-                        const Group& group) {
-    if (not uses_arena(transfer.native, *group.peers))
+void copy_through_arena(Direction direction, const Launch& launch, const std::vector<ffi::AnyBuffer>& shared) {
+    const Transfer& transfer = launch.transfer;
+    if (not uses_arena(transfer.native, *launch.group.peers))
         return;
     for (size_t i = 0; i < shared.size(); ++i) {
         void* const in_arena = transfer.arenas[transfer.rank] + (transfer.places[i] & ~kInArena);
         void* const in_xla = shared[i].untyped_data();
         const bool is_into = direction == Direction::kIntoArena;
         check_cuda(cudaMemcpyAsync(is_into ? in_arena : in_xla, is_into ? in_xla : in_arena, shared[i].size_bytes(),
-                                   cudaMemcpyDeviceToDevice, group.stream()),
+                                   cudaMemcpyDeviceToDevice, launch.stream),
                    "copying between the arena and the memory of XLA");
     }
 }
 
-// `begun`, unless it is null, is recorded when the native kernel has its multiprocessors, or else just before NCCL's is
-// next: that follows in the same stream, and so sooner than another stream hears of the event.
-
-void group_cast(const Transfer& transfer, const Buffers& buffers, const Group& group, cudaEvent_t begun) {
-    const bool is_native = transfer.outgoing == nullptr;
-    check_cuda(push_rows(transfer, group.stream(), is_native ? begun : nullptr),
+void group_cast(const Launch& launch) {
+    const auto& [transfer, buffers, group, stream, begun] = launch;
+    check_cuda(push_rows(transfer, stream, launch.is_native() ? begun : nullptr),
                "launching the kernel that pushes rows");
-    copy_through_arena(Direction::kOutOfArena, transfer, buffers.to, group);
-    if (is_native)
+    copy_through_arena(Direction::kOutOfArena, launch, buffers.to);
+    if (launch.is_native())
         return;
-    record(begun, group);
-    exchange_pair_buffers(transfer, group);
-    check_cuda(fill_rows(transfer, group.stream()), "launching the kernel that fills rows");
+    exchange_pair_buffers(launch);
+    check_cuda(fill_rows(transfer, stream), "launching the kernel that fills rows");
 }
 
 // The arrays from the i-th one on that are added up as it is, unless an earlier one is too.
@@ -142,19 +145,18 @@ Transfer of_one_kind(const Transfer& transfer, const Buffers& buffers, int i) {
     return part;
 }
 
-void group_reduce(const Transfer& transfer, const Buffers& buffers, const Group& group, cudaEvent_t begun) {
-    const bool is_native = transfer.outgoing == nullptr;
-    copy_through_arena(Direction::kIntoArena, transfer, buffers.from, group);
-    if (not is_native) {
-        check_cuda(pack_partials(transfer, group.stream()), "launching the kernel that packs rows");
-        record(begun, group);
-        exchange_pair_buffers(transfer, group);
+void group_reduce(const Launch& launch) {
+    const auto& [transfer, buffers, group, stream, begun] = launch;
+    copy_through_arena(Direction::kIntoArena, launch, buffers.from);
+    if (not launch.is_native()) {
+        check_cuda(pack_partials(transfer, stream), "launching the kernel that packs rows");
+        exchange_pair_buffers(launch);
     }
     for (const ffi::AnyBuffer& sums : buffers.to)
-        check_cuda(cudaMemsetAsync(sums.untyped_data(), 0, sums.size_bytes(), group.stream()), "zeroing sums");
+        check_cuda(cudaMemsetAsync(sums.untyped_data(), 0, sums.size_bytes(), stream), "zeroing sums");
     for (int i = 0; i < transfer.num_arrays; ++i)
         if (const Transfer part = of_one_kind(transfer, buffers, i); part.num_arrays > 0)
-            check_cuda(pull_sums(part, group.stream(), is_native and i == 0 ? begun : nullptr),
+            check_cuda(pull_sums(part, stream, launch.is_native() and i == 0 ? begun : nullptr),
                        "launching the kernel that adds up rows");
 }
 
@@ -174,21 +176,30 @@ void initialize(Kind kind, const CollectivesContext& context, const Buffers& buf
     grow_arena(*group.peers, exchange, bytes);
 }
 
+Places places_of(const std::vector<ffi::AnyBuffer>& buffers) {
+    Places places;
+    for (const ffi::AnyBuffer& buffer : buffers)
+        places.push_back(buffer.untyped_data());
+    return places;
+}
+
 void execute(Kind kind, const CollectivesContext&, const Buffers& buffers, const Attributes& attributes,
              cudaStream_t program) {
     const Group group = known_groups().get(attributes.groups, attributes.group_size);
-    const Transfer transfer = to_transfer(kind, buffers, attributes, *group.peers);
     TransferStream& transfers = group.peers->transfers;
-    const cudaEvent_t begun = attributes.goes_first ? transfers.begun() : nullptr;
-    transfers.follow(program);
-    (kind == Kind::kCast ? group_cast : group_reduce)(transfer, buffers, group, begun);
-    Places results;
-    for (const ffi::AnyBuffer& to : buffers.to)
-        results.push_back(to.untyped_data());
-    transfers.record(attributes.transfer, results);
-    if (not attributes.is_apart)
-        transfers.join(program, attributes.transfer, results);
-    else if (attributes.goes_first)
+    const bool goes_first = attributes.is_apart and attributes.goes_first;
+    const Transfer transfer = to_transfer(kind, buffers, attributes, *group.peers);
+    const Launch launch{.transfer = transfer,
+                        .buffers = buffers,
+                        .group = group,
+                        .stream = transfers.enter(program, attributes.is_apart),
+                        .begun = goes_first ? transfers.begun() : nullptr};
+    (kind == Kind::kCast ? group_cast : group_reduce)(launch);
+    if (attributes.is_apart)
+        transfers.record(attributes.transfer, places_of(buffers.to));
+    else
+        transfers.finish(launch.stream, program);
+    if (goes_first)
         transfers.let_begin(program);
 }
 

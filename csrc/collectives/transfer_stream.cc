@@ -15,20 +15,28 @@ cudaEvent_t make_event() {
     return event;
 }
 
+void record_event(cudaEvent_t event, cudaStream_t stream) {
+    check_cuda(cudaEventRecord(event, stream), "recording an event");
+}
+
+void wait(cudaStream_t stream, cudaEvent_t event) {
+    check_cuda(cudaStreamWaitEvent(stream, event), "waiting for an event");
+}
+
 }  // namespace
 
 void TransferStream::create() {
     int lowest, highest;
     check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for the priorities of streams");
     check_cuda(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest), "making a stream");
-    program_came_here_ = make_event();
-    begun_ = make_event();
+    for (cudaEvent_t* const event : {&program_came_here_, &begun_, &finished_})
+        *event = make_event();
 }
 
 void TransferStream::destroy() {
     for (const auto& [number, transfers] : transfers_)
         check_cuda(cudaEventDestroy(transfers.end), "giving back an event");
-    for (const cudaEvent_t event : {program_came_here_, begun_})
+    for (const cudaEvent_t event : {program_came_here_, begun_, finished_})
         check_cuda(cudaEventDestroy(event), "giving back an event");
     check_cuda(cudaStreamDestroy(stream_), "giving back a stream");
 }
@@ -38,20 +46,38 @@ void TransferStream::prepare(int64_t transfer) {
         transfers_[transfer] = {make_event(), {}};
 }
 
-void TransferStream::follow(cudaStream_t program) {
-    check_cuda(cudaEventRecord(program_came_here_, program), "recording an event");
-    check_cuda(cudaStreamWaitEvent(stream_, program_came_here_), "waiting for the program");
+cudaStream_t TransferStream::enter(cudaStream_t program, bool is_apart) {
+    const cudaStream_t stream = is_apart or not is_idle() ? stream_ : program;
+    if (stream != program) {
+        record_event(program_came_here_, program);
+        wait(stream, program_came_here_);
+    }
+    if (last_end_ != nullptr and behind_ != program and behind_ != stream)
+        wait(stream, last_end_);
+    return stream;
+}
+
+void TransferStream::finish(cudaStream_t stream, cudaStream_t program) {
+    record_event(finished_, stream);
+    if (stream != program)
+        wait(program, finished_);
+    last_end_ = finished_;
+    behind_ = program;
 }
 
 void TransferStream::record(int64_t transfer, Places results) {
     Transfers& transfers = transfers_.at(transfer);
-    check_cuda(cudaEventRecord(transfers.end, stream_), "recording an event");
+    record_event(transfers.end, stream_);
     transfers.under_way.push_back(std::move(results));
+    last_end_ = transfers.end;
+    behind_ = stream_;
 }
 
 void TransferStream::join(cudaStream_t program, int64_t transfer, const Places& results) {
     Transfers& transfers = transfers_.at(transfer);
-    check_cuda(cudaStreamWaitEvent(program, transfers.end), "waiting for a transfer");
+    wait(program, transfers.end);
+    if (last_end_ == transfers.end)
+        behind_ = program;
     const auto found = std::ranges::find(transfers.under_way, results);
     if (found == transfers.under_way.end())
         throw std::runtime_error("a transfer ends with results that are not where it began with them: both calls must "
@@ -60,7 +86,11 @@ void TransferStream::join(cudaStream_t program, int64_t transfer, const Places& 
 }
 
 void TransferStream::let_begin(cudaStream_t program) {
-    check_cuda(cudaStreamWaitEvent(program, begun_), "waiting for the start of a transfer");
+    wait(program, begun_);
+}
+
+bool TransferStream::is_idle() const {
+    return std::ranges::all_of(transfers_, [](const auto& each) { return each.second.under_way.empty(); });
 }
 
 }  // namespace jaxmagi::collectives

@@ -7,9 +7,12 @@
 #include <map>
 #include <vector>
 
-// The stream of a group: its transfers run there one after another, beside what the program computes. Those that are
-// under way at once are told apart by numbers of the program's choice. A number that is used anew before its first
-// transfer has been waited for does no harm but that `join` waits for the later one as well.
+// The transfers of a group, one after another. Where the program computes beside one, it is in a stream of the group's
+// own. One that the program waits for at once is in the program's stream, unless others are under way: events between
+// streams take some microseconds.
+//
+// Those that are under way at once are told apart by numbers of the program's choice. A number that is used anew before
+// its first transfer has been waited for does no harm but that `join` waits for the later one as well.
 
 namespace jaxmagi::collectives {
 
@@ -28,10 +31,14 @@ public:
     // Makes ready for a transfer of this number; takes the driver a while the first time.
     void prepare(int64_t transfer);
 
-    // What is launched from now on comes after all that `program` has now.
-    void follow(cudaStream_t program);
+    // The stream to launch a transfer in, behind all that `program` has now and all transfers so far. `is_apart`: the
+    // program does not wait for it at once.
+    cudaStream_t enter(cudaStream_t program, bool is_apart);
 
-    // All that was launched so far is the transfer, with results in these places.
+    // What was launched in the `stream` that was entered is a transfer; what `program` gets from now on comes after it.
+    void finish(cudaStream_t stream, cudaStream_t program);
+
+    // What was launched since `enter` is a transfer apart, with results in these places.
     void record(int64_t transfer, Places results);
 
     // What `program` gets from now on comes after the transfer. Throws if that has no results in these places: then XLA
@@ -44,16 +51,19 @@ public:
     void let_begin(cudaStream_t program);
 
     cudaEvent_t begun() const { return begun_; }
-    cudaStream_t get() const { return stream_; }
 
 private:
     struct Transfers {
-        cudaEvent_t end;             // of the last one
+        cudaEvent_t end;              // of the last one
         std::list<Places> under_way;  // their results
     };
 
+    bool is_idle() const;
+
     cudaStream_t stream_ = nullptr;
-    cudaEvent_t program_came_here_ = nullptr, begun_ = nullptr;
+    cudaEvent_t program_came_here_ = nullptr, begun_ = nullptr, finished_ = nullptr;
+    cudaEvent_t last_end_ = nullptr;  // of all transfers so far; one of the other events
+    cudaStream_t behind_ = nullptr;   // that stream is behind `last_end_`
     std::map<int64_t, Transfers> transfers_;  // by their numbers
 };
 
