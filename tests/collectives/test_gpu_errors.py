@@ -29,8 +29,8 @@ MARGIN = 10.0
 """That the error may take beyond that."""
 DISAGREEMENT = r"jaxmagi: the spec of rank \d sends \d+ rows to rank \d, whose spec expects \d+"
 MISFITS: dict[Defect, str] = {
-    "send behind the rows": rf"has a spec with the entry \(.* row {INPUT_ROWS}, .*, which does not fit 2 ranks",
-    "receive behind the rows": r"has a spec with the entry \(.*, which does not fit 2 ranks",
+    "send behind the rows": rf"has a spec with the entry \(.* row {INPUT_ROWS}, .* not fit 2 ranks",
+    "receive behind the rows": r"has a spec with the entry \(.* not fit 2 ranks",
     "unused send first": r"has a spec with an entry of length \d+ in place 1: those in use come first",
 }
 ABSENCE = r"jaxmagi: rank 0 of 2 waited for 5000 ms until"
