@@ -1,8 +1,8 @@
 """The collectives on GPUs: custom calls, one for a transfer, or two where it is apart.
 
-The first starts it. The program's stream waits for it at once, or in the second call: until then it has a
-stream of the group's own. All buffers of the first are operands of the second, so that XLA does not reuse
-them before, and the second gives back the results of the first in place.
+The first starts it, and the program's stream waits for it at once. Or the second waits, and the first puts
+it on a stream of the group's own: all buffers of the first are operands of the second, so that XLA does not
+reuse them before, and the second gives back the results of the first in place.
 """
 
 import itertools
