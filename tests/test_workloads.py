@@ -129,7 +129,7 @@ SMALL_WORKLOAD = _workloads.Workload("small", _workloads.Documents((40, 24), cau
 @pytest.mark.parametrize("name", ["ours", "ours, own plans", "ours, deterministic"])
 def test_gradients_of_ours(name: str) -> None:
     """What is measured are the gradients of each layer, for the same cotangent."""
-    num_layers = 2
+    num_layers = 3
     work = _jax_attention.candidates(SMALL_WORKLOAD, "backward")[name](SMALL_WORKLOAD, num_layers)
     own, (key, value, cotangent) = _jax_attention.operands(SMALL_WORKLOAD, num_layers, "backward")
     found = work.enqueue()

@@ -28,10 +28,11 @@ SECONDS = 5.0
 MARGIN = 10.0
 """That the error may take beyond that."""
 DISAGREEMENT = r"jaxmagi: the spec of rank \d sends \d+ rows to rank \d, whose spec expects \d+"
+BAD_SPEC, MISFIT = r"jaxmagi: rank \d has a spec with", r", which does not fit 2 ranks"
 MISFITS: dict[Defect, str] = {
-    "send behind the rows": rf"has a spec with the entry \(.* row {INPUT_ROWS}, .* not fit 2 ranks",
-    "receive behind the rows": r"has a spec with the entry \(.* not fit 2 ranks",
-    "unused send first": r"has a spec with an entry of length \d+ in place 1: those in use come first",
+    "send behind the rows": rf"{BAD_SPEC} the entry \(dst_rank .* row {INPUT_ROWS}, .*{MISFIT}",
+    "receive behind the rows": rf"{BAD_SPEC} the entry \(src_rank .*{MISFIT}",
+    "unused send first": rf"{BAD_SPEC} an entry of length \d+ in place 1: those in use come first",
 }
 ABSENCE = r"jaxmagi: rank 0 of 2 waited for 5000 ms until"
 NOT_TOGETHER = f"{ABSENCE} NCCL had brought the ranks of a group together"
