@@ -152,12 +152,10 @@ void group_reduce(const Launch& launch) {
         check_cuda(pack_partials(transfer, stream), "launching the kernel that packs rows");
         exchange_pair_buffers(launch);
     }
-    for (const ffi::AnyBuffer& sums : buffers.to)
-        check_cuda(cudaMemsetAsync(sums.untyped_data(), 0, sums.size_bytes(), stream), "zeroing sums");
     for (int i = 0; i < transfer.num_arrays; ++i)
         if (const Transfer part = of_one_kind(transfer, buffers, i); part.num_arrays > 0)
             check_cuda(pull_sums(part, stream, launch.is_native() and i == 0 ? begun : nullptr),
-                       "launching the kernel that adds up rows");
+                       "launching the kernels that add up rows");
 }
 
 // --- the stages ---

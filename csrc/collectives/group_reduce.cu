@@ -1,13 +1,14 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "csrc/collectives/empty_sums.cuh"
 #include "csrc/collectives/launch.cuh"
 #include "csrc/collectives/segments.cuh"
 
 // Sums of what several ranks have for each row. Each warp takes chunks of its own. It goes through a chunk piece by
 // piece, for each piece through the segments that meet it, in the order of the sends: loads these from the peers into
 // shared memory, adds them up in registers, and writes the piece once. Pieces that nobody has a part of are left alone:
-// the sums are zeroed before.
+// they are zeroed before.
 //
 // Schedule of a warp: kStages buffers in turn, one for the part of a segment that is in a piece, an item. Loads are
 // ahead of the additions by all buffers.
@@ -288,7 +289,10 @@ constexpr Kernel kPull[][2] = {{pull<__nv_bfloat16, __nv_bfloat16>, pull<__nv_bf
 
 cudaError_t pull_sums(const Transfer& transfer, cudaStream_t stream, cudaEvent_t begun) {
     const Chunks chunks = cut_into_chunks(transfer, kWarps, kPiece, kMostChunkBytes);
-    const Kernel kernel = kPull[static_cast<int>(transfer.number)][transfer.sum_number != transfer.number];
+    const bool is_widening = transfer.sum_number != transfer.number;
+    if (const cudaError_t error = zero_empty_sums(transfer, is_widening ? 2 : 1, stream); error != cudaSuccess)
+        return error;
+    const Kernel kernel = kPull[static_cast<int>(transfer.number)][is_widening];
     const int ctas = chunks.num_ctas(transfer, kWarps);
     return launch(kernel, ctas, kThreads, sizeof(Memory), stream, begun, transfer, chunks);
 }
@@ -301,7 +305,8 @@ cudaError_t preload_pull() {
                         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Memory));
                     error != cudaSuccess)
                     return error;
-    return cudaSuccess;
+    cudaFuncAttributes attributes;
+    return cudaFuncGetAttributes(&attributes, zero_where_empty);
 }
 
 }  // namespace jaxmagi::collectives

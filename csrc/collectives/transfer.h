@@ -86,9 +86,8 @@ cudaError_t fill_rows(const Transfer& transfer, cudaStream_t stream);
 // Into `outgoing` what goes back to peers that are not native: of arrays [groups, output_rows].
 cudaError_t pack_partials(const Transfer& transfer, cudaStream_t stream);
 
-// Adds up what the native peers have and what came by `incoming` for each input row, in the order of its sends. Rows
-// that nobody has have to be zero before: some of them are written, some are not. It ends when no native peer reads
-// here any more. `begun` as above.
+// Adds up what the native peers have and what came by `incoming` for each input row, in the order of its sends; zeros
+// where nobody has anything. It ends when no native peer reads here any more. `begun` as above.
 cudaError_t pull_sums(const Transfer& transfer, cudaStream_t stream, cudaEvent_t begun);
 
 // Load the kernels, on each device before their first use.

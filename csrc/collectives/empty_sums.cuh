@@ -1,0 +1,51 @@
+#pragma once
+
+#include "csrc/collectives/launch.cuh"
+#include "csrc/collectives/row_counts.cuh"
+
+// Zeros to the sums of input rows that nobody has a part of: those that no entry of `sends` has. By all multiprocessors,
+// before the kernel that adds up with a few of them and may have little else to do.
+
+namespace jaxmagi::collectives {
+
+constexpr int kZeroingThreads = 256, kZeroedRows = 64;  // of a CTA
+
+__device__ inline void zero_row(const Transfer& transfer, int64_t row, int widening) {
+    for (int i = 0; i < transfer.num_arrays; ++i) {
+        const Array& array = transfer.arrays[i];
+        const int64_t bytes = int64_t{array.row_bytes} * widening;
+        char* const to = array.to + row * bytes;
+        for (int64_t at = threadIdx.x % kWarp * 16; at < bytes; at += kWarp * 16)
+            *reinterpret_cast<uint4*>(to + at) = {};
+    }
+}
+
+// `widening`: bytes of sums for each byte that travels.
+__global__ void __launch_bounds__(kZeroingThreads)
+    zero_where_empty(const __grid_constant__ Transfer transfer, int ctas_of_group, int widening) {
+    __shared__ bool is_sent[kZeroedRows];
+    const int64_t group = blockIdx.x / ctas_of_group;
+    const int64_t begin = int64_t{blockIdx.x % ctas_of_group} * kZeroedRows;
+    const int64_t end = min(begin + kZeroedRows, int64_t{transfer.input_rows});
+    for (unsigned i = threadIdx.x; i < kZeroedRows; i += kZeroingThreads)
+        is_sent[i] = false;
+    __syncthreads();
+    for (int i = threadIdx.x; i < transfer.entries; i += kZeroingThreads) {
+        const Send& send = transfer.sends[group * transfer.entries + i];
+        const int64_t last = min(end, int64_t{send.row} + send.length);
+        for (int64_t row = max(begin, int64_t{send.row}); row < last; ++row)
+            is_sent[row - begin] = true;
+    }
+    __syncthreads();
+    for (int64_t row = begin + threadIdx.x / kWarp; row < end; row += kZeroingThreads / kWarp)
+        if (not is_sent[row - begin])
+            zero_row(transfer, group * transfer.input_rows + row, widening);
+}
+
+inline cudaError_t zero_empty_sums(const Transfer& transfer, int widening, cudaStream_t stream) {
+    const int ctas_of_group = (transfer.input_rows + kZeroedRows - 1) / kZeroedRows;
+    return launch(zero_where_empty, transfer.groups * ctas_of_group, kZeroingThreads, 0, stream, nullptr, transfer,
+                  ctas_of_group, widening);
+}
+
+}  // namespace jaxmagi::collectives
