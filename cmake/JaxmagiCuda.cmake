@@ -55,7 +55,7 @@ jaxmagi_add_module(
   csrc/collectives/nccl.cc
   csrc/collectives/peers.cc
   csrc/collectives/shared_memory.cc
-  csrc/collectives/transfer_stream.cc
+  csrc/collectives/transfer_order.cc
   csrc/collectives/watchdog.cc
   xla_ffi/attention_cuda.cc
   xla_ffi/attention_cuda_backward.cc

@@ -165,7 +165,7 @@ void initialize(Kind kind, const CollectivesContext& context, const Buffers& buf
     const Exchange exchange{get_communicator(context, attributes.groups, attributes.group_size), program,
                             static_cast<uint64_t>(attributes.timeout_ms)};
     const Group group = known_groups().find(attributes, exchange);
-    group.peers->transfers.prepare(attributes.transfer);
+    group.peers->order.prepare(attributes.transfer);
     if (not group_uses_arenas(*group.peers, attributes))
         return;
     size_t bytes = 0;
@@ -184,21 +184,26 @@ Places places_of(const std::vector<ffi::AnyBuffer>& buffers) {
 void execute(Kind kind, const CollectivesContext&, const Buffers& buffers, const Attributes& attributes,
              cudaStream_t program) {
     const Group group = known_groups().get(attributes.groups, attributes.group_size);
-    TransferStream& transfers = group.peers->transfers;
+    TransferOrder& order = group.peers->order;
     const bool goes_first = attributes.is_apart and attributes.goes_first;
     const Transfer transfer = to_transfer(kind, buffers, attributes, *group.peers);
     const Launch launch{.transfer = transfer,
                         .buffers = buffers,
                         .group = group,
-                        .stream = transfers.enter(program, attributes.is_apart),
-                        .begun = goes_first ? transfers.begun() : nullptr};
-    (kind == Kind::kCast ? group_cast : group_reduce)(launch);
+                        .stream = order.enter(program, attributes.is_apart),
+                        .begun = goes_first ? order.begun() : nullptr};
+    try {
+        (kind == Kind::kCast ? group_cast : group_reduce)(launch);
+    } catch (...) {
+        order.finish(launch.stream, program);  // what has been launched nevertheless
+        throw;
+    }
     if (attributes.is_apart)
-        transfers.record(attributes.transfer, places_of(buffers.to));
+        order.record(attributes.transfer, places_of(buffers.to));
     else
-        transfers.finish(launch.stream, program);
+        order.finish(launch.stream, program);
     if (goes_first)
-        transfers.let_begin(program);
+        order.let_begin(program);
 }
 
 // The first operands are the results of the start, and the results the same.
@@ -218,7 +223,7 @@ ffi::Error done(cudaStream_t program, ffi::RemainingArgs arguments, ffi::Remaini
                 int64_t group_size, int64_t transfer) {
     return guarded("jaxmagi_group_done", [&] {
         const Group group = known_groups().get(groups, group_size);
-        group.peers->transfers.join(program, transfer, places_of_results(arguments, results));
+        group.peers->order.join(program, transfer, places_of_results(arguments, results));
     });
 }
 

@@ -15,7 +15,7 @@ enum class Kind { kCast, kReduce };
 struct Attributes {
     DeviceIds groups;
     int64_t group_size, input_rows, output_rows, pair_rows, num_sms, implementation, ranks_per_host, timeout_ms;
-    int64_t transfer;  // see `TransferStream`
+    int64_t transfer;  // see `TransferOrder`
     bool is_apart;     // another call waits for it
     bool goes_first;   // what the program does next waits until the transfer has its multiprocessors
 };

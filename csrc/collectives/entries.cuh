@@ -34,8 +34,9 @@ __device__ inline void check(const Transfer& transfer, const Receive& receive) {
 template <typename Entry>
 __device__ __forceinline__ void check_entry(const Transfer& transfer, const Entry* entries, int64_t i) {
     const Entry entry = entries[i];
-    const bool is_used = entry.length > 0, is_first = i % transfer.entries == 0;
-    if (entry.length < 0 or (is_used and not is_first and entries[i - 1].length <= 0))
+    const bool is_used = entry.length > 0;
+    const bool is_behind_unused = is_used and i > 0 and entries[i - 1].length <= 0 and i % transfer.entries != 0;
+    if (entry.length < 0 or is_behind_unused)
         stop("jaxmagi: rank %d has a spec with an entry of length %d in place %d: those in use come first, unused "
              "ones have length 0\n",
              transfer.rank, entry.length, static_cast<int>(i % transfer.entries));

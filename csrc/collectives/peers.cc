@@ -120,7 +120,7 @@ std::unique_ptr<Peers> connect(int ordinal, const Exchange& exchange, size_t con
     // An allocation that has to wait for kernels could keep the threads of those that they wait for from launching.
     check_cuda(cudaDeviceSynchronize(), "waiting for the device");
     allocate_control(*peers, exchange.stream, control_bytes);
-    peers->transfers.create();
+    peers->order.create();
     const Introduction own{.identity = identity_of(ordinal), .control = describe(peers->control[peers->rank])};
     const auto introductions = gather(*peers, exchange, own);
     const View view = open_controls(*peers, own.identity, introductions);
@@ -203,7 +203,7 @@ void free_all(Peers& peers) {
     peers.retired.insert(peers.retired.end(), {peers.arena[peers.rank], peers.control[peers.rank]});
     for (char* const memory : peers.retired)
         check_cuda(cudaFree(memory), "freeing the memory of the collectives");
-    peers.transfers.destroy();
+    peers.order.destroy();
 }
 
 // With the device of each as the current one.

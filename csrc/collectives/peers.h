@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "csrc/collectives/nccl.h"
-#include "csrc/collectives/transfer_stream.h"
+#include "csrc/collectives/transfer_order.h"
 
 // The memory of other ranks that a rank's kernels load from and store to.
 
@@ -28,7 +28,7 @@ struct Peers {
     char* control[kMaxRanks];         // control blocks, as this device addresses them; null where unreachable
     char* arena[kMaxRanks];           // staging arenas likewise; all null until the first growth
     size_t arena_bytes;
-    TransferStream transfers;  // of all calls of the group: they take turns, whoever makes them
+    TransferOrder order;  // of all calls of the group: they take turns, whoever makes them
 
     char* scratch;                               // of exchanges between the hosts, behind the own control block
     std::vector<char*> retired;                  // arenas that could not be freed yet

@@ -73,6 +73,29 @@ def test_cast_and_reduction_under_way_at_once(group: Group, rng: np.random.Gener
 
 
 @on_groups(*SEVERAL)
+def test_one_at_once_while_another_is_under_way(group: Group, rng: np.random.Generator) -> None:
+    """Of the same group, and again behind it, when nothing else is under way."""
+    transfer = random_transfer(rng, group.size)
+    x, z = normal(rng, group.size, INPUT_ROWS, 4), normal(rng, group.size, INPUT_ROWS, 8)
+
+    def local(x: jax.Array, z: jax.Array, spec: GroupCastSpec) -> Any:
+        rank = transfer_of(group, spec)
+        z, flights = in_order(z[0], [rank.start_cast([x[0]], number=0, goes_first=True)])
+        (at_once,) = rank.cast([z])
+        at_once, (flight,) = in_order(at_once, flights)
+        (apart,) = flight.land()
+        (behind,) = rank.reduce([apart], [apart.dtype])
+        return [y[None] for y in (at_once, apart, behind)]
+
+    run = group.program(local, (P(AXIS), P(AXIS), P()))
+    for _ in range(3):
+        at_once, apart, behind = run(*group.shard((x, z)), group.replicate(transfer.spec))
+        assert_equal(at_once, transfer.cast(z))
+        assert_equal(apart, transfer.cast(x))
+        assert_close(behind, transfer.reduce_sum(transfer.cast(x)), 1e-6)
+
+
+@on_groups(*SEVERAL)
 def test_vmap(group: Group, rng: np.random.Generator) -> None:
     """Over x and over both x and specs."""
     transfers = [random_transfer(rng, group.size) for _ in range(2)]

@@ -86,6 +86,10 @@ public:
         std::printf("%s %s: error %.3g, at most %.3g\n", good ? "ok  " : "FAIL", name.c_str(), largest, tolerance);
         failed_ |= not good;
     }
+    void expect(const std::string& name, bool is_so) {
+        std::printf("%s %s\n", is_so ? "ok  " : "FAIL", name.c_str());
+        failed_ |= not is_so;
+    }
     int exit_code() const { return failed_ ? 1 : 0; }
 
 private:

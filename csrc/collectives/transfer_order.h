@@ -20,7 +20,7 @@ namespace jaxmagi::collectives {
 using Places = std::vector<const void*>;
 
 // For one host thread at a time, with the device current that was so in `create`. Failures throw.
-class TransferStream {
+class TransferOrder {
 public:
     // Of the highest priority: where multiprocessors become free, transfers get them before computations.
     void create();
@@ -28,7 +28,8 @@ public:
     // After the device has come to rest.
     void destroy();
 
-    // Makes ready for a transfer of this number; takes the driver a while the first time.
+    // Before a program begins: makes ready for a transfer of this number, which takes the driver a while the first time.
+    // What is under way then is so of a program that has failed, and nobody will wait for it.
     void prepare(int64_t transfer);
 
     // The stream to launch a transfer in, behind all that `program` has now and all transfers so far. `is_apart`: the
@@ -42,7 +43,7 @@ public:
     void record(int64_t transfer, Places results);
 
     // What `program` gets from now on comes after the transfer. Throws if that has no results in these places: then XLA
-    // has copied them before they were complete.
+    // has copied them before they were complete, or the transfer began in another program.
     void join(cudaStream_t program, int64_t transfer, const Places& results);
 
     // What `program` gets from now on comes after `begun`, which the transfer records when it has its multiprocessors.
@@ -53,9 +54,10 @@ public:
     cudaEvent_t begun() const { return begun_; }
 
 private:
+    // Those of a number.
     struct Transfers {
         cudaEvent_t end;              // of the last one
-        std::list<Places> under_way;  // their results
+        std::list<Places> under_way;  // the results of those that nobody has waited for
     };
 
     bool is_idle() const;
@@ -64,7 +66,7 @@ private:
     cudaEvent_t program_came_here_ = nullptr, begun_ = nullptr, finished_ = nullptr;
     cudaEvent_t last_end_ = nullptr;  // of all transfers so far; one of the other events
     cudaStream_t behind_ = nullptr;   // that stream is behind `last_end_`
-    std::map<int64_t, Transfers> transfers_;  // by their numbers
+    std::map<int64_t, Transfers> numbers_;
 };
 
 }  // namespace jaxmagi::collectives

@@ -1,4 +1,4 @@
-#include "csrc/collectives/transfer_stream.h"
+#include "csrc/collectives/transfer_order.h"
 
 #include <algorithm>
 #include <stdexcept>
@@ -25,7 +25,7 @@ void wait(cudaStream_t stream, cudaEvent_t event) {
 
 }  // namespace
 
-void TransferStream::create() {
+void TransferOrder::create() {
     int lowest, highest;
     check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for the priorities of streams");
     check_cuda(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest), "making a stream");
@@ -33,20 +33,22 @@ void TransferStream::create() {
         *event = make_event();
 }
 
-void TransferStream::destroy() {
-    for (const auto& [number, transfers] : transfers_)
+void TransferOrder::destroy() {
+    for (const auto& [number, transfers] : numbers_)
         check_cuda(cudaEventDestroy(transfers.end), "giving back an event");
     for (const cudaEvent_t event : {program_came_here_, begun_, finished_})
         check_cuda(cudaEventDestroy(event), "giving back an event");
     check_cuda(cudaStreamDestroy(stream_), "giving back a stream");
 }
 
-void TransferStream::prepare(int64_t transfer) {
-    if (not transfers_.contains(transfer))
-        transfers_[transfer] = {make_event(), {}};
+void TransferOrder::prepare(int64_t transfer) {
+    for (auto& [number, transfers] : numbers_)
+        transfers.under_way.clear();
+    if (not numbers_.contains(transfer))
+        numbers_[transfer] = {make_event(), {}};
 }
 
-cudaStream_t TransferStream::enter(cudaStream_t program, bool is_apart) {
+cudaStream_t TransferOrder::enter(cudaStream_t program, bool is_apart) {
     const cudaStream_t stream = is_apart or not is_idle() ? stream_ : program;
     if (stream != program) {
         record_event(program_came_here_, program);
@@ -57,7 +59,7 @@ cudaStream_t TransferStream::enter(cudaStream_t program, bool is_apart) {
     return stream;
 }
 
-void TransferStream::finish(cudaStream_t stream, cudaStream_t program) {
+void TransferOrder::finish(cudaStream_t stream, cudaStream_t program) {
     record_event(finished_, stream);
     if (stream != program)
         wait(program, finished_);
@@ -65,16 +67,16 @@ void TransferStream::finish(cudaStream_t stream, cudaStream_t program) {
     behind_ = program;
 }
 
-void TransferStream::record(int64_t transfer, Places results) {
-    Transfers& transfers = transfers_.at(transfer);
+void TransferOrder::record(int64_t transfer, Places results) {
+    Transfers& transfers = numbers_.at(transfer);
     record_event(transfers.end, stream_);
     transfers.under_way.push_back(std::move(results));
     last_end_ = transfers.end;
     behind_ = stream_;
 }
 
-void TransferStream::join(cudaStream_t program, int64_t transfer, const Places& results) {
-    Transfers& transfers = transfers_.at(transfer);
+void TransferOrder::join(cudaStream_t program, int64_t transfer, const Places& results) {
+    Transfers& transfers = numbers_.at(transfer);
     wait(program, transfers.end);
     if (last_end_ == transfers.end)
         behind_ = program;
@@ -85,12 +87,12 @@ void TransferStream::join(cudaStream_t program, int64_t transfer, const Places& 
     transfers.under_way.erase(found);
 }
 
-void TransferStream::let_begin(cudaStream_t program) {
+void TransferOrder::let_begin(cudaStream_t program) {
     wait(program, begun_);
 }
 
-bool TransferStream::is_idle() const {
-    return std::ranges::all_of(transfers_, [](const auto& each) { return each.second.under_way.empty(); });
+bool TransferOrder::is_idle() const {
+    return std::ranges::all_of(numbers_, [](const auto& each) { return each.second.under_way.empty(); });
 }
 
 }  // namespace jaxmagi::collectives

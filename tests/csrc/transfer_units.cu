@@ -1,0 +1,177 @@
+// The order of transfers among streams, and the end of a process that waits for others for too long, without XLA and
+// NCCL. With an argument, waits on the host as NCCL's set-up does for a rank that never comes.
+
+#include <chrono>
+#include <stdexcept>
+#include <thread>
+
+#include "csrc/collectives/transfer_order.h"
+#include "csrc/collectives/watchdog.h"
+#include "tests/csrc/check.h"
+
+namespace jaxmagi::test {
+namespace {
+
+using namespace jaxmagi::collectives;
+
+constexpr int kSteps = 400, kNumbers = 3, kPrograms = 2, kMostUnderWay = 4;
+constexpr int kLongestMicroseconds = 200;
+
+// What ran, in its order: transfers as t, what came behind the transfer t as -1 - t.
+struct Log {
+    int count;
+    int entries[2 * kSteps + 4];
+};
+
+__global__ void append(Log* log, int entry, int microseconds) {
+    const long long begin = clock64();
+    while (clock64() - begin < 1500LL * microseconds) {
+    }
+    log->entries[atomicAdd(&log->count, 1)] = entry;
+}
+
+struct UnderWay {
+    int transfer;
+    int64_t number;
+    Places results;
+};
+
+// Random transfers of random lengths, at once and apart, by programs in two streams.
+class Fuzz {
+public:
+    Fuzz() : log_({Log{}}) {
+        for (cudaStream_t& program : programs_)
+            must(cudaStreamCreateWithFlags(&program, cudaStreamNonBlocking), "making a stream");
+        order_.create();
+        for (int number = 0; number < kNumbers; ++number)
+            order_.prepare(number);
+    }
+
+    void step() {
+        const cudaStream_t program = programs_[draw(kPrograms)];
+        const int kind = draw(3);
+        if (kind == 0)
+            at_once(program);
+        else if (kind == 1 and under_way_.size() < kMostUnderWay)
+            start(program);
+        else if (not under_way_.empty())
+            done(program);
+    }
+
+    void check(Verdict& verdict) {
+        while (not under_way_.empty())
+            done(programs_[0]);
+        must(cudaDeviceSynchronize(), "running");
+        const Log log = log_.to_host()[0];
+        std::vector<int> transfers, wanted, too_early;
+        std::vector<bool> ran(transfers_);
+        for (int i = 0; i < log.count; ++i)
+            if (const int entry = log.entries[i]; entry >= 0) {
+                transfers.push_back(entry);
+                ran[entry] = true;
+            } else if (not ran[-1 - entry]) {
+                too_early.push_back(-1 - entry);
+            }
+        for (int i = 0; i < transfers_; ++i)
+            wanted.push_back(i);
+        verdict.expect("transfers one after another", transfers == wanted);
+        verdict.expect("programs behind their transfers", too_early.empty());
+        verdict.expect("at once in the program's stream where no other is under way", in_right_stream_);
+    }
+
+    // Ends that are not those of a start, and what a program that failed has left under way.
+    void check_misuse(Verdict& verdict) {
+        start(programs_[0]);
+        const UnderWay left = under_way_.back();
+        under_way_.clear();
+        bool has_thrown = false;
+        try {
+            order_.join(programs_[0], left.number, {&log_});
+        } catch (const std::runtime_error&) {
+            has_thrown = true;
+        }
+        verdict.expect("results in other places are an error", has_thrown);
+        order_.prepare(left.number);
+        at_once(programs_[1]);
+        check(verdict);
+        order_.destroy();
+    }
+
+private:
+    int draw(int count) { return static_cast<int>(random_() % count); }
+
+    void run(cudaStream_t stream, int entry) {
+        append<<<1, 1, 0, stream>>>(log_.data(), entry, entry < 0 ? 0 : draw(kLongestMicroseconds));
+        must(cudaGetLastError(), "launching");
+    }
+
+    void at_once(cudaStream_t program) {
+        const cudaStream_t stream = order_.enter(program, false);
+        in_right_stream_ = in_right_stream_ and (stream == program) == under_way_.empty();
+        run(stream, transfers_);
+        order_.finish(stream, program);
+        run(program, -1 - transfers_++);
+    }
+
+    void start(cudaStream_t program) {
+        const cudaStream_t stream = order_.enter(program, true);
+        run(stream, transfers_);
+        const int64_t number = draw(kNumbers);
+        const Places results = {&places_[transfers_]};
+        order_.record(number, results);
+        under_way_.push_back({transfers_++, number, results});
+    }
+
+    void done(cudaStream_t program) {
+        const auto one = under_way_.begin() + draw(static_cast<int>(under_way_.size()));
+        order_.join(program, one->number, one->results);
+        run(program, -1 - one->transfer);
+        under_way_.erase(one);
+    }
+
+    std::mt19937 random_{0};
+    cudaStream_t programs_[kPrograms];
+    TransferOrder order_;
+    DeviceArray<Log> log_;
+    std::vector<UnderWay> under_way_;
+    int transfers_ = 0;
+    bool in_right_stream_ = true;
+    char places_[kSteps + 2] = {};
+};
+
+void watch_something(const std::function<void()>& enqueue) {
+    watch(nullptr, 200, "rank 0 of 2", "come together", enqueue);
+}
+
+// The process lives on.
+void check_watches_that_end(Verdict& verdict) {
+    watch_something([] {});
+    bool has_thrown = false;
+    try {
+        watch_something([] { throw std::runtime_error("failed"); });
+    } catch (const std::runtime_error&) {
+        has_thrown = true;
+    }
+    std::this_thread::sleep_for(std::chrono::seconds(1));
+    verdict.expect("exchanges that end are watched no more", has_thrown);
+}
+
+int run(bool is_rank_absent) {
+    if (is_rank_absent)
+        watch_something([] { std::this_thread::sleep_for(std::chrono::minutes(1)); });
+    Verdict verdict;
+    check_watches_that_end(verdict);
+    Fuzz fuzz;
+    for (int i = 0; i < kSteps; ++i)
+        fuzz.step();
+    fuzz.check(verdict);
+    fuzz.check_misuse(verdict);
+    return verdict.exit_code();
+}
+
+}  // namespace
+}  // namespace jaxmagi::test
+
+int main(int argc, char**) {
+    return jaxmagi::test::run(argc > 1);
+}
