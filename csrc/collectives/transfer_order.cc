@@ -29,14 +29,14 @@ void TransferOrder::create() {
     int lowest, highest;
     check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for the priorities of streams");
     check_cuda(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest), "making a stream");
-    for (cudaEvent_t* const event : {&program_came_here_, &begun_, &finished_})
+    for (cudaEvent_t* const event : {&came_here_, &begun_})
         *event = make_event();
 }
 
 void TransferOrder::destroy() {
     for (const auto& [number, transfers] : numbers_)
         check_cuda(cudaEventDestroy(transfers.end), "giving back an event");
-    for (const cudaEvent_t event : {program_came_here_, begun_, finished_})
+    for (const cudaEvent_t event : {came_here_, begun_})
         check_cuda(cudaEventDestroy(event), "giving back an event");
     check_cuda(cudaStreamDestroy(stream_), "giving back a stream");
 }
@@ -50,36 +50,33 @@ void TransferOrder::prepare(int64_t transfer) {
 
 cudaStream_t TransferOrder::enter(cudaStream_t program, bool is_apart) {
     const cudaStream_t stream = is_apart or not is_idle() ? stream_ : program;
-    if (stream != program) {
-        record_event(program_came_here_, program);
-        wait(stream, program_came_here_);
-    }
-    if (last_end_ != nullptr and behind_ != program and behind_ != stream)
-        wait(stream, last_end_);
+    if (stream != program)
+        follow(stream, program);
+    if (behind_all_ != nullptr and behind_all_ != program and behind_all_ != stream)
+        follow(stream, behind_all_);
     return stream;
 }
 
 void TransferOrder::finish(cudaStream_t stream, cudaStream_t program) {
-    record_event(finished_, stream);
     if (stream != program)
-        wait(program, finished_);
-    last_end_ = finished_;
-    behind_ = program;
+        follow(program, stream);
+    last_apart_ = nullptr;
+    behind_all_ = program;
 }
 
 void TransferOrder::record(int64_t transfer, Places results) {
     Transfers& transfers = numbers_.at(transfer);
     record_event(transfers.end, stream_);
     transfers.under_way.push_back(std::move(results));
-    last_end_ = transfers.end;
-    behind_ = stream_;
+    last_apart_ = &transfers;
+    behind_all_ = stream_;
 }
 
 void TransferOrder::join(cudaStream_t program, int64_t transfer, const Places& results) {
     Transfers& transfers = numbers_.at(transfer);
     wait(program, transfers.end);
-    if (last_end_ == transfers.end)
-        behind_ = program;
+    if (last_apart_ == &transfers)
+        behind_all_ = program;
     const auto found = std::ranges::find(transfers.under_way, results);
     if (found == transfers.under_way.end())
         throw std::runtime_error("a transfer ends with results that are not where it began with them: both calls must "
@@ -89,6 +86,11 @@ void TransferOrder::join(cudaStream_t program, int64_t transfer, const Places& r
 
 void TransferOrder::let_begin(cudaStream_t program) {
     wait(program, begun_);
+}
+
+void TransferOrder::follow(cudaStream_t later, cudaStream_t earlier) {
+    record_event(came_here_, earlier);
+    wait(later, came_here_);
 }
 
 bool TransferOrder::is_idle() const {

@@ -60,13 +60,16 @@ private:
         std::list<Places> under_way;  // the results of those that nobody has waited for
     };
 
+    // What `later` gets from now on comes after all that `earlier` has now.
+    void follow(cudaStream_t later, cudaStream_t earlier);
+
     bool is_idle() const;
 
     cudaStream_t stream_ = nullptr;
-    cudaEvent_t program_came_here_ = nullptr, begun_ = nullptr, finished_ = nullptr;
-    cudaEvent_t last_end_ = nullptr;  // of all transfers so far; one of the other events
-    cudaStream_t behind_ = nullptr;   // that stream is behind `last_end_`
+    cudaEvent_t came_here_ = nullptr, begun_ = nullptr;
     std::map<int64_t, Transfers> numbers_;
+    const Transfers* last_apart_ = nullptr;  // with the newest transfer of all, if that is apart
+    cudaStream_t behind_all_ = nullptr;      // a stream that is behind all transfers so far, null before the first
 };
 
 }  // namespace jaxmagi::collectives

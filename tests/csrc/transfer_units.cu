@@ -14,13 +14,13 @@ namespace {
 
 using namespace jaxmagi::collectives;
 
-constexpr int kSteps = 400, kNumbers = 3, kPrograms = 2, kMostUnderWay = 4;
+constexpr int kSteps = 2000, kNumbers = 3, kPrograms = 2, kMostUnderWay = 4;
 constexpr int kLongestMicroseconds = 200;
 
 // What ran, in its order: transfers as t, what came behind the transfer t as -1 - t.
 struct Log {
     int count;
-    int entries[2 * kSteps + 4];
+    int entries[2 * (kSteps + 3)];
 };
 
 __global__ void append(Log* log, int entry, int microseconds) {
@@ -79,20 +79,20 @@ public:
         verdict.expect("at once in the program's stream where no other is under way", in_right_stream_);
     }
 
-    // Ends that are not those of a start, and what a program that failed has left under way.
+    // What a program that failed has left under way, and ends that are not those of a start.
     void check_misuse(Verdict& verdict) {
         start(programs_[0]);
-        const UnderWay left = under_way_.back();
         under_way_.clear();
+        order_.prepare(0);
+        at_once(programs_[1]);
+        start(programs_[0]);
         bool has_thrown = false;
         try {
-            order_.join(programs_[0], left.number, {&log_});
+            order_.join(programs_[0], under_way_[0].number, {&log_});
         } catch (const std::runtime_error&) {
             has_thrown = true;
         }
         verdict.expect("results in other places are an error", has_thrown);
-        order_.prepare(left.number);
-        at_once(programs_[1]);
         check(verdict);
         order_.destroy();
     }
@@ -136,7 +136,7 @@ private:
     std::vector<UnderWay> under_way_;
     int transfers_ = 0;
     bool in_right_stream_ = true;
-    char places_[kSteps + 2] = {};
+    char places_[kSteps + 3] = {};
 };
 
 void watch_something(const std::function<void()>& enqueue) {
