@@ -60,6 +60,7 @@ jaxmagi_add_module(
   xla_ffi/attention_cuda.cc
   xla_ffi/attention_cuda_backward.cc
   xla_ffi/collectives_cuda.cc
+  xla_ffi/collectives_launch.cc
   xla_ffi/collectives_transfer.cc
   xla_ffi/communicator.cc
   xla_ffi/module_cuda.cc

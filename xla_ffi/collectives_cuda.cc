@@ -6,8 +6,7 @@
 #include <set>
 #include <tuple>
 
-#include "csrc/collectives/watchdog.h"
-#include "xla_ffi/collectives_transfer.h"
+#include "xla_ffi/collectives_launch.h"
 
 // The program's stream (XLA's) waits for a transfer at once, or, where it is apart, in another call, the done: what the
 // program has between the two runs beside the transfer. All buffers of the start are operands of the done, so that XLA
@@ -22,24 +21,6 @@ namespace {
 
 namespace ffi = xla::ffi;
 using namespace collectives;
-
-struct Group {
-    nccl::Communicator communicator;
-    Peers* peers;
-};
-
-// What is launched for a call, and where. `begun`, unless it is null, is to be recorded when the native kernel has its
-// multiprocessors, or else just before NCCL's is next: that follows in the same stream, and so sooner than another
-// stream hears of the event.
-struct Launch {
-    const Transfer& transfer;
-    const Buffers& buffers;
-    const Group& group;
-    cudaStream_t stream;
-    cudaEvent_t begun;
-
-    bool is_native() const { return transfer.outgoing == nullptr; }
-};
 
 // The groups of each device, by the ids of their mesh axis. Initialize, which every execution begins with, finds them;
 // Execute takes them from here, since asking XLA for the communicator takes longer than a short transfer.
@@ -83,83 +64,6 @@ KnownGroups& known_groups() {
     return *groups;
 }
 
-void exchange_pair_buffers(const Launch& launch) {
-    const auto& [transfer, buffers, group, stream, begun] = launch;
-    if (begun != nullptr)
-        check_cuda(cudaEventRecord(begun, stream), "recording an event");
-    const size_t bytes = static_cast<size_t>(transfer.pair_bytes);
-    std::vector<nccl::Message> sends, receives;
-    for (int peer = 0; peer < transfer.size; ++peer)
-        if (not transfer.is_native(peer)) {
-            sends.push_back({transfer.outgoing + peer * transfer.pair_bytes, bytes, peer});
-            receives.push_back({transfer.incoming + peer * transfer.pair_bytes, bytes, peer});
-        }
-    watch(stream, transfer.timeout_ns / 1'000'000, group.peers->who(), "moved the rows of a group collective",
-          [&] { nccl::exchange(sends, receives, group.communicator, stream); });
-}
-
-enum class Direction { kIntoArena, kOutOfArena };
-
-void copy_through_arena(Direction direction, const Launch& launch, const std::vector<ffi::AnyBuffer>& shared) {
-    const Transfer& transfer = launch.transfer;
-    if (not uses_arena(transfer.native, *launch.group.peers))
-        return;
-    for (size_t i = 0; i < shared.size(); ++i) {
-        void* const in_arena = transfer.arenas[transfer.rank] + (transfer.places[i] & ~kInArena);
-        void* const in_xla = shared[i].untyped_data();
-        const bool is_into = direction == Direction::kIntoArena;
-        check_cuda(cudaMemcpyAsync(is_into ? in_arena : in_xla, is_into ? in_xla : in_arena, shared[i].size_bytes(),
-                                   cudaMemcpyDeviceToDevice, launch.stream),
-                   "copying between the arena and the memory of XLA");
-    }
-}
-
-void group_cast(const Launch& launch) {
-    const auto& [transfer, buffers, group, stream, begun] = launch;
-    check_cuda(push_rows(transfer, stream, launch.is_native() ? begun : nullptr),
-               "launching the kernel that pushes rows");
-    copy_through_arena(Direction::kOutOfArena, launch, buffers.to);
-    if (launch.is_native())
-        return;
-    exchange_pair_buffers(launch);
-    check_cuda(fill_rows(transfer, stream), "launching the kernel that fills rows");
-}
-
-// The arrays from the i-th one on that are added up as it is, unless an earlier one is too.
-Transfer of_one_kind(const Transfer& transfer, const Buffers& buffers, int i) {
-    const auto kind = [&](int j) { return std::pair(number_of(buffers.from[j]), number_of(buffers.to[j])); };
-    Transfer part = transfer;
-    part.num_arrays = 0;
-    std::tie(part.number, part.sum_number) = kind(i);
-    check(part.sum_number == part.number or (part.sum_number == Number::kF32 and part.number != Number::kF64),
-          "sums of " + type_name(buffers.from[i].element_type()) + " must be of that type or f32, got " +
-              type_name(buffers.to[i].element_type()));
-    for (int j = 0; j < i; ++j)
-        if (kind(j) == kind(i))
-            return part;
-    for (int j = i; j < transfer.num_arrays; ++j)
-        if (kind(j) == kind(i)) {
-            part.places[part.num_arrays] = transfer.places[j];
-            part.arrays[part.num_arrays++] = transfer.arrays[j];
-        }
-    return part;
-}
-
-void group_reduce(const Launch& launch) {
-    const auto& [transfer, buffers, group, stream, begun] = launch;
-    copy_through_arena(Direction::kIntoArena, launch, buffers.from);
-    if (not launch.is_native()) {
-        check_cuda(pack_partials(transfer, stream), "launching the kernel that packs rows");
-        exchange_pair_buffers(launch);
-    }
-    for (int i = 0; i < transfer.num_arrays; ++i)
-        if (const Transfer part = of_one_kind(transfer, buffers, i); part.num_arrays > 0)
-            check_cuda(pull_sums(part, stream, launch.is_native() and i == 0 ? begun : nullptr),
-                       "launching the kernels that add up rows");
-}
-
-// --- the stages ---
-
 void initialize(Kind kind, const CollectivesContext& context, const Buffers& buffers, const Attributes& attributes,
                 cudaStream_t program) {
     const Exchange exchange{get_communicator(context, attributes.groups, attributes.group_size), program,
@@ -193,7 +97,7 @@ void execute(Kind kind, const CollectivesContext&, const Buffers& buffers, const
                         .stream = order.enter(program, attributes.is_apart),
                         .begun = goes_first ? order.begun() : nullptr};
     try {
-        (kind == Kind::kCast ? group_cast : group_reduce)(launch);
+        (kind == Kind::kCast ? launch_cast : launch_reduce)(launch);
     } catch (...) {
         order.finish(launch.stream, program);  // what has been launched nevertheless
         throw;
