@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "csrc/collectives/entries.cuh"
+#include "csrc/collectives/launch.cuh"
 #include "csrc/collectives/pair_headers.cuh"
 
 // Between pair buffers and the rows that a rank receives in a group cast, or gives back in a group reduce. A warp has a
@@ -74,22 +75,21 @@ __global__ void __launch_bounds__(kThreads) for_rows(const __grid_constant__ Tra
     }
 }
 
-template <typename Action> cudaError_t launch(const Transfer& transfer, cudaStream_t stream) {
+template <typename Action> cudaError_t launch_for_rows(const Transfer& transfer, cudaStream_t stream) {
     constexpr int kRows = kThreads / kWarp;
     const int64_t num_rows = int64_t{transfer.groups} * transfer.output_rows;
     const int ctas = static_cast<int>(std::min<int64_t>((num_rows + kRows - 1) / kRows, kMostCtas));
-    for_rows<Action><<<ctas, kThreads, 0, stream>>>(transfer);
-    return cudaGetLastError();
+    return launch(for_rows<Action>, ctas, kThreads, 0, stream, nullptr, transfer);
 }
 
 }  // namespace
 
 cudaError_t fill_rows(const Transfer& transfer, cudaStream_t stream) {
-    return launch<Fill>(transfer, stream);
+    return launch_for_rows<Fill>(transfer, stream);
 }
 
 cudaError_t pack_partials(const Transfer& transfer, cudaStream_t stream) {
-    return launch<Pack>(transfer, stream);
+    return launch_for_rows<Pack>(transfer, stream);
 }
 
 cudaError_t preload_pair_rows() {
