@@ -2,9 +2,11 @@
 
 #include "csrc/collectives/launch.cuh"
 #include "csrc/collectives/row_counts.cuh"
+#include "csrc/common/sm90/dependent_launch.cuh"
 
-// Zeros to the sums of input rows that nobody has a part of: those that no entry of `sends` has. By all multiprocessors,
-// before the kernel that adds up with a few of them and may have little else to do.
+// Zeros to the sums of input rows that nobody has a part of: those that no entry of `sends` has. By all
+// multiprocessors, as the kernel that adds up, which runs at the same time, has only a few. It may write zeros to such
+// rows as well.
 
 namespace jaxmagi::collectives {
 
@@ -23,6 +25,7 @@ __device__ inline void zero_row(const Transfer& transfer, int64_t row, int widen
 // `widening`: bytes of sums for each byte that travels.
 __global__ void __launch_bounds__(kZeroingThreads)
     zero_where_empty(const __grid_constant__ Transfer transfer, int ctas_of_group, int widening) {
+    sm90::let_next_begin();
     __shared__ bool is_sent[kZeroedRows];
     const int64_t group = blockIdx.x / ctas_of_group;
     const int64_t begin = int64_t{blockIdx.x % ctas_of_group} * kZeroedRows;
@@ -44,7 +47,7 @@ __global__ void __launch_bounds__(kZeroingThreads)
 
 inline cudaError_t zero_empty_sums(const Transfer& transfer, int widening, cudaStream_t stream) {
     const int ctas_of_group = (transfer.input_rows + kZeroedRows - 1) / kZeroedRows;
-    return launch(zero_where_empty, transfer.groups * ctas_of_group, kZeroingThreads, 0, stream, nullptr, transfer,
+    return launch(zero_where_empty, transfer.groups * ctas_of_group, kZeroingThreads, 0, stream, {}, transfer,
                   ctas_of_group, widening);
 }
 

@@ -145,7 +145,8 @@ int num_ctas(const Transfer& transfer, const Chunks& chunks) {
 
 cudaError_t push_rows(const Transfer& transfer, cudaStream_t stream, cudaEvent_t begun) {
     const Chunks chunks = cut_into_chunks(transfer, kWarps, kPiece, kMostChunkBytes);
-    return launch(push, num_ctas(transfer, chunks), kThreads, sizeof(Memory), stream, begun, transfer, chunks);
+    const int ctas = num_ctas(transfer, chunks);
+    return launch(push, ctas, kThreads, sizeof(Memory), stream, {.event = begun}, transfer, chunks);
 }
 
 cudaError_t preload_push() {

@@ -7,8 +7,8 @@
 
 // Sums of what several ranks have for each row. Each warp takes chunks of its own. It goes through a chunk piece by
 // piece, for each piece through the segments that meet it, in the order of the sends: loads these from the peers into
-// shared memory, adds them up in registers, and writes the piece once. Pieces that nobody has a part of are left alone:
-// they are zeroed before.
+// shared memory, adds them up in registers, and writes the piece once. Pieces that nobody has a part of are left to
+// another kernel, which runs at the same time.
 //
 // Schedule of a warp: kStages buffers in turn, one for the part of a segment that is in a piece, an item. Loads are
 // ahead of the additions by all buffers.
@@ -274,6 +274,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             adder.add_up(to + part.begin * adder.kWidening, part.bytes, count);
         });
     }
+    sm90::wait_for_previous();  // what that kernel zeroes, too, is then complete
     leave(transfer, memory.meeting);
 }
 
@@ -294,7 +295,7 @@ cudaError_t pull_sums(const Transfer& transfer, cudaStream_t stream, cudaEvent_t
         return error;
     const Kernel kernel = kPull[static_cast<int>(transfer.number)][is_widening];
     const int ctas = chunks.num_ctas(transfer, kWarps);
-    return launch(kernel, ctas, kThreads, sizeof(Memory), stream, begun, transfer, chunks);
+    return launch(kernel, ctas, kThreads, sizeof(Memory), stream, {.event = begun, .overlaps = true}, transfer, chunks);
 }
 
 cudaError_t preload_pull() {

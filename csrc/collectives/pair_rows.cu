@@ -79,7 +79,7 @@ template <typename Action> cudaError_t launch_for_rows(const Transfer& transfer,
     constexpr int kRows = kThreads / kWarp;
     const int64_t num_rows = int64_t{transfer.groups} * transfer.output_rows;
     const int ctas = static_cast<int>(std::min<int64_t>((num_rows + kRows - 1) / kRows, kMostCtas));
-    return launch(for_rows<Action>, ctas, kThreads, 0, stream, nullptr, transfer);
+    return launch(for_rows<Action>, ctas, kThreads, 0, stream, {}, transfer);
 }
 
 }  // namespace

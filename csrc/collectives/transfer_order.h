@@ -28,8 +28,8 @@ public:
     // After the device has come to rest.
     void destroy();
 
-    // Before a program begins: makes ready for a transfer of this number, which takes the driver a while the first time.
-    // What is under way then is so of a program that has failed, and nobody will wait for it.
+    // Before a program begins: makes ready for a transfer of this number, which takes the driver a while the first
+    // time. What is under way then is so of a program that has failed, and nobody will wait for it.
     void prepare(int64_t transfer);
 
     // The stream to launch a transfer in, behind all that `program` has now and all transfers so far. `is_apart`: the

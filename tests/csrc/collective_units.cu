@@ -18,6 +18,7 @@ constexpr int kIdleGroup = 1;  // in which nobody sends anything
 constexpr int kWidths[] = {16, 520};  // numbers of a row of each array
 constexpr int kArrays = std::size(kWidths);
 constexpr char kPoison = -1;  // NaN in all types
+const cudaStream_t kStream = cudaStreamPerThread;  // which waits for the legacy one, and that for it
 
 template <typename T> constexpr Number kNumber = Number::kF32;
 template <> constexpr Number kNumber<__nv_bfloat16> = Number::kBF16;
@@ -183,11 +184,11 @@ void check_cast(const std::string& name, const Tables& tables, Rank (&ranks)[kRa
         from[rank] = on_device(numbers[rank]);
         to[rank] = poisoned<T>(kOutputRows);
         transfers[rank] = ranks[rank].call(from[rank], to[rank], true);
-        must(push_rows(transfers[rank], nullptr, nullptr), "pushing rows");
+        must(push_rows(transfers[rank], kStream, nullptr), "pushing rows");
     }
     exchange(transfers);
     for (const Transfer& transfer : transfers)
-        must(fill_rows(transfer, nullptr), "filling rows");
+        must(fill_rows(transfer, kStream), "filling rows");
     for (int array = 0; array < kArrays; ++array) {
         std::vector<double> want[kRanks];
         for (auto& rows : want)
@@ -212,11 +213,11 @@ void check_reduction(const std::string& name, const Tables& tables, Rank (&ranks
         from[rank] = on_device(numbers[rank]);
         to[rank] = poisoned<Sum>(kInputRows);
         transfers[rank] = ranks[rank].call(from[rank], to[rank], false);
-        must(pack_partials(transfers[rank], nullptr), "packing rows");
+        must(pack_partials(transfers[rank], kStream), "packing rows");
     }
     exchange(transfers);
     for (const Transfer& transfer : transfers)
-        must(pull_sums(transfer, nullptr, nullptr), "adding up rows");
+        must(pull_sums(transfer, kStream, nullptr), "adding up rows");
     for (int array = 0; array < kArrays; ++array) {
         std::vector<double> want[kRanks];
         for (auto& rows : want)
