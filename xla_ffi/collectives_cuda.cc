@@ -99,7 +99,10 @@ void execute(Kind kind, const CollectivesContext&, const Buffers& buffers, const
     try {
         (kind == Kind::kCast ? launch_cast : launch_reduce)(launch);
     } catch (...) {
-        order.finish(launch.stream, program);  // what has been launched nevertheless
+        try {
+            order.finish(launch.stream, program);  // what has been launched nevertheless
+        } catch (const std::exception&) {  // the first error tells more
+        }
         throw;
     }
     if (attributes.is_apart)

@@ -35,7 +35,7 @@ template <typename Entry>
 __device__ __forceinline__ void check_entry(const Transfer& transfer, const Entry* entries, int64_t i) {
     const Entry entry = entries[i];
     const bool is_used = entry.length > 0;
-    const bool is_behind_unused = is_used and i > 0 and entries[i - 1].length <= 0 and i % transfer.entries != 0;
+    const bool is_behind_unused = is_used and i > 0 and entries[i - 1].length == 0 and i % transfer.entries != 0;
     if (entry.length < 0 or is_behind_unused)
         stop("jaxmagi: rank %d has a spec with an entry of length %d in place %d: those in use come first, unused "
              "ones have length 0\n",

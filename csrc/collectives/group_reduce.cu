@@ -306,8 +306,9 @@ cudaError_t preload_pull() {
                         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Memory));
                     error != cudaSuccess)
                     return error;
-    cudaFuncAttributes attributes;
-    return cudaFuncGetAttributes(&attributes, zero_where_empty);
+    // As much shared memory as `pull` has, which could not begin beside it otherwise.
+    return cudaFuncSetAttribute(zero_where_empty, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                cudaSharedmemCarveoutMaxShared);
 }
 
 }  // namespace jaxmagi::collectives

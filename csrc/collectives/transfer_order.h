@@ -19,7 +19,8 @@ namespace jaxmagi::collectives {
 // Where the arrays of a transfer lie.
 using Places = std::vector<const void*>;
 
-// For one host thread at a time, with the device current that was so in `create`. Failures throw.
+// For one host thread at a time, with the device current that was so in `create`, and programs in streams that live as
+// long. Failures throw.
 class TransferOrder {
 public:
     // Of the highest priority: where multiprocessors become free, transfers get them before computations.

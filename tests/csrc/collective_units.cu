@@ -13,7 +13,7 @@ namespace {
 
 using namespace jaxmagi::collectives;
 
-constexpr int kRanks = 2, kGroups = 3, kEntries = 40, kInputRows = 37, kOutputRows = 53, kPairRows = 60;
+constexpr int kRanks = 2, kGroups = 3, kEntries = 40, kInputRows = 150, kOutputRows = 53, kPairRows = 60;
 constexpr int kIdleGroup = 1;  // in which nobody sends anything
 constexpr int kWidths[] = {16, 520};  // numbers of a row of each array
 constexpr int kArrays = std::size(kWidths);

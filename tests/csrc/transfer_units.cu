@@ -17,10 +17,12 @@ using namespace jaxmagi::collectives;
 constexpr int kSteps = 2000, kNumbers = 3, kPrograms = 2, kMostUnderWay = 4;
 constexpr int kLongestMicroseconds = 200;
 
-// What ran, in its order: transfers as t, what came behind the transfer t as -1 - t.
+enum Kind { kBefore, kTransfer, kBehind, kKinds };
+
+// What ran, in its order, as kKinds * transfer + kind: transfers, and what their programs have before and behind them.
 struct Log {
     int count;
-    int entries[2 * (kSteps + 3)];
+    int entries[kKinds * (kSteps + 3)];
 };
 
 __global__ void append(Log* log, int entry, int microseconds) {
@@ -63,19 +65,15 @@ public:
             done(programs_[0]);
         must(cudaDeviceSynchronize(), "running");
         const Log log = log_.to_host()[0];
-        std::vector<int> transfers, wanted, too_early;
-        std::vector<bool> ran(transfers_);
-        for (int i = 0; i < log.count; ++i)
-            if (const int entry = log.entries[i]; entry >= 0) {
-                transfers.push_back(entry);
-                ran[entry] = true;
-            } else if (not ran[-1 - entry]) {
-                too_early.push_back(-1 - entry);
-            }
-        for (int i = 0; i < transfers_; ++i)
-            wanted.push_back(i);
-        verdict.expect("transfers one after another", transfers == wanted);
-        verdict.expect("programs behind their transfers", too_early.empty());
+        std::vector<int> ran(transfers_);  // kinds so far
+        bool in_turn = true, in_order = true;
+        for (int i = 0, next = 0; i < log.count; ++i) {
+            const int transfer = log.entries[i] / kKinds, kind = log.entries[i] % kKinds;
+            in_order = in_order and ran[transfer]++ == kind;
+            in_turn = in_turn and (kind != kTransfer or next++ == transfer);
+        }
+        verdict.expect("transfers one after another", in_turn);
+        verdict.expect("behind what the program had, and before what it has next", in_order);
         verdict.expect("at once in the program's stream where no other is under way", in_right_stream_);
     }
 
@@ -100,22 +98,25 @@ public:
 private:
     int draw(int count) { return static_cast<int>(random_() % count); }
 
-    void run(cudaStream_t stream, int entry) {
-        append<<<1, 1, 0, stream>>>(log_.data(), entry, entry < 0 ? 0 : draw(kLongestMicroseconds));
+    void run(cudaStream_t stream, int transfer, Kind kind) {
+        const int microseconds = kind == kBehind ? 0 : draw(kLongestMicroseconds);
+        append<<<1, 1, 0, stream>>>(log_.data(), kKinds * transfer + kind, microseconds);
         must(cudaGetLastError(), "launching");
     }
 
     void at_once(cudaStream_t program) {
+        run(program, transfers_, kBefore);
         const cudaStream_t stream = order_.enter(program, false);
         in_right_stream_ = in_right_stream_ and (stream == program) == under_way_.empty();
-        run(stream, transfers_);
+        run(stream, transfers_, kTransfer);
         order_.finish(stream, program);
-        run(program, -1 - transfers_++);
+        run(program, transfers_++, kBehind);
     }
 
     void start(cudaStream_t program) {
+        run(program, transfers_, kBefore);
         const cudaStream_t stream = order_.enter(program, true);
-        run(stream, transfers_);
+        run(stream, transfers_, kTransfer);
         const int64_t number = draw(kNumbers);
         const Places results = {&places_[transfers_]};
         order_.record(number, results);
@@ -125,7 +126,7 @@ private:
     void done(cudaStream_t program) {
         const auto one = under_way_.begin() + draw(static_cast<int>(under_way_.size()));
         order_.join(program, one->number, one->results);
-        run(program, -1 - one->transfer);
+        run(program, one->transfer, kBehind);
         under_way_.erase(one);
     }
 
