@@ -92,8 +92,11 @@ def test_stages_without_jit(cp_size: int, rng: np.random.Generator) -> None:
         return out, vjp(dout)
 
     expected = jax.jit(both, static_argnums=0)(mapped)
-    for mine, wanted in zip(jax.tree.leaves(both(mapped)), jax.tree.leaves(expected), strict=True):
-        check_tokens(np.asarray(mine), np.asarray(wanted))
+    with jax.disable_jit():
+        whole_calls = both(mapped)
+    for got in (both(mapped), whole_calls):
+        for mine, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            check_tokens(np.asarray(mine), np.asarray(wanted))
 
 
 LAYERS = 4
