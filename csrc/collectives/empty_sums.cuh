@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+
 #include "csrc/collectives/launch.cuh"
 #include "csrc/collectives/row_counts.cuh"
 #include "csrc/common/sm90/dependent_launch.cuh"
@@ -10,7 +12,9 @@
 
 namespace jaxmagi::collectives {
 
-constexpr int kZeroingThreads = 256, kZeroedRows = 64;  // of a CTA
+// About one CTA for each multiprocessor: the kernel that adds up begins when all of them have, and needs room beside
+// them.
+constexpr int kZeroingCtas = 128, kZeroingThreads = 256, kZeroedRows = 64;
 
 __device__ inline void zero_row(const Transfer& transfer, int64_t row, int widening) {
     for (int i = 0; i < transfer.num_arrays; ++i) {
@@ -22,14 +26,11 @@ __device__ inline void zero_row(const Transfer& transfer, int64_t row, int widen
     }
 }
 
-// `widening`: bytes of sums for each byte that travels.
-__global__ void __launch_bounds__(kZeroingThreads)
-    zero_where_empty(const __grid_constant__ Transfer transfer, int ctas_of_group, int widening) {
-    sm90::let_next_begin();
+// Of kZeroedRows rows of a group, from row `begin` on, those that are empty.
+__device__ inline void zero_block(const Transfer& transfer, int64_t group, int64_t begin, int widening) {
     __shared__ bool is_sent[kZeroedRows];
-    const int64_t group = blockIdx.x / ctas_of_group;
-    const int64_t begin = int64_t{blockIdx.x % ctas_of_group} * kZeroedRows;
     const int64_t end = min(begin + kZeroedRows, int64_t{transfer.input_rows});
+    __syncthreads();  // the block before is done
     for (unsigned i = threadIdx.x; i < kZeroedRows; i += kZeroingThreads)
         is_sent[i] = false;
     __syncthreads();
@@ -45,10 +46,18 @@ __global__ void __launch_bounds__(kZeroingThreads)
             zero_row(transfer, group * transfer.input_rows + row, widening);
 }
 
+// `widening`: bytes of sums for each byte that travels.
+__global__ void __launch_bounds__(kZeroingThreads)
+    zero_where_empty(const __grid_constant__ Transfer transfer, int blocks_of_group, int widening) {
+    sm90::let_next_begin();
+    for (int block = blockIdx.x; block < transfer.groups * blocks_of_group; block += gridDim.x)
+        zero_block(transfer, block / blocks_of_group, int64_t{block % blocks_of_group} * kZeroedRows, widening);
+}
+
 inline cudaError_t zero_empty_sums(const Transfer& transfer, int widening, cudaStream_t stream) {
-    const int ctas_of_group = (transfer.input_rows + kZeroedRows - 1) / kZeroedRows;
-    return launch(zero_where_empty, transfer.groups * ctas_of_group, kZeroingThreads, 0, stream, {}, transfer,
-                  ctas_of_group, widening);
+    const int blocks_of_group = (transfer.input_rows + kZeroedRows - 1) / kZeroedRows;
+    const int ctas = std::min(transfer.groups * blocks_of_group, kZeroingCtas);
+    return launch(zero_where_empty, ctas, kZeroingThreads, 0, stream, {}, transfer, blocks_of_group, widening);
 }
 
 }  // namespace jaxmagi::collectives

@@ -110,12 +110,10 @@ private:
 __device__ void push_chunks(const Transfer& transfer, const Chunks& chunks, const Meeting& meeting,
                             WarpMemory& memory) {
     Pusher pusher(memory);
-    for (int number; (number = next_chunk(transfer)) < chunks.total;) {
-        const Chunk chunk = chunks(transfer, number);
-        const Array& array = transfer.arrays[chunk.array];
-        const char* const from = array.from + int64_t{chunk.group} * transfer.input_rows * array.row_bytes;
-        for_parts(transfer, meeting, transfer.outgoing, chunk, memory.segments,
-                  [&](const Chunk& part, int count) { pusher.push(from + part.begin, part.bytes, count); });
+    for (Parts parts(transfer, chunks, meeting, transfer.outgoing, memory.segments); parts.next();) {
+        const Chunk& part = parts.part();
+        const char* const from = transfer.arrays[part.array].from + first_byte(transfer, part);
+        pusher.push(from, part.bytes, parts.num_segments());
     }
     sm90::bulk_wait();
 }

@@ -11,13 +11,13 @@
 // another kernel, which runs at the same time.
 //
 // Schedule of a warp: kStages buffers in turn, one for the part of a segment that is in a piece, an item. Loads are
-// ahead of the additions by all buffers.
+// ahead of the additions by all buffers, from one chunk to the next as well.
 
 namespace jaxmagi::collectives {
 namespace {
 
 constexpr int kWarps = 8, kThreads = kWarps * kWarp;
-constexpr int kPiece = 4096, kStages = 5, kMostChunkBytes = 64 * kPiece;
+constexpr int kPiece = 4096, kStages = 5, kMostChunkBytes = 32 * kPiece;
 constexpr int kVectorBytes = 16, kVectors = kPiece / kVectorBytes / kWarp;  // of a lane
 
 struct WarpMemory {
@@ -107,17 +107,22 @@ __device__ __forceinline__ void write_numbers(char* to, const Sum (&sum)[kNumber
 
 // --- items ---
 
-// Bytes [begin, end) of a piece, which begins at byte `piece` of the chunk, as a peer has them.
+// Bytes [begin, end) of a piece as a peer has them, the piece's size, and where its sums belong.
 struct Item {
     const char* from;
-    int piece, begin, end;
+    char* to;
+    int begin, end, bytes;
 };
 
-// The items of a chunk, one after another. For a whole warp.
+template <typename T> __device__ __forceinline__ T* shuffled(T* pointer, int lane) {
+    return reinterpret_cast<T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(pointer), lane));
+}
+
+// All items of the parts that a warp takes. For a whole warp.
 class Items {
 public:
-    __device__ Items(const Segments& segments, int num_segments, int bytes)
-        : segments_(segments), num_segments_(num_segments), bytes_(bytes) {}
+    __device__ Items(const Transfer& transfer, const Parts& parts, int widening)
+        : transfer_(transfer), widening_(widening), parts_(parts) {}
 
     // False after the last one.
     __device__ bool next(Item& item) {
@@ -126,27 +131,27 @@ public:
                 return false;
         const int lane = __ffs(rest_) - 1;
         rest_ &= rest_ - 1;
-        item.piece = piece_;
+        item.to = to_ + int64_t{piece_} * widening_;
+        item.bytes = min(kPiece, bytes_ - piece_);
         item.begin = __shfl_sync(~0u, begin_, lane);
         item.end = __shfl_sync(~0u, end_, lane);
-        item.from = reinterpret_cast<const char*>(
-            __shfl_sync(~0u, reinterpret_cast<unsigned long long>(from_), lane));
+        item.from = shuffled(from_, lane);
         return true;
     }
 
 private:
-    // To the next segments, one for each lane, of the piece or of the next one.
+    // To the next segments, one for each lane, of the piece, or of the next piece.
     __device__ bool advance() {
         first_ += kWarp;
-        if (first_ >= num_segments_) {
+        if (first_ >= parts_.num_segments()) {
             first_ = 0;
             piece_ += kPiece;
+            if (piece_ >= bytes_ and not next_part())
+                return false;
         }
-        if (piece_ >= bytes_)
-            return false;
         begin_ = end_ = 0;
-        if (const int number = first_ + static_cast<int>(threadIdx.x % kWarp); number < num_segments_) {
-            const Segment& segment = segments_.list[number];
+        if (const int number = first_ + static_cast<int>(threadIdx.x % kWarp); number < parts_.num_segments()) {
+            const Segment& segment = parts_.segment(number);
             const int begin = max(piece_, segment.begin);
             begin_ = begin - piece_;
             end_ = min(min(piece_ + kPiece, bytes_), segment.begin + segment.bytes) - piece_;
@@ -156,9 +161,22 @@ private:
         return true;
     }
 
-    const Segments& segments_;
-    const int num_segments_, bytes_;
-    int piece_ = -kPiece, first_ = num_segments_;
+    __device__ bool next_part() {
+        if (not parts_.next())
+            return false;
+        const Chunk& part = parts_.part();
+        to_ = transfer_.arrays[part.array].to + first_byte(transfer_, part) * widening_;
+        bytes_ = part.bytes;
+        piece_ = 0;
+        return true;
+    }
+
+    const Transfer& transfer_;
+    const int widening_;
+    Parts parts_;
+    char* to_ = nullptr;  // of the part
+    int bytes_ = 0;       // of the part
+    int piece_ = 0, first_ = 0;
     unsigned rest_ = 0;
     int begin_ = 0, end_ = 0;  // of the lane's segment
     const char* from_ = nullptr;
@@ -178,9 +196,7 @@ public:
         __syncwarp();
     }
 
-    // Sums of a chunk of so many bytes that travel, to where they belong.
-    __device__ void add_up(char* to, int bytes, int num_segments) {
-        Items items(memory_.segments, num_segments, bytes);
+    __device__ void add_up(Items items) {
         Item in_buffer;  // of the lane's number
         bool are_more = true;
         const auto load_more = [&] {
@@ -192,16 +208,16 @@ public:
                 }
         };
         Sums sums = {};
-        int piece = -1;
+        Item last{};
         for (load_more(); added_ != loaded_; load_more()) {
             const Item item = of_lane(in_buffer, added_ % kStages);
-            if (item.piece != piece and piece >= 0)
-                write(to, piece, bytes, sums);
-            piece = item.piece;
+            if (item.to != last.to and last.to != nullptr)
+                write(last, sums);
+            last = item;
             add(item, sums);
         }
-        if (piece >= 0)
-            write(to, piece, bytes, sums);
+        if (last.to != nullptr)
+            write(last, sums);
     }
 
 private:
@@ -213,9 +229,10 @@ private:
 
     static __device__ Item of_lane(const Item& item, unsigned lane) {
         return {.from = nullptr,
-                .piece = __shfl_sync(~0u, item.piece, lane),
+                .to = shuffled(item.to, lane),
                 .begin = __shfl_sync(~0u, item.begin, lane),
-                .end = __shfl_sync(~0u, item.end, lane)};
+                .end = __shfl_sync(~0u, item.end, lane),
+                .bytes = __shfl_sync(~0u, item.bytes, lane)};
     }
 
     __device__ void load(const Item& item) {
@@ -238,12 +255,12 @@ private:
                 Numbers::add(*reinterpret_cast<const uint4*>(memory_.stages[stage] + place(i)), sums[i]);
     }
 
-    // Leaves zeros.
-    __device__ void write(char* to, int piece, int bytes, Sums& sums) const {
+    // Sums of the item's piece. Leaves zeros.
+    __device__ void write(const Item& item, Sums& sums) const {
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
-            if (piece + place(i) < bytes)
-                write_numbers<Result>(to + int64_t{piece + place(i)} * kWidening, sums[i]);
+            if (place(i) < item.bytes)
+                write_numbers<Result>(item.to + place(i) * kWidening, sums[i]);
 #pragma unroll
             for (auto& sum : sums[i])
                 sum = 0;
@@ -260,22 +277,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     pull(const __grid_constant__ Transfer transfer, const __grid_constant__ Chunks chunks) {
     extern __shared__ __align__(128) char shared[];
     Memory& memory = *reinterpret_cast<Memory*>(shared);
-    Adder<Wire, Result> adder(memory.warps[threadIdx.x / kWarp]);
+    WarpMemory& warp_memory = memory.warps[threadIdx.x / kWarp];
+    Adder<Wire, Result> adder(warp_memory);
     meet(transfer, memory.meeting);
     if (blockIdx.x == 0)
         check_headers(transfer, transfer.sends, memory.meeting.rows);
-    Segments& segments = memory.warps[threadIdx.x / kWarp].segments;
-    for (int number; (number = next_chunk(transfer)) < chunks.total;) {
-        const Chunk chunk = chunks(transfer, number);
-        const Array& array = transfer.arrays[chunk.array];
-        char* const to =
-            array.to + int64_t{chunk.group} * transfer.input_rows * array.row_bytes * adder.kWidening;
-        for_parts(transfer, memory.meeting, transfer.incoming, chunk, segments, [&](const Chunk& part, int count) {
-            adder.add_up(to + part.begin * adder.kWidening, part.bytes, count);
-        });
-    }
-    sm90::wait_for_previous();  // what that kernel zeroes, too, is then complete
+    const Parts parts(transfer, chunks, memory.meeting, transfer.incoming, warp_memory.segments);
+    adder.add_up(Items(transfer, parts, adder.kWidening));
     leave(transfer, memory.meeting);
+    sm90::wait_for_previous();  // what comes next finds the zeros, too
 }
 
 using Kernel = void (*)(Transfer, Chunks);

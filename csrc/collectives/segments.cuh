@@ -19,6 +19,11 @@ struct Chunk {
     int bytes;
 };
 
+// The byte of its array where a chunk begins.
+__device__ __forceinline__ int64_t first_byte(const Transfer& transfer, const Chunk& chunk) {
+    return int64_t{chunk.group} * transfer.input_rows * transfer.arrays[chunk.array].row_bytes + chunk.begin;
+}
+
 // What a grid has to do. Chunks are taken in steps of `stride`, from `first` on: at any time warps work in places that
 // are far apart, and ranks in different ones, so that all links are busy.
 struct Chunks {
@@ -64,13 +69,6 @@ inline Chunks cut_into_chunks(const Transfer& transfer, int warps, int unit, int
     while (std::gcd(chunks.stride, chunks.total) != 1)
         ++chunks.stride;
     return chunks;
-}
-
-__device__ __forceinline__ int next_chunk(const Transfer& transfer) {
-    int number = 0;
-    if (threadIdx.x % kWarp == 0)
-        number = atomicAdd(&transfer.controls[transfer.rank]->next_chunk, 1);
-    return __shfl_sync(~0u, number, 0);
 }
 
 // Bytes [begin, begin + bytes) of a chunk, and where they are at a peer.
@@ -126,23 +124,62 @@ __device__ inline int find_segments(const Transfer& transfer, const Meeting& mee
     return count;
 }
 
-// Calls visit(part, number of segments) for the chunk, or for parts of it that have few enough segments.
-template <typename Visit>
-__device__ __forceinline__ void for_parts(const Transfer& transfer, const Meeting& meeting, char* pair_buffer,
-                                          const Chunk& chunk, Segments& found, Visit visit) {
-    Chunk part = chunk;
-    for (int done = 0; done < chunk.bytes; done += part.bytes) {
-        part.begin = chunk.begin + done;
-        part.bytes = chunk.bytes - done;
-        int count;
-        while ((count = find_segments(transfer, meeting, pair_buffer, part, found)) > kMaxSegments) {
-            if (part.bytes == 16)
-                stop("jaxmagi: rank %d sends a row to %d places, and the native kernels can to %d\n", transfer.rank,
-                     count, kMaxSegments);
-            part.bytes = (part.bytes / 2 + 15) / 16 * 16;
-        }
-        visit(part, count);
+// The chunks that a warp takes, one after the other, cut into parts with few enough segments each; parts with none are
+// left out. Together, the warps of a grid take each chunk once.
+class Parts {
+public:
+    __device__ Parts(const Transfer& transfer, const Chunks& chunks, const Meeting& meeting, char* pair_buffer,
+                     Segments& segments)
+        : transfer_(transfer), chunks_(chunks), meeting_(meeting), pair_buffer_(pair_buffer), segments_(segments) {}
+
+    // False after the last one. Overwrites the segments of the one before.
+    __device__ bool next() {
+        do {
+            if (rest_ == 0 and not next_chunk())
+                return false;
+            cut();
+        } while (count_ == 0);
+        return true;
     }
-}
+    __device__ const Chunk& part() const { return part_; }
+    __device__ int num_segments() const { return count_; }
+    __device__ const Segment& segment(int i) const { return segments_.list[i]; }
+
+private:
+    __device__ bool next_chunk() {
+        int number = 0;
+        if (threadIdx.x % kWarp == 0)
+            number = atomicAdd(&transfer_.controls[transfer_.rank]->next_chunk, 1);
+        number = __shfl_sync(~0u, number, 0);
+        if (number >= chunks_.total)
+            return false;
+        part_ = chunks_(transfer_, number);
+        rest_ = part_.bytes;
+        part_.bytes = 0;
+        return true;
+    }
+
+    // As much of the rest as has few enough segments.
+    __device__ void cut() {
+        part_.begin += part_.bytes;
+        part_.bytes = rest_;
+        while ((count_ = find_segments(transfer_, meeting_, pair_buffer_, part_, segments_)) > kMaxSegments) {
+            if (part_.bytes == 16)
+                stop("jaxmagi: rank %d sends a row to %d places, and the native kernels can to %d\n", transfer_.rank,
+                     count_, kMaxSegments);
+            part_.bytes = (part_.bytes / 2 + 15) / 16 * 16;
+        }
+        rest_ -= part_.bytes;
+    }
+
+    const Transfer& transfer_;
+    const Chunks& chunks_;
+    const Meeting& meeting_;
+    char* const pair_buffer_;
+    Segments& segments_;
+    Chunk part_;
+    int rest_ = 0;  // bytes of the chunk behind the part
+    int count_ = 0;
+};
 
 }  // namespace jaxmagi::collectives

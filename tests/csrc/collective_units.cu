@@ -13,7 +13,8 @@ namespace {
 
 using namespace jaxmagi::collectives;
 
-constexpr int kRanks = 2, kGroups = 3, kEntries = 40, kInputRows = 150, kOutputRows = 53, kPairRows = 60;
+constexpr int kRanks = 2, kGroups = 3, kEntries = 1600, kInputRows = 3200, kOutputRows = 3000, kPairRows = 2000;
+constexpr int kSendingRows = 150;  // at either end of the input: so few that chunks there have to be cut
 constexpr int kIdleGroup = 1;  // in which nobody sends anything
 constexpr int kWidths[] = {16, 520};  // numbers of a row of each array
 constexpr int kArrays = std::size(kWidths);
@@ -49,10 +50,11 @@ void add_group(Tables& tables, int group, std::mt19937& random) {
         std::vector<Receive> receives;
         const size_t most = group == kIdleGroup ? 0 : kEntries / kRanks;
         for (int row = draw(0, 2), length; receives.size() < most; row += length + draw(0, 2)) {
-            const int from = draw(0, kRanks - 1), from_row = draw(0, kInputRows - 1);
             length = draw(1, 5);
-            if (row + length > kOutputRows or from_row + length > kInputRows)
+            if (row + length > kOutputRows)
                 break;
+            const int from = draw(0, kRanks - 1), in_end = draw(0, kSendingRows - length);
+            const int from_row = in_end + draw(0, 1) * (kInputRows - kSendingRows);
             int& slot = slots[from][to];
             receives.push_back({.peer = from, .slot = slot, .row = row, .length = length});
             sends[from].push_back({.peer = to, .slot = slot, .row = from_row, .length = length, .peer_row = row});
