@@ -32,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
         gpu_sharing.prepare(config)
         gpu_log.prepare(config)
     else:
+        # Compiling is most of what the CPU does here, and in the processes that tests start.
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
         jax.config.update("jax_platforms", "cpu")
 
 
