@@ -159,7 +159,7 @@ def test_specs_that_disagree(implementation: Implementation, processes: int, lau
 
 @pytest.mark.parametrize("defect", MISFITS)
 def test_specs_without_sense(defect: Defect, launch: Launch) -> None:
-    """Casts and reductions look at their tables alike, by NVLink and by NCCL."""
+    """By one route each: casts and reductions look at their tables alike, by NVLink and by NCCL."""
     require_devices(2)
     implementation, kind = ROUTES[defect]
     with pytest.raises(RankFailed, match=MISFITS[defect]):
