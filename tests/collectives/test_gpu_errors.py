@@ -42,13 +42,6 @@ MISFITS: dict[Defect, str] = {
     "unused receive first": rf"{BAD_SPEC} an entry of length \d+ in place 1: those in use come first",
     "length < 0": rf"{BAD_SPEC} an entry of length -1 in place 0:",
 }
-ROUTES: dict[Defect, tuple[Implementation, str]] = {
-    "send behind the rows": ("native", "cast"),
-    "receive behind the rows": ("nccl", "reduce"),
-    "unused send first": ("native", "reduce"),
-    "unused receive first": ("nccl", "reduce"),
-    "length < 0": ("nccl", "cast"),
-}
 ABSENCE = r"jaxmagi: rank 0 of 2 waited for 5000 ms until"
 NOT_TOGETHER = f"{ABSENCE} NCCL had brought the ranks of a group together"
 
@@ -157,11 +150,13 @@ def test_specs_that_disagree(implementation: Implementation, processes: int, lau
         launch(disagree, implementation, processes=processes, devices_each=2 // processes, timeout=90)
 
 
+@pytest.mark.parametrize("kind", ["cast", "reduce"])
 @pytest.mark.parametrize("defect", MISFITS)
-def test_specs_without_sense(defect: Defect, launch: Launch) -> None:
-    """By one route each: casts and reductions look at their tables alike, by NVLink and by NCCL."""
+@implementations
+def test_specs_without_sense(
+    implementation: Implementation, defect: Defect, kind: str, launch: Launch
+) -> None:
     require_devices(2)
-    implementation, kind = ROUTES[defect]
     with pytest.raises(RankFailed, match=MISFITS[defect]):
         launch(run_with, defect, implementation, kind, processes=1, devices_each=2, timeout=90)
 
