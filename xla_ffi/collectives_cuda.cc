@@ -69,7 +69,7 @@ void initialize(Kind kind, const CollectivesContext& context, const Buffers& buf
     const Exchange exchange{get_communicator(context, attributes.groups, attributes.group_size), program,
                             static_cast<uint64_t>(attributes.timeout_ms)};
     const Group group = known_groups().find(attributes, exchange);
-    group.peers->order.prepare(attributes.transfer);
+    group.peers->order.prepare(attributes.transfer, program);
     if (not group_uses_arenas(*group.peers, attributes))
         return;
     size_t bytes = 0;
@@ -98,6 +98,12 @@ void execute(Kind kind, const CollectivesContext&, const Buffers& buffers, const
                         .begun = goes_first ? order.begun() : nullptr};
     try {
         (kind == Kind::kCast ? launch_cast : launch_reduce)(launch);
+        if (attributes.is_apart)
+            order.record(attributes.transfer, places_of(buffers.to));
+        else
+            order.finish(launch.stream, program);
+        if (goes_first)
+            order.let_begin(program);
     } catch (...) {
         try {
             order.finish(launch.stream, program);  // what has been launched nevertheless
@@ -105,32 +111,26 @@ void execute(Kind kind, const CollectivesContext&, const Buffers& buffers, const
         }
         throw;
     }
-    if (attributes.is_apart)
-        order.record(attributes.transfer, places_of(buffers.to));
-    else
-        order.finish(launch.stream, program);
-    if (goes_first)
-        order.let_begin(program);
 }
 
-// The first operands are the results of the start, and the results the same.
-Places places_of_results(const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results) {
-    Places places;
+// The first operands are the results of the start, and the results the same. The program waits in any case: after an
+// error, too, others get the memory of both.
+void wait_for_results(TransferOrder& order, cudaStream_t program, int64_t transfer,
+                      const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results) {
+    Places from, to;
     for (size_t i = 0; i < results.size(); ++i) {
-        const auto from = arguments.get<ffi::AnyBuffer>(i);
-        const auto to = results.get<ffi::AnyBuffer>(i);
-        check(from.has_value() and to.has_value() and (*to)->untyped_data() == from->untyped_data(),
-              "the end of a transfer needs its results where the start has them, but XLA has moved them");
-        places.push_back(from->untyped_data());
+        from.push_back(arguments.get<ffi::AnyBuffer>(i).value().untyped_data());
+        to.push_back(results.get<ffi::AnyBuffer>(i).value()->untyped_data());
     }
-    return places;
+    order.join(program, transfer, from);
+    check(from == to, "the end of a transfer needs its results where the start has them, but XLA has moved them");
 }
 
 ffi::Error done(cudaStream_t program, ffi::RemainingArgs arguments, ffi::RemainingRets results, DeviceIds groups,
                 int64_t group_size, int64_t transfer) {
     return guarded("jaxmagi_group_done", [&] {
         const Group group = known_groups().get(groups, group_size);
-        group.peers->order.join(program, transfer, places_of_results(arguments, results));
+        wait_for_results(group.peers->order, program, transfer, arguments, results);
     });
 }
 

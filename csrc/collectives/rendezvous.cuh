@@ -82,7 +82,7 @@ __device__ inline void compare_rows(const Transfer& transfer, uint32_t epoch, in
 __device__ inline void meet_by_warp(const Transfer& transfer, Meeting& meeting) {
     const Control& control = *transfer.controls[transfer.rank];
     if (threadIdx.x == 0) {
-        meeting.epoch = __ldcg(&control.epoch) + 1;
+        meeting.epoch = __ldcg(&control.epoch) + 1;  // of the kernel before, of which L1 knows nothing
         for (int i = 0; i < transfer.num_arrays; ++i)
             meeting.addresses[transfer.rank][i] = address_of(transfer, transfer.places[i], transfer.rank);
     }

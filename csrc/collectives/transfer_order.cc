@@ -41,7 +41,9 @@ void TransferOrder::destroy() {
     check_cuda(cudaStreamDestroy(stream_), "giving back a stream");
 }
 
-void TransferOrder::prepare(int64_t transfer) {
+void TransferOrder::prepare(int64_t transfer, cudaStream_t program) {
+    if (not is_idle())
+        follow(program, stream_);
     for (auto& [number, transfers] : numbers_)
         transfers.under_way.clear();
     if (not numbers_.contains(transfer))

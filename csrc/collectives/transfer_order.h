@@ -20,7 +20,7 @@ namespace jaxmagi::collectives {
 using Places = std::vector<const void*>;
 
 // For one host thread at a time, with the device current that was so in `create`, and programs in streams that live as
-// long. Failures throw.
+// long, as XLA's do. Failures throw.
 class TransferOrder {
 public:
     // Of the highest priority: where multiprocessors become free, transfers get them before computations.
@@ -29,9 +29,10 @@ public:
     // After the device has come to rest.
     void destroy();
 
-    // Before a program begins: makes ready for a transfer of this number, which takes the driver a while the first
-    // time. What is under way then is so of a program that has failed, and nobody will wait for it.
-    void prepare(int64_t transfer);
+    // Before `program` begins: makes ready for a transfer of this number, which takes the driver a while the first
+    // time. What is under way then is so of a program that has failed, and nobody will wait for it; but `program` may
+    // have got its memory, and so comes after it.
+    void prepare(int64_t transfer, cudaStream_t program);
 
     // The stream to launch a transfer in, behind all that `program` has now and all transfers so far. `is_apart`: the
     // program does not wait for it at once.
@@ -44,7 +45,7 @@ public:
     void record(int64_t transfer, Places results);
 
     // What `program` gets from now on comes after the transfer. Throws if that has no results in these places: then XLA
-    // has copied them before they were complete, or the transfer began in another program.
+    // has copied them before they were complete, or the transfer began in another program, and others since.
     void join(cudaStream_t program, int64_t transfer, const Places& results);
 
     // What `program` gets from now on comes after `begun`, which the transfer records when it has its multiprocessors.

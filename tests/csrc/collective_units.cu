@@ -19,7 +19,7 @@ constexpr int kIdleGroup = 1;  // in which nobody sends anything
 constexpr int kWidths[] = {16, 520};  // numbers of a row of each array
 constexpr int kArrays = std::size(kWidths);
 constexpr char kPoison = -1;  // NaN in all types
-const cudaStream_t kStream = cudaStreamPerThread;  // which waits for the legacy one, and that for it
+const cudaStream_t kStream = cudaStreamPerThread;  // a real one, as programs have; memcpy waits for it, and it for that
 
 template <typename T> constexpr Number kNumber = Number::kF32;
 template <> constexpr Number kNumber<__nv_bfloat16> = Number::kBF16;

@@ -22,13 +22,21 @@ enum Kind { kBefore, kTransfer, kBehind, kKinds };
 // What ran, in its order, as kKinds * transfer + kind: transfers, and what their programs have before and behind them.
 struct Log {
     int count;
-    int entries[kKinds * (kSteps + 3)];
+    int entries[kKinds * (kSteps + 4)];
 };
 
-__global__ void append(Log* log, int entry, int microseconds) {
+__device__ void pass(int microseconds) {
     const long long begin = clock64();
     while (clock64() - begin < 1500LL * microseconds) {
     }
+}
+
+__global__ void take(int microseconds) {
+    pass(microseconds);
+}
+
+__global__ void append(Log* log, int entry, int microseconds) {
+    pass(microseconds);
     log->entries[atomicAdd(&log->count, 1)] = entry;
 }
 
@@ -46,15 +54,17 @@ public:
             must(cudaStreamCreateWithFlags(&program, cudaStreamNonBlocking), "making a stream");
         order_.create();
         for (int number = 0; number < kNumbers; ++number)
-            order_.prepare(number);
+            order_.prepare(number, programs_[0]);
     }
 
     void step() {
         const cudaStream_t program = programs_[draw(kPrograms)];
-        const int kind = draw(3);
-        if (kind == 0)
+        const int kind = draw(8);
+        if (kind < 2)
             at_once(program);
-        else if (kind == 1 and under_way_.size() < kMostUnderWay)
+        else if (kind == 2)
+            fail(program);
+        else if (kind < 6 and under_way_.size() < kMostUnderWay)
             start(program);
         else if (not under_way_.empty())
             done(program);
@@ -67,11 +77,13 @@ public:
         const Log log = log_.to_host()[0];
         std::vector<int> ran(transfers_);  // kinds so far
         bool in_turn = true, in_order = true;
-        for (int i = 0, next = 0; i < log.count; ++i) {
+        int next = 0;
+        for (int i = 0; i < log.count; ++i) {
             const int transfer = log.entries[i] / kKinds, kind = log.entries[i] % kKinds;
             in_order = in_order and ran[transfer]++ == kind;
             in_turn = in_turn and (kind != kTransfer or next++ == transfer);
         }
+        verdict.expect("all ran", log.count == launched_ and next == transfers_);
         verdict.expect("transfers one after another", in_turn);
         verdict.expect("behind what the program had, and before what it has next", in_order);
         verdict.expect("at once in the program's stream where no other is under way", in_right_stream_);
@@ -80,9 +92,12 @@ public:
     // What a program that failed has left under way, and ends that are not those of a start.
     void check_misuse(Verdict& verdict) {
         start(programs_[0]);
+        const int forgotten = under_way_[0].transfer;
         under_way_.clear();
-        order_.prepare(0);
-        at_once(programs_[1]);
+        order_.prepare(0, programs_[1]);
+        run(programs_[1], forgotten, kBehind);
+        for (const cudaStream_t program : programs_)
+            at_once(program);
         start(programs_[0]);
         bool has_thrown = false;
         try {
@@ -100,6 +115,7 @@ private:
 
     void run(cudaStream_t stream, int transfer, Kind kind) {
         const int microseconds = kind == kBehind ? 0 : draw(kLongestMicroseconds);
+        ++launched_;
         append<<<1, 1, 0, stream>>>(log_.data(), kKinds * transfer + kind, microseconds);
         must(cudaGetLastError(), "launching");
     }
@@ -123,6 +139,15 @@ private:
         under_way_.push_back({transfers_++, number, results});
     }
 
+    // A launch that ends in an exception, with something launched nevertheless.
+    void fail(cudaStream_t program) {
+        run(program, transfers_, kBefore);
+        const cudaStream_t stream = order_.enter(program, true);
+        run(stream, transfers_, kTransfer);
+        order_.finish(stream, program);
+        run(program, transfers_++, kBehind);
+    }
+
     void done(cudaStream_t program) {
         const auto one = under_way_.begin() + draw(static_cast<int>(under_way_.size()));
         order_.join(program, one->number, one->results);
@@ -135,9 +160,9 @@ private:
     TransferOrder order_;
     DeviceArray<Log> log_;
     std::vector<UnderWay> under_way_;
-    int transfers_ = 0;
+    int transfers_ = 0, launched_ = 0;
     bool in_right_stream_ = true;
-    char places_[kSteps + 3] = {};
+    char places_[kSteps + 4] = {};
 };
 
 void watch_something(const std::function<void()>& enqueue) {
@@ -146,6 +171,7 @@ void watch_something(const std::function<void()>& enqueue) {
 
 // The process lives on.
 void check_watches_that_end(Verdict& verdict) {
+    take<<<1, 1>>>(500'000);  // what runs before may take as long as it likes
     watch_something([] {});
     bool has_thrown = false;
     try {
