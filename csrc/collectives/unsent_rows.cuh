@@ -22,6 +22,7 @@ __device__ inline void zero_rows(const Transfer& transfer, const Meeting& meetin
         char* const first = reinterpret_cast<char*>(meeting.addresses[transfer.rank][i]) +
                             (int64_t{group} * transfer.output_rows + rows.begin) * row_bytes;
         const int64_t bytes = (rows.end - rows.begin) * row_bytes, lane = threadIdx.x % kWarp;
+#pragma unroll 8  // a lone warp would wait for its own addition before each store
         for (int64_t at = (cta * kWarp + lane) * 16; at < bytes; at += int64_t{gridDim.x} * kWarp * 16)
             *reinterpret_cast<uint4*>(first + at) = {};
     }
