@@ -132,7 +132,7 @@ public:
         const int lane = __ffs(rest_) - 1;
         rest_ &= rest_ - 1;
         item.to = to_ + int64_t{piece_} * widening_;
-        item.bytes = min(kPiece, bytes_ - piece_);
+        item.bytes = min(kPiece, parts_.part().bytes - piece_);
         item.begin = __shfl_sync(~0u, begin_, lane);
         item.end = __shfl_sync(~0u, end_, lane);
         item.from = shuffled(from_, lane);
@@ -146,7 +146,7 @@ private:
         if (first_ >= parts_.num_segments()) {
             first_ = 0;
             piece_ += kPiece;
-            if (piece_ >= bytes_ and not next_part())
+            if (piece_ >= parts_.part().bytes and not next_part())
                 return false;
         }
         begin_ = end_ = 0;
@@ -154,7 +154,7 @@ private:
             const Segment& segment = parts_.segment(number);
             const int begin = max(piece_, segment.begin);
             begin_ = begin - piece_;
-            end_ = min(min(piece_ + kPiece, bytes_), segment.begin + segment.bytes) - piece_;
+            end_ = min(piece_ + kPiece, segment.begin + segment.bytes) - piece_;
             from_ = segment.remote + (begin - segment.begin);
         }
         rest_ = __ballot_sync(~0u, begin_ < end_);
@@ -166,7 +166,6 @@ private:
             return false;
         const Chunk& part = parts_.part();
         to_ = transfer_.arrays[part.array].to + first_byte(transfer_, part) * widening_;
-        bytes_ = part.bytes;
         piece_ = 0;
         return true;
     }
@@ -175,7 +174,6 @@ private:
     const int widening_;
     Parts parts_;
     char* to_ = nullptr;  // of the part
-    int bytes_ = 0;       // of the part
     int piece_ = 0, first_ = 0;
     unsigned rest_ = 0;
     int begin_ = 0, end_ = 0;  // of the lane's segment

@@ -177,7 +177,7 @@ private:
     const Meeting& meeting_;
     char* const pair_buffer_;
     Segments& segments_;
-    Chunk part_;
+    Chunk part_{};
     int rest_ = 0;  // bytes of the chunk behind the part
     int count_ = 0;
 };
