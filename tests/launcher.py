@@ -4,6 +4,7 @@ Each rank logs to a file of its own. When one fails or the time is up, all of th
 processes that they started, and the error shows the ends of all logs.
 """
 
+import contextlib
 import os
 import pickle
 import signal
@@ -11,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -72,15 +73,16 @@ def launch(
     call = directory / "call.pickle"
     call.write_bytes(pickle.dumps((function, arguments)))
     logs = [directory / f"rank{rank}.log" for rank in range(processes)]
-    command = [sys.executable, "-u", "-m", "tests.rank", str(call), f"127.0.0.1:{_free_port()}"]
     deadline = time.monotonic() + timeout
     numbers = [str(processes), str(devices_each), str(deadline - 1)]
     ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        ranks += [_start([*command, *numbers, str(rank)], log, devices_each) for rank, log in enumerate(logs)]
-        timed_out = not _wait(ranks, deadline)
-    finally:
-        _kill(ranks)
+    with reserved_port() as port:
+        command = [sys.executable, "-u", "-m", "tests.rank", str(call), f"127.0.0.1:{port}", *numbers]
+        try:
+            ranks += [_start([*command, str(rank)], log, devices_each) for rank, log in enumerate(logs)]
+            timed_out = not _wait(ranks, deadline)
+        finally:
+            _kill(ranks)
     codes = [rank.returncode for rank in ranks]
     failed = [
         f"rank {i}: exit code {code}" for i, code in enumerate(codes) if code not in (0, -signal.SIGKILL)
@@ -92,10 +94,13 @@ def launch(
     return [log.read_text() for log in logs]
 
 
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free port that other processes do not get meanwhile; gRPC does, as it shares its ports too."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def _environment(devices_each: int) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """What the launcher of several processes says of failures, and that it leaves nothing running."""
 
+import socket
 import subprocess
 import sys
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from .launcher import Launch, RankFailed, RanksTimedOut
+from .launcher import Launch, RankFailed, RanksTimedOut, reserved_port
 
 
 def fail_on_rank_1() -> None:
@@ -42,3 +43,8 @@ def test_hanging_rank_is_killed_with_its_children(launch: Launch, tmp_path: Path
         launch(hang_with_a_child, pid_file, processes=1, timeout=10)
     assert time.monotonic() - begin < 15
     assert not is_running(int(pid_file.read_text()))
+
+
+def test_ranks_keep_their_port() -> None:
+    with reserved_port() as port, socket.socket() as other, pytest.raises(OSError, match="already in use"):
+        other.bind(("127.0.0.1", port))
