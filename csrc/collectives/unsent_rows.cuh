@@ -14,6 +14,8 @@ struct Rows {
     int begin, end;
 };
 
+constexpr int kStoresAtOnce = 8;  // a lone warp would wait for its own addition before each
+
 // `turn`: which CTA begins. Short ranges take few of them.
 __device__ inline void zero_rows(const Transfer& transfer, const Meeting& meeting, int group, Rows rows, int turn) {
     const int64_t cta = (blockIdx.x + turn) % gridDim.x;
@@ -21,10 +23,17 @@ __device__ inline void zero_rows(const Transfer& transfer, const Meeting& meetin
         const int64_t row_bytes = transfer.arrays[i].row_bytes;
         char* const first = reinterpret_cast<char*>(meeting.addresses[transfer.rank][i]) +
                             (int64_t{group} * transfer.output_rows + rows.begin) * row_bytes;
+        const auto zero = [&](int64_t at) { *reinterpret_cast<uint4*>(first + at) = {}; };
         const int64_t bytes = (rows.end - rows.begin) * row_bytes, lane = threadIdx.x % kWarp;
-#pragma unroll 8  // a lone warp would wait for its own addition before each store
-        for (int64_t at = (cta * kWarp + lane) * 16; at < bytes; at += int64_t{gridDim.x} * kWarp * 16)
-            *reinterpret_cast<uint4*>(first + at) = {};
+        const int64_t step = int64_t{gridDim.x} * kWarp * 16;
+        int64_t at = (cta * kWarp + lane) * 16;
+        for (; at + (kStoresAtOnce - 1) * step < bytes; at += kStoresAtOnce * step)
+#pragma unroll
+            for (int i = 0; i < kStoresAtOnce; ++i)
+                zero(at + i * step);
+#pragma unroll 1  // the compiler would divide first, to unroll it
+        for (; at < bytes; at += step)
+            zero(at);
     }
 }
 
