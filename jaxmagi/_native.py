@@ -19,6 +19,8 @@ def _load(name: str, platform: str) -> ModuleType | None:
         if error.name != name:
             raise
         return None
+    for state, state_type in getattr(extension, "state_types", dict)().items():
+        jax.ffi.register_ffi_type(state, state_type, platform=platform)
     for target, handler in extension.registrations().items():
         jax.ffi.register_ffi_target(target, handler, platform=platform)
     return extension

@@ -5,6 +5,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -83,14 +84,22 @@ inline void check_soft_cap(double soft_cap) {
           "soft_cap must be a positive normal float, or 0 for none, got " + to_string(soft_cap));
 }
 
-template <typename Body> xla::ffi::Error guarded(const char* handler, Body body) {
+// What the body returns, if anything, or how it failed.
+template <typename Body> auto guarded(const char* handler, Body body) {
+    using xla::ffi::Error;
+    using Value = std::invoke_result_t<Body>;
+    using Result = std::conditional_t<std::is_void_v<Value>, Error, xla::ffi::ErrorOr<Value>>;
     try {
-        body();
-        return xla::ffi::Error::Success();
+        if constexpr (std::is_void_v<Value>) {
+            body();
+            return Error::Success();
+        } else {
+            return Result(body());
+        }
     } catch (const std::invalid_argument& error) {
-        return xla::ffi::Error::InvalidArgument(std::string(handler) + ": " + error.what());
+        return Result(Error::InvalidArgument(std::string(handler) + ": " + error.what()));
     } catch (const std::exception& error) {
-        return xla::ffi::Error::Internal(std::string(handler) + ": " + error.what());
+        return Result(Error::Internal(std::string(handler) + ": " + error.what()));
     }
 }
 

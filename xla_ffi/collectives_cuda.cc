@@ -1,6 +1,7 @@
 #include "xla_ffi/collectives_cuda.h"
 
 #include <map>
+#include <memory>
 #include <mutex>
 #include <numeric>
 #include <set>
@@ -64,18 +65,45 @@ KnownGroups& known_groups() {
     return *groups;
 }
 
-void initialize(Kind kind, const CollectivesContext& context, const Buffers& buffers, const Attributes& attributes,
-                cudaStream_t program) {
+// What XLA keeps until the program has been launched, as far as it ever will.
+class Execution {
+public:
+    static ffi::TypeId id;  // by XLA
+
+    Execution(TransferOrder& order, int64_t transfer, cudaStream_t program)
+        : order_(order), program_(program), number_(order.prepare(transfer, program)) {}
+
+    ~Execution() {
+        try {
+            order_.end(number_, program_);
+        } catch (const std::exception&) {  // the error that the program has ended with tells more
+        }
+    }
+
+    Execution(const Execution&) = delete;
+
+private:
+    TransferOrder& order_;
+    const cudaStream_t program_;
+    const int64_t number_;
+};
+
+ffi::TypeId Execution::id{};
+ffi::TypeInfo execution_info = ffi::MakeTypeInfo<Execution>();
+
+std::unique_ptr<Execution> initialize(Kind kind, const CollectivesContext& context, const Buffers& buffers,
+                                      const Attributes& attributes, cudaStream_t program) {
     const Exchange exchange{get_communicator(context, attributes.groups, attributes.group_size), program,
                             static_cast<uint64_t>(attributes.timeout_ms)};
     const Group group = known_groups().find(attributes, exchange);
-    group.peers->order.prepare(attributes.transfer, program);
+    auto execution = std::make_unique<Execution>(group.peers->order, attributes.transfer, program);
     if (not group_uses_arenas(*group.peers, attributes))
-        return;
+        return execution;
     size_t bytes = 0;
     for (const ffi::AnyBuffer& buffer : shared_side(kind, buffers))
         bytes += buffer.size_bytes();
     grow_arena(*group.peers, exchange, bytes);
+    return execution;
 }
 
 Places places_of(const std::vector<ffi::AnyBuffer>& buffers) {
@@ -113,10 +141,11 @@ void execute(Kind kind, const CollectivesContext&, const Buffers& buffers, const
     }
 }
 
-// The first operands are the results of the start, and the results the same. The program waits in any case: after an
-// error, too, others get the memory of both.
+// The first operands are the results of the start, and the results the same. If XLA has moved them, the program waits
+// nevertheless: others get the memory of both.
 void wait_for_results(TransferOrder& order, cudaStream_t program, int64_t transfer,
                       const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results) {
+    check(arguments.size() >= results.size(), "the end of a transfer needs its results as operands too");
     Places from, to;
     for (size_t i = 0; i < results.size(); ++i) {
         from.push_back(arguments.get<ffi::AnyBuffer>(i).value().untyped_data());
@@ -139,16 +168,16 @@ constexpr const char* name_of(Kind kind) {
 }
 
 template <Kind kKind, auto kRun>
-ffi::Error stage(cudaStream_t stream, CollectivesContext context, ffi::RemainingArgs arguments,
-                 ffi::RemainingRets results, DeviceIds groups, int64_t group_size, int64_t input_rows,
-                 int64_t output_rows, int64_t pair_rows, int64_t num_sms, int64_t implementation,
-                 int64_t ranks_per_host, int64_t timeout_ms, int64_t transfer, bool is_apart, bool goes_first) {
+auto stage(cudaStream_t stream, CollectivesContext context, ffi::RemainingArgs arguments, ffi::RemainingRets results,
+           DeviceIds groups, int64_t group_size, int64_t input_rows, int64_t output_rows, int64_t pair_rows,
+           int64_t num_sms, int64_t implementation, int64_t ranks_per_host, int64_t timeout_ms, int64_t transfer,
+           bool is_apart, bool goes_first) {
     return guarded(name_of(kKind), [&] {
         hopper_device();
         const Attributes attributes{groups,  group_size,     input_rows,     output_rows, pair_rows,
                                     num_sms, implementation, ranks_per_host, timeout_ms,  transfer,
                                     is_apart, goes_first};
-        kRun(kKind, context, to_buffers(arguments, results), attributes, stream);
+        return kRun(kKind, context, to_buffers(arguments, results), attributes, stream);
     });
 }
 
@@ -216,6 +245,10 @@ CollectiveHandlers group_reduce_cuda() {
 
 XLA_FFI_Handler* group_done_cuda() {
     return kDone;
+}
+
+StateType group_execution_cuda() {
+    return {&Execution::id, &execution_info};
 }
 
 int64_t pair_buffer_bytes(int64_t transfers, int64_t cp_size, int64_t pair_rows, std::span<const int64_t> row_bytes) {

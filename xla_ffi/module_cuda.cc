@@ -17,8 +17,8 @@ namespace nb = nanobind;
 
 namespace {
 
-nb::capsule capsule(XLA_FFI_Handler* handler) {
-    return nb::capsule(reinterpret_cast<void*>(handler));
+nb::capsule capsule(auto* pointer) {
+    return nb::capsule(reinterpret_cast<void*>(pointer));
 }
 
 nb::dict stages(jaxmagi::CudaHandlers handlers) {
@@ -45,6 +45,15 @@ nb::dict registrations() {
     targets["jaxmagi_group_reduce_start"] = stages(jaxmagi::group_reduce_cuda());
     targets["jaxmagi_group_done"] = capsule(jaxmagi::group_done_cuda());
     return targets;
+}
+
+nb::dict state_types() {
+    const jaxmagi::StateType execution = jaxmagi::group_execution_cuda();
+    nb::dict type, types;
+    type["type_id"] = capsule(execution.id);
+    type["type_info"] = capsule(execution.info);
+    types["jaxmagi_group_execution"] = type;
+    return types;
 }
 
 using Tile = std::optional<std::pair<int, int>>;
@@ -79,6 +88,7 @@ int64_t pair_buffer_bytes(int64_t transfers, int64_t cp_size, int64_t pair_rows,
 NB_MODULE(_cuda, m) {
     m.attr("sources") = kSourcesHash;
     m.def("registrations", registrations, "Per target the handlers of its stages, for platform \"CUDA\".");
+    m.def("state_types", state_types, "Types that handlers leave objects of with XLA, for platform \"CUDA\".");
     m.def("forward_tile", tile<jaxmagi::sm90::forward_tile>, nb::arg("dim"), nb::arg("v_dim"),
           "Rows and keys of the forward kernel's tile, or None without a kernel for these head dimensions.");
     m.def("backward_tile", tile<jaxmagi::sm90::backward_tile>, nb::arg("dim"), nb::arg("v_dim"),

@@ -41,13 +41,26 @@ void TransferOrder::destroy() {
     check_cuda(cudaStreamDestroy(stream_), "giving back a stream");
 }
 
-void TransferOrder::prepare(int64_t transfer, cudaStream_t program) {
-    if (not is_idle())
-        follow(program, stream_);
-    for (auto& [number, transfers] : numbers_)
-        transfers.under_way.clear();
+int64_t TransferOrder::prepare(int64_t transfer, cudaStream_t program) {
+    const std::lock_guard lock(mutex_);
+    abandon_transfers(program);
     if (not numbers_.contains(transfer))
         numbers_[transfer] = {make_event(), {}};
+    return ++execution_;
+}
+
+void TransferOrder::end(int64_t execution, cudaStream_t program) {
+    const std::lock_guard lock(mutex_);
+    if (execution == execution_)
+        abandon_transfers(program);
+}
+
+void TransferOrder::abandon_transfers(cudaStream_t program) {
+    if (is_idle())
+        return;
+    follow(program, stream_);
+    for (auto& [number, transfers] : numbers_)
+        transfers.under_way.clear();
 }
 
 cudaStream_t TransferOrder::enter(cudaStream_t program, bool is_apart) {

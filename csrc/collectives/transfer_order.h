@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <list>
 #include <map>
+#include <mutex>
 #include <vector>
 
 // The transfers of a group, one after another. Where the program computes beside one, it is in a stream of the group's
@@ -29,10 +30,14 @@ public:
     // After the device has come to rest.
     void destroy();
 
-    // Before `program` begins: makes ready for a transfer of this number, which takes the driver a while the first
-    // time. What is under way then is so of a program that has failed, and nobody will wait for it; but `program` may
-    // have got its memory, and so comes after it.
-    void prepare(int64_t transfer, cudaStream_t program);
+    // Before a program begins, for each of its transfers: makes ready for one of this number, which takes the driver a
+    // while the first time. Returns what its `end` takes.
+    int64_t prepare(int64_t transfer, cudaStream_t program);
+
+    // When the program has got all that it ever will, and before its memory goes to others. If it has failed, nobody
+    // will wait for what it has left under way, so that all do: what `program` gets from now on comes after that. From
+    // any thread with any device, since that may be after the next program's `prepare`, which then has done the same.
+    void end(int64_t execution, cudaStream_t program);
 
     // The stream to launch a transfer in, behind all that `program` has now and all transfers so far. `is_apart`: the
     // program does not wait for it at once.
@@ -62,11 +67,15 @@ private:
         std::list<Places> under_way;  // the results of those that nobody has waited for
     };
 
+    void abandon_transfers(cudaStream_t program);
+
     // What `later` gets from now on comes after all that `earlier` has now.
     void follow(cudaStream_t later, cudaStream_t earlier);
 
     bool is_idle() const;
 
+    std::mutex mutex_;  // of `prepare` and `end`, which does nothing when the next program is there
+    int64_t execution_ = 0;
     cudaStream_t stream_ = nullptr;
     cudaEvent_t came_here_ = nullptr, begun_ = nullptr;
     std::map<int64_t, Transfers> numbers_;

@@ -22,7 +22,7 @@ enum Kind { kBefore, kTransfer, kBehind, kKinds };
 // What ran, in its order, as kKinds * transfer + kind: transfers, and what their programs have before and behind them.
 struct Log {
     int count;
-    int entries[kKinds * (kSteps + 4)];
+    int entries[kKinds * (kSteps + 6)];
 };
 
 __device__ void pass(int microseconds) {
@@ -91,11 +91,17 @@ public:
 
     // What a program that failed has left under way, and ends that are not those of a start.
     void check_misuse(Verdict& verdict) {
+        const int64_t execution = order_.prepare(0, programs_[0]);
         start(programs_[0]);
-        const int forgotten = under_way_[0].transfer;
-        under_way_.clear();
-        order_.prepare(0, programs_[1]);
-        run(programs_[1], forgotten, kBehind);
+        order_.end(execution, programs_[0]);
+        forget(programs_[0]);
+        start(programs_[0]);
+        const int64_t next = order_.prepare(0, programs_[1]);
+        forget(programs_[1]);
+        start(programs_[0]);
+        order_.end(execution, programs_[1]);
+        done(programs_[0]);
+        order_.end(next, programs_[1]);
         for (const cudaStream_t program : programs_)
             at_once(program);
         start(programs_[0]);
@@ -148,6 +154,12 @@ private:
         run(program, transfers_++, kBehind);
     }
 
+    // What has been started is done, but nobody says so.
+    void forget(cudaStream_t program) {
+        run(program, under_way_[0].transfer, kBehind);
+        under_way_.clear();
+    }
+
     void done(cudaStream_t program) {
         const auto one = under_way_.begin() + draw(static_cast<int>(under_way_.size()));
         order_.join(program, one->number, one->results);
@@ -162,7 +174,7 @@ private:
     std::vector<UnderWay> under_way_;
     int transfers_ = 0, launched_ = 0;
     bool in_right_stream_ = true;
-    char places_[kSteps + 4] = {};
+    char places_[kSteps + 6] = {};
 };
 
 void watch_something(const std::function<void()>& enqueue) {
