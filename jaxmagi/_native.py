@@ -19,8 +19,9 @@ def _load(name: str, platform: str) -> ModuleType | None:
         if error.name != name:
             raise
         return None
-    for state, state_type in getattr(extension, "state_types", dict)().items():
-        jax.ffi.register_ffi_type(state, state_type, platform=platform)
+    # Known to XLA before the handlers that make them. There are none for the CPU: its client would not start.
+    for state_type, registration in getattr(extension, "state_types", dict)().items():
+        jax.ffi.register_ffi_type(state_type, registration, platform=platform)
     for target, handler in extension.registrations().items():
         jax.ffi.register_ffi_target(target, handler, platform=platform)
     return extension
