@@ -1,5 +1,6 @@
 """Transfers in two halves, with something computed between them, on groups of GPUs."""
 
+import time
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jaxmagi.collectives import Flight, in_order, make_transfer
 
 from .groups import SEVERAL, Group, assert_close, assert_equal, on_groups, require_devices
 from .harness import AXIS, normal
-from .routes import INPUT_ROWS, random_transfer
+from .routes import INPUT_ROWS, make_transfer as transfer_by_splits, random_transfer
 
 GROUPS = [*SEVERAL, Group("native", 1), Group(None, 2, ranks_per_host=1), Group("native", 4, num_sms=132)]
 
@@ -172,3 +173,31 @@ def test_halves_in_two_programs(rng: np.random.Generator) -> None:
     mapped = jax.shard_map(local, mesh=group.mesh, in_specs=(P(AXIS), P()), out_specs=P(AXIS))
     with pytest.raises(jax.errors.JaxRuntimeError, match="both calls must be in one program"):
         jax.block_until_ready(mapped(group.shard(x), group.replicate(transfer.spec)))
+
+
+@pytest.mark.gpu
+def test_program_that_fails_between_the_halves(rng: np.random.Generator) -> None:
+    """Others get the memory that its transfer writes, and come after that, also if they have no transfers."""
+    require_devices(2)
+    group = Group("native", 2, num_sms=1)  # so that a gigabyte takes 40 ms
+    shape = (2**18, 1024)
+    spec = transfer_by_splits(rng, [[shape[0]], [shape[0]]], [[[1]], [[0]]]).spec
+
+    def fail(_: Any) -> np.ndarray:
+        raise RuntimeError("something between the halves")
+
+    def local(x: jax.Array, spec: GroupCastSpec) -> jax.Array:
+        flight = transfer_of(group, spec).start_cast([x[0]], number=0, goes_first=True)
+        between = jax.pure_callback(fail, jax.ShapeDtypeStruct((), np.float32), flight.arrays[0])
+        between, (flight,) = in_order(between, [flight])
+        return flight.land()[0][None] + between
+
+    run = group.program(local, (P(AXIS), P()))
+    fill = group.program(lambda value: jnp.full((1, *shape), value[0]), P(AXIS))
+    ones, sevens = group.shard([np.full(2, value, np.float32) for value in (1, 7)])
+    x = fill(ones)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something between the halves"):
+        jax.block_until_ready(run(x, group.replicate(spec)))
+    filled = jax.block_until_ready([fill(sevens) for _ in range(4)])
+    time.sleep(0.5)  # until the transfer has ended in any case
+    assert all(jnp.all(array == 7) for array in filled)
