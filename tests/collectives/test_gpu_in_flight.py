@@ -176,6 +176,31 @@ def test_halves_in_two_programs(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.gpu
+def test_start_alone_in_a_program(rng: np.random.Generator) -> None:
+    """When that ends, nobody can land any more, even where the results are: all wait for the transfer."""
+    require_devices(2)
+    group = Group("native", 2)
+    transfer = random_transfer(rng, 2, repeats=True)
+    x = normal(rng, 2, INPUT_ROWS, 4)
+    flights = []
+
+    def start(x: jax.Array, spec: GroupCastSpec) -> list[jax.Array]:
+        flights.append(transfer_of(group, spec).start_cast([x[0]], number=0, goes_first=False))
+        return [array[None] for array in flights[-1].arrays]
+
+    def land(arrays: list[jax.Array]) -> jax.Array:
+        return flights[-1].finish(tuple(array[0] for array in arrays))[0][None]
+
+    arrays = group.program(start, (P(AXIS), P()))(group.shard(x), group.replicate(transfer.spec))
+    landing = jax.jit(
+        jax.shard_map(land, mesh=group.mesh, in_specs=P(AXIS), out_specs=P(AXIS)),
+        donate_argnums=0,  # or XLA would copy the results
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="both calls must be in one program"):
+        jax.block_until_ready(landing(arrays))
+
+
+@pytest.mark.gpu
 def test_program_that_fails_between_the_halves(rng: np.random.Generator) -> None:
     """Others get the memory that its transfer writes, and come after that, also if they have no transfers."""
     require_devices(2)
