@@ -13,11 +13,6 @@ constexpr int64_t kRowUnit = 16;  // bytes
 // As the attribute has it.
 enum class Implementation { kAuto, kNative, kNccl };
 
-ffi::AnyBuffer get(const ffi::ErrorOr<ffi::AnyBuffer>& buffer) {
-    check(buffer.has_value(), "the call has too few buffers");
-    return buffer.value();
-}
-
 int64_t bytes_of(const ffi::AnyBuffer& buffer) {
     return static_cast<int64_t>(buffer.size_bytes());
 }
@@ -135,10 +130,10 @@ Buffers to_buffers(const ffi::RemainingArgs& arguments, const ffi::RemainingRets
               std::to_string(results.size()) + " buffers");
     std::vector<ffi::AnyBuffer> from, to;
     for (size_t i = 0; i < num_arrays; ++i) {
-        from.push_back(get(arguments.get<ffi::AnyBuffer>(i + 2)));
+        from.push_back(arguments.get<ffi::AnyBuffer>(i + 2).value());
         to.push_back(*results.get<ffi::AnyBuffer>(i).value());
     }
-    return {get(arguments.get<ffi::AnyBuffer>(0)), get(arguments.get<ffi::AnyBuffer>(1)), std::move(from),
+    return {arguments.get<ffi::AnyBuffer>(0).value(), arguments.get<ffi::AnyBuffer>(1).value(), std::move(from),
             std::move(to), *results.get<ffi::AnyBuffer>(num_arrays).value()};
 }
 
