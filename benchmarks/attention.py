@@ -122,8 +122,6 @@ def measure_plan(direction: Direction, repeats: int) -> dict[str, Any]:
     """The plan op alone, in microseconds; the additions between its passes are subtracted."""
     passes, batches, estimate = 64, 20, 20e-6
     works = _jax_attention.plan(num_bands=4096, num_tiles=2048, passes=passes, direction=direction)
-    for work in works.values():
-        work.seconds(1)
     repeats = enough_repeats(repeats, passes * batches * estimate)
     timings = time_on_device(works, repeats, batches)
     additions = timings["additions"].median
