@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.extend import backend
 
+from jaxmagi import _native
 from jaxmagi.calibration._timing import Timing, time_in_turns
 
 RESULTS = Path(__file__).parent / "results"
@@ -64,6 +65,11 @@ def _driver() -> str | None:
         return None
 
 
+def built_hash() -> str | None:
+    """The hash of the sources that the CUDA module was built from; None without the module."""
+    return getattr(_native.extension("cuda"), "sources", None)
+
+
 def gpu_environment() -> dict[str, Any]:
     """The GPUs and the software of this process; None for what cannot be told."""
     packages = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -73,6 +79,7 @@ def gpu_environment() -> dict[str, Any]:
         "gpus": len(jax.devices()),
         "driver": _driver(),
         "platform": " ".join(backend.get_backend().platform_version.split()),
+        "kernels": built_hash(),
         **{name: package_version(name) for name in packages},
     }
 

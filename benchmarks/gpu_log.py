@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from benchmarks._measure import gpu_environment
-from jaxmagi import _native
+from benchmarks._measure import built_hash, gpu_environment
 
 if TYPE_CHECKING:
     import pytest
@@ -36,11 +35,6 @@ _WORSE = ("passed", "skipped", "failed")
 def sources_hash(root: Path = ROOT) -> str:
     """The hash of a tree's sources, as the build takes it."""
     return runpy.run_path(str(ROOT / "cmake" / "sources_hash.py"))["sources_hash"](root)
-
-
-def built_hash() -> str | None:
-    """The hash of the sources that the CUDA module was built from; None without the module."""
-    return getattr(_native.extension("cuda"), "sources", None)
 
 
 class Recorder:
