@@ -177,7 +177,7 @@ def test_halves_in_two_programs(rng: np.random.Generator) -> None:
 
 @pytest.mark.gpu
 def test_start_alone_in_a_program(rng: np.random.Generator) -> None:
-    """When that ends, nobody can land any more, even where the results are: all wait for the transfer."""
+    """When that has ended, landing in another program is an error, even with the results in their places."""
     require_devices(2)
     group = Group("native", 2)
     transfer = random_transfer(rng, 2, repeats=True)
@@ -204,7 +204,7 @@ def test_start_alone_in_a_program(rng: np.random.Generator) -> None:
 def test_program_that_fails_between_the_halves(rng: np.random.Generator) -> None:
     """Others get the memory that its transfer writes, and come after that, also if they have no transfers."""
     require_devices(2)
-    group = Group("native", 2, num_sms=1)  # so that a gigabyte takes 40 ms
+    group = Group("native", 2, num_sms=1)  # so that a gigabyte takes 25 ms
     shape = (2**18, 1024)
     spec = transfer_by_splits(rng, [[shape[0]], [shape[0]]], [[[1]], [[0]]]).spec
 
