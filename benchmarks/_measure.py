@@ -79,7 +79,7 @@ def gpu_environment() -> dict[str, Any]:
         "gpus": len(jax.devices()),
         "driver": _driver(),
         "platform": " ".join(backend.get_backend().platform_version.split()),
-        "kernels": built_hash(),
+        "sources": built_hash(),
         **{name: package_version(name) for name in packages},
     }
 

@@ -47,7 +47,7 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self.header = {"sources": sources_hash(), **gpu_environment()}
+        self.header = gpu_environment() | {"sources": sources_hash()}
         self.outcomes: dict[str, str] = {}
         self.verdict = self._misfit()
 
