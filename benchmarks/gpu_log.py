@@ -103,9 +103,9 @@ def _is_whole(config: "pytest.Config") -> bool:
 def prepare(config: "pytest.Config") -> None:
     """Has the run write the log if it is one of all the GPU tests, on a GPU.
 
-    Does nothing in the processes that pytest-xdist starts.
+    Does nothing in the processes that pytest-xdist starts, and in the ranks of one program.
     """
-    if hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput") or jax.distributed.is_initialized():
         return
     if _is_whole(config) and jax.default_backend() == "gpu":
         config.pluginmanager.register(Recorder(config.option.gpu_log))

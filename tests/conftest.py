@@ -15,7 +15,8 @@ from benchmarks import gpu_log
 
 from . import gpu_sharing, launcher
 
-jax.config.update("jax_num_cpu_devices", 8)
+if not jax.distributed.is_initialized():  # or a launcher has said how many
+    jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -91,5 +92,7 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> launcher.Launch:
-    """Starts several processes of a function: see `launcher.launch`."""
+    """Starts several processes of a function: see `launcher.launch`. Skips the test in such a process."""
+    if jax.process_count() > 1:
+        pytest.skip("starts processes itself")
     return functools.partial(launcher.launch, directory=tmp_path)

@@ -5,6 +5,7 @@ processes that they started, and the error shows the ends of all logs.
 """
 
 import contextlib
+import importlib
 import os
 import pickle
 import signal
@@ -55,10 +56,12 @@ def launch(
 ) -> list[str]:
     """Calls ``function(*arguments)`` in new processes, which see each other's devices.
 
+    Where there are fewer GPUs than ranks, processes share them, if NCCL is of version 2.30 or newer.
+
     Args:
-        function: of a module that a new process can import.
+        function: at the top level of a module that a new process can import.
         arguments: what can be pickled.
-        processes: how many; rank r has the local devices from ``r * devices_each`` on.
+        processes: how many.
         directory: for the logs.
         devices_each: devices of a process, on the platform of the caller.
         timeout: seconds until all are killed.
@@ -67,19 +70,24 @@ def launch(
         The logs of the ranks.
 
     Raises:
+        ValueError: a process would need more GPUs than there are.
         RankFailed: a rank ended with an error.
         RanksTimedOut: some rank ran too long.
     """
+    _check_gpus(devices_each)
     call = directory / "call.pickle"
-    call.write_bytes(pickle.dumps((function, arguments)))
+    call.write_bytes(pickle.dumps((importable(function), arguments)))
     logs = [directory / f"rank{rank}.log" for rank in range(processes)]
     deadline = time.monotonic() + timeout
-    numbers = [str(processes), str(devices_each), str(deadline - 1)]
+    numbers = [str(processes), str(deadline - 1)]
     ranks: list[subprocess.Popen[bytes]] = []
     with reserved_port() as port:
         command = [sys.executable, "-u", "-m", "tests.rank", str(call), f"127.0.0.1:{port}", *numbers]
         try:
-            ranks += [_start([*command, str(rank)], log, devices_each) for rank, log in enumerate(logs)]
+            environment = environment_of(processes, devices_each)
+            for rank, log in enumerate(logs):
+                own = own_devices(rank, devices_each)
+                ranks.append(_start([*command, str(rank), own], log, environment))
             timed_out = not _wait(ranks, deadline)
         finally:
             _kill(ranks)
@@ -94,6 +102,19 @@ def launch(
     return [log.read_text() for log in logs]
 
 
+def importable(function: Callable[..., None]) -> Callable[..., None]:
+    """The function as other processes find it: what is ``__main__`` here has another name there."""
+    spec = sys.modules["__main__"].__spec__
+    if function.__module__ != "__main__" or spec is None:
+        return function
+    return getattr(importlib.import_module(spec.name), function.__name__)
+
+
+def can_share() -> bool:
+    """Whether tests may have processes share GPUs, for want of more: as NCCL's own switch says."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+
+
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
     """A free port that other processes do not get meanwhile; gRPC does, as it shares its ports too."""
@@ -103,24 +124,39 @@ def reserved_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def _environment(devices_each: int) -> dict[str, str]:
+def _check_gpus(devices_each: int) -> None:
+    there = len(jax.local_devices())
+    if jax.default_backend() == "gpu" and devices_each > there:
+        raise ValueError(f"a process cannot have {devices_each} GPUs, for there are {there}.")
+
+
+def own_devices(rank: int, devices_each: int) -> str:
+    """The numbers of a rank's devices among those of the machine; where it has too few, they come again."""
+    own = range(rank * devices_each, (rank + 1) * devices_each)
+    return ",".join(str(i % len(jax.local_devices())) for i in own)
+
+
+def environment_of(processes: int, devices_each: int) -> dict[str, str]:
+    """Of each rank."""
     platform = "cuda,cpu" if jax.default_backend() == "gpu" else "cpu"
+    shares = processes * devices_each > len(jax.local_devices())
     return os.environ | {
         "JAX_PLATFORMS": platform,
         "JAX_NUM_CPU_DEVICES": str(devices_each),
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         # Most of the GPUs' memory is the caller's.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        **({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if shares else {}),
     }
 
 
-def _start(command: list[str], log: Path, devices_each: int) -> subprocess.Popen[bytes]:
+def _start(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """In a process group of its own."""
     with log.open("wb") as output:
         return subprocess.Popen(
             command,
             cwd=ROOT,
-            env=_environment(devices_each),
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -11,17 +11,18 @@ from pathlib import Path
 import jax
 
 
-def main(call: str, coordinator: str, processes: str, devices: str, deadline: str, rank: str) -> None:
+def main(call: str, coordinator: str, processes: str, deadline: str, rank: str, devices: str) -> None:
     """Ends the process at once on an error: at exit JAX would wait for the other ranks."""
-    # At the deadline, by the clock that all processes share, it says where it hangs.
-    faulthandler.dump_traceback_later(max(0.1, float(deadline) - time.monotonic()))
-    first = int(rank) * int(devices)
+    # At the deadline, by the clock that all processes share, it says where it hangs, also under pytest, which
+    # has its own standard error.
+    seconds = max(0.1, float(deadline) - time.monotonic())
+    faulthandler.dump_traceback_later(seconds, file=os.dup(sys.stderr.fileno()))
     on_gpus = jax.config.jax_platforms.startswith("cuda")
     jax.distributed.initialize(
         coordinator,
         int(processes),
         int(rank),
-        local_device_ids=range(first, first + int(devices)) if on_gpus else None,
+        local_device_ids=[int(device) for device in devices.split(",")] if on_gpus else None,
     )
     try:
         function, arguments = pickle.loads(Path(call).read_bytes())

@@ -7,7 +7,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import jax
 import pytest
 
 from benchmarks import gpu_log
@@ -110,6 +113,12 @@ def test_part_of_a_run_does_not_write(project: Path, arguments: str, message: st
     log, printed = run_project(project, arguments)
     assert not log.exists()
     assert message in printed
+
+
+def test_ranks_of_one_program_do_not_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    config: Any = SimpleNamespace()  # of which anything more would be asked before a log is written
+    gpu_log.prepare(config)
 
 
 def test_module_of_other_sources(project: Path) -> None:

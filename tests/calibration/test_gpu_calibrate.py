@@ -7,6 +7,8 @@ from jax.sharding import Mesh
 
 from jaxmagi import CostModel, calibrate
 
+from ..collectives.groups import require_devices
+
 pytestmark = pytest.mark.gpu
 
 DEFAULTS = CostModel()
@@ -14,8 +16,7 @@ DEFAULTS = CostModel()
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_speeds_are_plausible(size: int) -> None:
-    if size > len(jax.devices()):
-        pytest.skip(f"needs {size} GPUs, and there are {len(jax.devices())}")
+    require_devices(size)
     found = calibrate(Mesh(np.array(jax.devices()[:size]), "ranks"))
     assert 100 < found.backward_tflops < found.tflops < 1000
     assert 1 <= found.partial_tile_cost < 4

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from jaxmagi import GroupCastSpec, group_cast, group_reduce
 
+from ..launcher import can_share
 from .harness import AXIS
 
 type Implementation = Literal["native", "nccl", "xla"] | None
@@ -87,9 +88,17 @@ def place(tree: Any, mesh: Mesh, spec: P) -> Any:
 
 
 def require_devices(count: int) -> None:
-    """Skips the test where there are fewer."""
-    if count > len(jax.devices()):
-        pytest.skip(f"needs {count} devices, and there are {len(jax.devices())}")
+    """Skips the test where there are fewer; and in several processes where not all would take part."""
+    there = len(jax.devices())
+    if count > there or (count < there and jax.process_count() > 1):
+        pytest.skip(f"needs {count} devices, and there are {there}")
+
+
+def require_processes(count: int, devices_each: int = 1) -> None:
+    """Skips the test where there are not enough GPUs for them, and they may not share these."""
+    there = len(jax.devices())
+    if count * devices_each > there and not (can_share() and devices_each <= there):
+        pytest.skip(f"needs {count * devices_each} devices, and there are {there}")
 
 
 def local_parts(got: jax.Array, want: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -123,12 +132,15 @@ def assert_same_bits(first: Any, second: Any) -> None:
             assert np.asarray(mine.data).tobytes() == np.asarray(again.data).tobytes()
 
 
-def on_groups(*groups: Group) -> pytest.MarkDecorator:
-    """Runs a test on these groups of GPUs, and on three CPU devices in the ordinary suite."""
+def on_groups(*groups: Group, in_mesh: bool = False) -> pytest.MarkDecorator:
+    """Runs a test on these groups of GPUs, and on three CPU devices in the ordinary suite.
+
+    With ``in_mesh`` the groups are of a larger mesh, and the test has to require its devices.
+    """
     on_gpus = [pytest.param(group, id=str(group), marks=pytest.mark.gpu) for group in groups]
     on_cpu = Group("xla", 3)
     return pytest.mark.parametrize(
-        "group", [pytest.param(on_cpu, id=f"cpu-{on_cpu}"), *on_gpus], indirect=True
+        "group", [pytest.param(on_cpu, id=f"cpu-{on_cpu}"), *on_gpus], indirect=not in_mesh
     )
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmagi import GroupCastSpec, collectives
 
 from ..launcher import Launch, RankFailed
-from .groups import Group, Implementation, require_devices
+from .groups import Group, Implementation, require_devices, require_processes
 from .harness import AXIS
 from .routes import INPUT_ROWS, random_transfer
 
@@ -145,7 +145,7 @@ def reach_beyond_the_host() -> None:
 @pytest.mark.parametrize("processes", [1, 2])
 @implementations
 def test_specs_that_disagree(implementation: Implementation, processes: int, launch: Launch) -> None:
-    require_devices(2)
+    require_processes(processes, 2 // processes)
     with pytest.raises(RankFailed, match=DISAGREEMENT):
         launch(disagree, implementation, processes=processes, devices_each=2 // processes, timeout=90)
 
@@ -164,7 +164,7 @@ def test_specs_without_sense(
 @pytest.mark.parametrize(("implementation", "width"), [("native", 8), ("native", 64), ("nccl", 8)])
 def test_rank_that_never_comes(implementation: Implementation, width: int, launch: Launch) -> None:
     """Wider rows take a larger arena, for which ranks come together before the transfer."""
-    require_devices(2)
+    require_processes(2)
     with pytest.raises(RankFailed, match=ABSENCE if width == 8 else NOT_TOGETHER):
         launch(stay_away, implementation, width, processes=2, timeout=90)
 

@@ -38,7 +38,7 @@ def sum_rows(transfer: Transfer, y: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@on_groups(*PAIRS)
+@on_groups(*PAIRS, in_mesh=True)
 def test_both_axes_of_a_square(group: Group, kind: AxisType, rng: np.random.Generator) -> None:
     """Along the rows, along the columns, and along the rows with the columns left to the compiler.
 

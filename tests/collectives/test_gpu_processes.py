@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ..launcher import Launch
-from .groups import Group, Implementation, assert_equal, require_devices
+from .groups import Group, Implementation, assert_equal, require_devices, require_processes
 from .harness import AXIS, normal
 from .routes import INPUT_ROWS, random_transfer
 from .test_gpu_patterns import check_patterns
@@ -52,7 +52,7 @@ def test_two_processes_on_the_cpu(launch: Launch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 4])
 def test_processes(size: int, launch: Launch) -> None:
-    require_devices(size)
+    require_processes(size)
     launch(check_all, processes=size, timeout=200)
 
 

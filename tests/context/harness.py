@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxmagi import (
@@ -169,8 +170,14 @@ def dispatch_problem(problem: Problem, plan: ContextPlan) -> Problem:
     return Problem(query, key, value, problem.sinks, dout, dlse)
 
 
+def whole(x: Any) -> np.ndarray:
+    """An array on the host, also what is on devices of several processes."""
+    is_elsewhere = isinstance(x, jax.Array) and not x.is_fully_addressable
+    return np.asarray(process_allgather(x, tiled=True) if is_elsewhere else x)
+
+
 def undispatch_solution(solution: Solution, plan: ContextPlan) -> Solution:
-    *rows, sinks = (np.asarray(x) for x in solution)
+    *rows, sinks = map(whole, solution)
     return Solution(*[undispatch(x, plan) for x in rows], sinks=sinks)
 
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmagi import PlanCapacity, attention, context_attention, dispatch, masks, plan_context, undispatch
 
 from ..cases import MaskCase, mask_cases
+from ..collectives.groups import require_devices
 from .harness import (
     AXIS,
     LARGE,
@@ -29,6 +30,7 @@ from .harness import (
     random_problem,
     single_device,
     undispatch_solution,
+    whole,
 )
 
 pytestmark = pytest.mark.gpu
@@ -40,8 +42,7 @@ BF16_TOLERANCE = 5e-2
 @pytest.fixture
 def cp_size(request: pytest.FixtureRequest) -> int:
     """As the test is parametrised by; skips it where there are fewer devices."""
-    if request.param > len(jax.devices()):
-        pytest.skip(f"needs {request.param} GPUs, and there are {len(jax.devices())}")
+    require_devices(request.param)
     return request.param
 
 
@@ -96,7 +97,7 @@ def test_stages_without_jit(cp_size: int, rng: np.random.Generator) -> None:
         whole_calls = both(mapped)
     for got in (both(mapped), whole_calls):
         for mine, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-            check_tokens(np.asarray(mine), np.asarray(wanted))
+            check_tokens(whole(mine), whole(wanted))
 
 
 LAYERS = 4
@@ -143,4 +144,4 @@ def test_layers_in_a_loop(cp_size: int, num_stages: int, rng: np.random.Generato
     out, expected = alone(problem.query, keys, values)
     results = zip((0, 0, 1, 1), (got_out, *got), (out, *expected), strict=True)
     for axis, mine, wanted in results:
-        check_tokens(np.asarray(undispatch(mine, plan, axis=axis)), np.asarray(wanted))
+        check_tokens(undispatch(whole(mine), plan, axis=axis), np.asarray(wanted))

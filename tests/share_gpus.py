@@ -1,0 +1,88 @@
+"""Runs the tests of groups of ranks in as many processes, which share the GPUs that there are.
+
+    python -m tests.share_gpus RANKS [--seconds 1800] [--log PATH] [arguments of pytest]
+
+For machines with fewer GPUs than ranks: it shows that results are right, not that they are fast, for a GPU
+turns from one process to the next every few milliseconds (so rather `-k "not soak"`). NCCL allows it from
+version 2.30 on. By default of the tests of the collectives and of context_attention, those run that take all
+of the ranks. The first failure ends the run: the ranks would no longer be at the same place.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import pytest
+
+from benchmarks import gpu_log
+
+from .launcher import launch
+
+PLACES = "tests/collectives tests/context"
+OPTIONS = (
+    *("-m", "gpu", "-v", "-x", "--durations=10", f"--override-ini=testpaths={PLACES}"),
+    *("-p", "no:cacheprovider", "-p", "no:xdist"),
+    *("-p", "no:faulthandler"),  # which would stop the one that says where a rank hangs
+)
+
+
+class Passed:
+    """A plugin of pytest that counts the tests that passed."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.count += report.when == "call" and report.passed
+
+
+def run_tests(arguments: Sequence[str], log: Path) -> None:
+    """In one rank; the first one writes the log."""
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        del os.environ[name]  # of another run that this may be part of
+    passed = Passed()
+    recorder = [gpu_log.Recorder(log)] if jax.process_index() == 0 else []
+    failed = pytest.main([*OPTIONS, *arguments], plugins=[passed, *recorder])
+    if failed or passed.count == 0:
+        raise SystemExit(failed or f"no test takes {jax.device_count()} ranks here")
+
+
+def save(recorded: Path, log: Path, ranks: int) -> None:
+    """Without what was skipped, which is for other numbers of ranks or for one process."""
+    if not recorded.exists():
+        raise SystemExit("there is nothing to log: see above")
+    saved = json.loads(recorded.read_text())
+    tests = {name: outcome for name, outcome in saved.pop("tests").items() if outcome != "skipped"}
+    about = {"gpus": len(jax.devices()), "ranks": ranks}
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(json.dumps(saved | about | {"tests": tests}, indent=1) + "\n")
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Fails, and leaves the output of all ranks, if a test failed in any of them or none passed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("--seconds", type=float, default=1800, help="until all are killed")
+    parser.add_argument("--log", type=Path, metavar="PATH", help="where to write which tests passed")
+    arguments, others = parser.parse_known_args(given)
+    folder = Path(tempfile.mkdtemp(prefix="jaxmagi-ranks-"))
+    recorded = folder / "log.json"
+    operands = run_tests, others, recorded
+    logs = launch(*operands, processes=arguments.ranks, directory=folder, timeout=arguments.seconds)
+    print(logs[0])
+    if arguments.log:
+        save(recorded, arguments.log, arguments.ranks)
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # here, where nothing runs
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # as for other tests on GPUs
+    main()
