@@ -1,13 +1,14 @@
 """The example's loss: on one device with the compiled kernels and with plain XLA, or on one and on several.
 
-    python -m benchmarks.train_curve [--context RANKS] [--steps 200] [--out FOLDER]
-    python -m benchmarks.train_curve [--context RANKS] --plot FOLDER
+    python -m benchmarks.train_curve [--context RANKS [--processes]] [--steps 200] [--out FOLDER]
+    python -m benchmarks.train_curve [--context RANKS [--processes]] --plot FOLDER
 
 examples/train_lm.py from the same parameters over the same batches, twice, with attention in bfloat16: GPUs
 have no kernels for float32. Without --context once with each implementation of attention. With it both times
-with the kernels, once spread over so many devices. Required is that the losses of every step agree to 1 %.
-With --out, writes train_curve_h200 (or train_curve_context_h200) .json and .png there; --plot draws the .png
-anew.
+with the kernels, once spread over so many devices, with --processes each of a process of its own; where
+there are too few GPUs, processes share them, which NCCL allows from version 2.30 on. Required is that the
+losses of every step agree to 1 %. With --out, writes a .json and a .png of the name that `name_of` tells;
+--plot draws the .png anew.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -22,11 +24,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 import numpy as np
 
 from benchmarks._measure import gpu_environment, save
+from benchmarks._processes import run_in_processes
 
-NAME, CONTEXT_NAME = "train_curve_h200", "train_curve_context_h200"
+MOST_SECONDS = 580  # of all processes
 IMPLEMENTATIONS = ("ffi", "xla")
 AT_MOST = 0.01
 CAPACITY = 64  # documents: more than the example packs into a sequence
@@ -76,10 +80,14 @@ def train(implementation: str, arguments: argparse.Namespace) -> Curve:
     return Curve(implementation, time.perf_counter() - start, losses)
 
 
-def train_spread(ranks: int, arguments: argparse.Namespace) -> Curve:
-    """One run of the example with the kernels, each sequence spread over so many devices."""
-    import jax
+def train_spread(ranks: int, where: str, arguments: argparse.Namespace) -> Curve:
+    """One run of the example with the kernels, each sequence spread over so many devices.
 
+    Args:
+        ranks: how many, of all processes.
+        where: what they are, for people.
+        arguments: the example's.
+    """
     train_lm = example()
     kinds = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((1, ranks), ("data", "context"), kinds, devices=jax.devices()[:ranks])
@@ -89,7 +97,7 @@ def train_spread(ranks: int, arguments: argparse.Namespace) -> Curve:
     to_batch = train_lm.ContextBatches(mesh, arguments.window, example=first)
     sequences = train_lm.packed_batches(arguments.seq_len, 1)
     batches = (to_batch(each, list(map(to_batch.plan, each))) for each in sequences)
-    start, label = time.perf_counter(), f"{IMPLEMENTATIONS[0]}, {ranks} devices"
+    start, label = time.perf_counter(), f"{IMPLEMENTATIONS[0]}, {ranks} {where}"
     with jax.set_mesh(mesh):
         losses = train_lm.train(config, batches, arguments, label)
     return Curve(label, time.perf_counter() - start, losses)
@@ -112,13 +120,21 @@ def compare(first: Curve, second: Curve) -> Comparison:
     return Comparison(names, largest, step, AT_MOST, largest <= AT_MOST)
 
 
-def run(given: list[str], ranks: int | None, out: Path | None) -> None:
-    """Both curves and their difference, printed and saved; ``given`` are arguments of the example."""
+def run(given: list[str], ranks: int | None, out: Path | None, devices: int | None = None) -> None:
+    """Both curves and their difference, printed and saved.
+
+    Args:
+        given: arguments of the example.
+        ranks: devices to spread sequences over; None for one device and both implementations.
+        out: folder to write to, of one process.
+        devices: of the machine, where each rank is a process.
+    """
     arguments = example().parse_arguments(given)
     if ranks is None:
         curves = [train(implementation, arguments) for implementation in IMPLEMENTATIONS]
     else:
-        curves = [train_spread(ranks, arguments), train(IMPLEMENTATIONS[0], arguments)]
+        where = "devices" if devices is None else f"processes on {devices} device(s)"
+        curves = [train_spread(ranks, where, arguments), train(IMPLEMENTATIONS[0], arguments)]
     comparison = compare(*curves)
     for curve in curves:
         print(
@@ -129,15 +145,18 @@ def run(given: list[str], ranks: int | None, out: Path | None) -> None:
         f"largest relative difference {comparison.largest_relative_difference:.2e} "
         f"at step {comparison.step}, required at most {AT_MOST}: {'met' if comparison.met else 'missed'}"
     )
-    if out:
-        name = name_of(ranks)
-        print("saved", save(name, [*curves, comparison], out, **gpu_environment(), example=" ".join(given)))
+    if out and jax.process_index() == 0:
+        about = gpu_environment() | ({} if devices is None else {"gpus": devices, "processes": ranks})
+        name = name_of(ranks, devices is not None)
+        print("saved", save(name, [*curves, comparison], out, **about, example=" ".join(given)))
         plot(name, out)
 
 
-def name_of(ranks: int | None) -> str:
+def name_of(ranks: int | None, processes: bool) -> str:
     """Of the files of a run."""
-    return NAME if ranks is None else CONTEXT_NAME
+    if ranks is None:
+        return "train_curve_h200"
+    return "train_curve_processes" if processes else "train_curve_context_h200"
 
 
 def plot(name: str, folder: Path) -> None:
@@ -164,18 +183,31 @@ def plot(name: str, folder: Path) -> None:
     figure.savefig(folder / f"{name}.png", dpi=120)
 
 
+def run_all(given: list[str], ranks: int, out: Path | None) -> None:
+    """`run` in as many processes as ranks."""
+    operands = given, ranks, out and out.absolute(), len(jax.devices())
+    run_in_processes(run, *operands, processes=ranks, timeout=MOST_SECONDS)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--context", type=int, metavar="RANKS", help="devices to spread a sequence over")
+    parser.add_argument("--processes", action="store_true", help="each device of a process of its own")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write JSON and plot there")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="only draw the plot of the JSON there")
     arguments = parser.parse_args()
+    if arguments.processes and not arguments.context:
+        parser.error("--processes needs --context, which says how many")
     if arguments.plot:
-        return plot(name_of(arguments.context), arguments.plot)
-    run([f"--steps={arguments.steps}", "--attention-dtype=bfloat16"], arguments.context, arguments.out)
+        return plot(name_of(arguments.context, arguments.processes), arguments.plot)
+    operands = [f"--steps={arguments.steps}", "--attention-dtype=bfloat16"], arguments.context, arguments.out
+    if arguments.processes:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # here, where nothing runs
+        return run_all(*operands)
+    run(*operands)
 
 
 if __name__ == "__main__":

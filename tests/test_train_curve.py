@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -39,13 +40,15 @@ def test_masks_of_one_capacity() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "name", "labels"),
+    ("run", "ranks", "name", "labels"),
     [
-        (None, "train_curve_h200", ("ffi", "xla")),
-        (2, "train_curve_context_h200", ("ffi, 2 devices", "ffi")),
+        (train_curve.run, None, "train_curve_h200", ("ffi", "xla")),
+        (train_curve.run, 2, "train_curve_context_h200", ("ffi, 2 devices", "ffi")),
+        (train_curve.run_all, 2, "train_curve_processes", ("ffi, 2 processes on 8 device(s)", "ffi")),
     ],
 )
 def test_curves_of_the_example(
+    run: Callable[[list[str], int | None, Path], None],
     ranks: int | None,
     name: str,
     labels: tuple[str, str],
@@ -54,7 +57,7 @@ def test_curves_of_the_example(
 ) -> None:
     # What the example does, it does under JAX's own defaults.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        train_curve.run([*SMALL, "--attention-dtype=bfloat16"], ranks, tmp_path)
+        run([*SMALL, "--attention-dtype=bfloat16"], ranks, tmp_path)
     saved = json.loads((tmp_path / f"{name}.json").read_text())
     first, second, comparison = saved["rows"]
     assert (first["label"], second["label"]) == labels

@@ -1,0 +1,35 @@
+"""Benchmarks in several processes, as the ranks of one JAX program."""
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.launcher import importable, launch
+
+
+def run_in_processes(
+    function: Callable[..., None], *arguments: object, processes: int, timeout: float, **options: Any
+) -> None:
+    """Calls ``function(*arguments)`` in each of them, and prints what the first one has printed.
+
+    Args:
+        function: at the top level of a benchmark.
+        arguments: what can be pickled.
+        processes: how many; where there are fewer GPUs, they share these.
+        timeout: seconds until all are killed.
+        options: further ones of `tests.launcher.launch`.
+    """
+    operands = importable(function), sys.argv, arguments
+    with tempfile.TemporaryDirectory() as folder:
+        logs = launch(
+            _run, *operands, processes=processes, directory=Path(folder), timeout=timeout, **options
+        )
+    print(logs[0])
+
+
+def _run(function: Callable[..., None], command: list[str], arguments: tuple[object, ...]) -> None:
+    """In one process, with the command that results name."""
+    sys.argv = command
+    function(*arguments)
