@@ -150,12 +150,13 @@ def _consecutive_on_a_host(mesh: Mesh, axis_name: str) -> int:
     hosts = ranks.reshape(len(ranks), -1)
     count = int((hosts[:, 0] == hosts[0, 0]).sum())
     expected = np.arange(len(hosts)) // count
-    for group in hosts.T:
-        if not np.array_equal(group[:, None] == group, expected[:, None] == expected):
+    for group in hosts.T.tolist():
+        in_order_of_ranks = list(dict.fromkeys(group))
+        found = [in_order_of_ranks.index(host) for host in group]
+        if not np.array_equal(found, expected):
             raise ValueError(
                 f"ranks of one host must have consecutive numbers on axis {axis_name!r}, as many on each "
-                f"host, but the hosts are {np.unique(group, return_inverse=True)[1].tolist()}: reorder the "
-                "devices of the mesh, or give ranks_per_host."
+                f"host, but the hosts are {found}: reorder the devices of the mesh, or give ranks_per_host."
             )
     return count
 
