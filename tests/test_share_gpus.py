@@ -2,6 +2,7 @@
 
 import json
 import re
+import tempfile
 from pathlib import Path
 
 import jax
@@ -39,6 +40,12 @@ def test_bad_on_rank_1():
 def test_hanging():
     time.sleep(100)
 """
+
+
+@pytest.fixture(autouse=True)
+def temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where pytest cleans up: of a run that failed the output stays."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def in_ranks(folder: Path, tests: list[str], *options: str) -> None:
