@@ -4,28 +4,23 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tests.launcher import importable, launch
 
+MOST_SECONDS = 3600  # until all are killed
 
-def run_in_processes(
-    function: Callable[..., None], *arguments: object, processes: int, timeout: float, **options: Any
-) -> None:
+
+def run_in_processes(function: Callable[..., None], *arguments: object, processes: int) -> None:
     """Calls ``function(*arguments)`` in each of them, and prints what the first one has printed.
 
     Args:
         function: at the top level of a benchmark.
         arguments: what can be pickled.
         processes: how many; where there are fewer GPUs, they share these.
-        timeout: seconds until all are killed.
-        options: further ones of `tests.launcher.launch`.
     """
     operands = importable(function), sys.argv, arguments
     with tempfile.TemporaryDirectory() as folder:
-        logs = launch(
-            _run, *operands, processes=processes, directory=Path(folder), timeout=timeout, **options
-        )
+        logs = launch(_run, *operands, processes=processes, directory=Path(folder), timeout=MOST_SECONDS)
     print(logs[0])
 
 

@@ -30,7 +30,6 @@ import numpy as np
 from benchmarks._measure import gpu_environment, save
 from benchmarks._processes import run_in_processes
 
-MOST_SECONDS = 580  # of all processes
 IMPLEMENTATIONS = ("ffi", "xla")
 AT_MOST = 0.01
 CAPACITY = 64  # documents: more than the example packs into a sequence
@@ -186,7 +185,7 @@ def plot(name: str, folder: Path) -> None:
 def run_all(given: list[str], ranks: int, out: Path | None) -> None:
     """`run` in as many processes as ranks."""
     operands = given, ranks, out and out.absolute(), len(jax.devices())
-    run_in_processes(run, *operands, processes=ranks, timeout=MOST_SECONDS)
+    run_in_processes(run, *operands, processes=ranks)
 
 
 def main() -> None:
