@@ -1,13 +1,13 @@
-"""The log of the GPU tests: which of them passed, where, and for which kernels.
+"""The logs of the GPU tests: which of them passed, where, and for which kernels.
 
-    python -m pytest -m gpu [-n 4] [--gpu-log PATH]        # on a machine with a GPU: writes the log
-    python -m benchmarks.gpu_log --check [--allow-stale]   # anywhere: exits 0 where the log is still true
+    python -m pytest -m gpu [-n 4] [--gpu-log PATH]        # on a machine with a GPU: writes a log
+    python -m benchmarks.gpu_log --check [--allow-stale]   # anywhere: exits 0 where the logs are still true
 
-The log is true where every GPU test of the tree passed, and the kernels' sources are those that were tested.
-Only a whole run writes it, for one of a part of the tests (a path, -k, --lf, -x that hit) would hold less,
-and only one with a module that was built from the sources as they are: the module carries their hash.
---allow-stale only warns of a log of other sources or tests, and of tests that were skipped: the machine may
-have had too few GPUs.
+They are gpu-tests*.json, and true where every GPU test of the tree passed in one of them, with the kernels'
+sources as they are. A run writes one if it comes to its end (-x may hit), with a module that was built from
+the sources as they are: the module carries their hash. A run of a part of the tests (a path, -k, --lf) writes
+only where --gpu-log says: gpu-tests.json is of whole runs. --allow-stale only warns of logs of other sources
+or tests, and of tests that were skipped: the machines may have had too few GPUs.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def sources_hash(root: Path = ROOT) -> str:
 
 
 class Recorder:
-    """A plugin of pytest that writes the log at the end of a whole run.
+    """A plugin of pytest that writes a log at the end of a run.
 
     What it says of the machine and the sources is found out before the first test: what goes wrong there must
     not cost a finished run.
@@ -86,29 +86,33 @@ class Recorder:
 
 def add_option(parser: "pytest.Parser") -> None:
     """Adds --gpu-log."""
-    parser.addoption("--gpu-log", type=Path, default=LOG, metavar="PATH", help="where -m gpu writes its log")
+    parser.addoption(
+        "--gpu-log", type=Path, metavar="PATH", help=f"where -m gpu writes its log; else {LOG.name}"
+    )
 
 
 def _is_whole(config: "pytest.Config") -> bool:
     """Whether all the GPU tests are to run: nothing but ``-m gpu`` narrows them down."""
-    narrowing = ("keyword", "collectonly", "lf", "deselect", "ignore", "ignore_glob")
+    narrowing = ("keyword", "lf", "deselect", "ignore", "ignore_glob")
     tests = {str(config.rootpath / path) for path in config.getini("testpaths")}
     return (
-        config.option.markexpr == "gpu"
-        and not any(getattr(config.option, name, None) for name in narrowing)
+        not any(getattr(config.option, name, None) for name in narrowing)
         and {str(Path(path).absolute()) for path in config.args} == tests
     )
 
 
 def prepare(config: "pytest.Config") -> None:
-    """Has the run write the log if it is one of all the GPU tests, on a GPU.
+    """Has a run of GPU tests on a GPU write a log, if it is of all of them or told where to.
 
     Does nothing in the processes that pytest-xdist starts, and in the ranks of one program.
     """
     if hasattr(config, "workerinput") or jax.distributed.is_initialized():
         return
-    if _is_whole(config) and jax.default_backend() == "gpu":
-        config.pluginmanager.register(Recorder(config.option.gpu_log))
+    if config.option.markexpr != "gpu" or config.option.collectonly:
+        return
+    path = config.option.gpu_log or (LOG if _is_whole(config) else None)
+    if path and jax.default_backend() == "gpu":
+        config.pluginmanager.register(Recorder(path))
 
 
 def collect() -> list[str]:
@@ -129,43 +133,56 @@ def is_uncommitted(path: Path) -> bool:
     return bool(subprocess.run(command, cwd=path.parent, capture_output=True, text=True).stdout)
 
 
-def failures(log: dict[str, Any]) -> list[str]:
-    """The tests of a log that failed."""
-    return [f"{name}: failed" for name, outcome in log["tests"].items() if outcome == "failed"]
+def read_logs() -> dict[Path, dict[str, Any]]:
+    """All that there are."""
+    return {path: json.loads(path.read_text()) for path in sorted(LOG.parent.glob(f"{LOG.stem}*.json"))}
 
 
-def staleness(log: dict[str, Any], tests: Iterable[str], sources: str) -> list[str]:
-    """Why a log is not that of all these tests and these sources as they are committed; empty if it is."""
-    found = [f"{name}: not in the log" for name in tests if name not in log["tests"]]
-    skipped = [name for name, outcome in log["tests"].items() if outcome == "skipped"]
-    found += [f"{name}: skipped on a machine with {log['gpus']} GPUs" for name in skipped]
-    if log["sources"] != sources:
-        found.append(f"the log is of sources {log['sources'][:12]}, and the tree is {sources[:12]}")
-    if is_uncommitted(LOG):
-        found.append(f"{LOG} is not committed")
+def failures(logs: dict[Path, dict[str, Any]]) -> list[str]:
+    """The tests that failed in any of the logs."""
+    outcomes = [outcome for log in logs.values() for outcome in log["tests"].items()]
+    return [f"{name}: failed" for name, outcome in outcomes if outcome == "failed"]
+
+
+def staleness(logs: dict[Path, dict[str, Any]], tests: Iterable[str], sources: str) -> list[str]:
+    """Why logs are not of all these tests, of these sources, and committed; empty if they are."""
+    fresh = [log for log in logs.values() if log["sources"] == sources]
+    outcomes = {name: {log["tests"].get(name) for log in fresh} for name in tests}
+    skipped = f"skipped on machines with {sorted({log['gpus'] for log in fresh})} GPUs"
+    found = [
+        f"{name}: {skipped if 'skipped' in seen else 'not in the log'}"
+        for name, seen in outcomes.items()
+        if "passed" not in seen
+    ]
+    for path, log in logs.items():
+        if log["sources"] != sources:
+            found.append(f"{path.name} is of sources {log['sources'][:12]}, and the tree is {sources[:12]}")
+        if is_uncommitted(path):
+            found.append(f"{path} is not committed")
     return found
 
 
 def main() -> None:
-    """Says what is wrong with the committed log, and exits with 1 if something is."""
+    """Says what is wrong with the committed logs, and exits with 1 if something is."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", required=True, help="check the committed log")
+    parser.add_argument("--check", action="store_true", required=True, help="check the committed logs")
     parser.add_argument(
         "--allow-stale", action="store_true", help="only warn of other sources or tests, and of skipped ones"
     )
     arguments = parser.parse_args()
-    if not LOG.exists():
+    logs = read_logs()
+    if not logs:
         sys.exit(f"there is no {LOG}")
-    log = json.loads(LOG.read_text())
-    failed, stale = failures(log), staleness(log, collect(), sources_hash())
+    failed, stale = failures(logs), staleness(logs, collect(), sources_hash())
     if failed or (stale and not arguments.allow_stale):
         sys.exit("\n".join(failed + stale))
     for line in stale:
         print(f"warning: {line}")
-    passed = sum(outcome == "passed" for outcome in log["tests"].values())
-    print(f"{passed} tests passed on {log['gpu']}, {log['date']}")
+    for path, log in logs.items():
+        passed = sum(outcome == "passed" for outcome in log["tests"].values())
+        print(f"{path.name}: {passed} tests passed on {log['gpu']}, {log['date']}")
 
 
 if __name__ == "__main__":

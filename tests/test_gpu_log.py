@@ -1,4 +1,4 @@
-"""The log of the GPU tests is written by whole runs alone, and refused where it does not fit the tree."""
+"""Logs of GPU tests are written by whole runs or as told, and refused where they do not fit the tree."""
 
 import json
 import os
@@ -24,9 +24,11 @@ PROJECT = {
     "tests/conftest.py": """
 import os
 import sys
+from pathlib import Path
 import jax
 from benchmarks import gpu_log
 from tests import gpu_sharing
+gpu_log.LOG = Path(os.environ["LOG"])
 jax.default_backend = lambda: "gpu"
 gpu_log.gpu_environment = lambda: {"gpu": "a stand-in"}
 gpu_log.built_hash = lambda: os.environ.get("BUILT") or gpu_log.sources_hash()
@@ -81,10 +83,10 @@ def project(tmp_path: Path) -> Path:
 
 
 def run_project(project: Path, arguments: str, **environment: str) -> tuple[Path, str]:
-    """The path for the log, and what was printed."""
+    """The path for the log of a whole run, and what was printed."""
     log = project / "out" / "log.json"
-    command = [sys.executable, "-m", "pytest", "-q", f"--gpu-log={log}", *arguments.split()]
-    environment |= {"PYTHONPATH": str(gpu_log.ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-q", *arguments.split()]
+    environment |= {"PYTHONPATH": str(gpu_log.ROOT), "JAX_PLATFORMS": "cpu", "LOG": str(log)}
     outside = gpu_sharing.environment()
     run = subprocess.run(command, cwd=project, env=outside | environment, capture_output=True, text=True)
     return log, run.stdout + run.stderr
@@ -115,6 +117,13 @@ def test_part_of_a_run_does_not_write(project: Path, arguments: str, message: st
     assert message in printed
 
 
+def test_part_of_a_run_writes_as_told(project: Path) -> None:
+    log, _ = run_project(project, "-m gpu -k good --gpu-log=some/part.json")
+    assert not log.exists()
+    written = json.loads((project / "some" / "part.json").read_text())
+    assert written["tests"] == {name: ALL_TESTS[name] for name in ALL_TESTS if "good" in name}
+
+
 def test_ranks_of_one_program_do_not_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     config: Any = SimpleNamespace()  # of which anything more would be asked before a log is written
@@ -135,74 +144,86 @@ def test_module_says_what_it_was_built_from() -> None:
 
 
 def check(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: dict[str, object] | None, *options: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logs: list[dict[str, object]], *options: str
 ) -> None:
-    """``--check`` with this log, in a tree with `TESTS`."""
-    if log is not None:
-        (tmp_path / "log.json").write_text(json.dumps({"gpu": "x", "gpus": 2, "date": "y"} | log))
+    """``--check`` with these logs, in a tree with `TESTS`."""
+    for i, log in enumerate(logs):
+        (tmp_path / f"log-{i}.json").write_text(json.dumps({"gpu": "x", "gpus": 2, "date": "y"} | log))
     monkeypatch.setattr(gpu_log, "LOG", tmp_path / "log.json")
     monkeypatch.setattr(gpu_log, "collect", lambda: list(TESTS))
     monkeypatch.setattr(sys, "argv", ["gpu_log", "--check", *options])
     gpu_log.main()
 
 
+def fresh(tests: dict[str, str]) -> dict[str, object]:
+    return {"sources": gpu_log.sources_hash(), "tests": tests}
+
+
+OTHER_SOURCES: dict[str, object] = {"sources": "0" * 64, "tests": TESTS}
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("logs", "message"),
     [
-        ({"sources": "0" * 64}, "the log is of sources 000000000000"),
-        ({"tests": TESTS | {"tests/a.py::one": "failed"}}, r"tests/a.py::one: failed"),
         (
-            {"tests": TESTS | {"tests/a.py::one": "skipped"}},
-            r"tests/a.py::one: skipped on a machine with 2 GPUs",
+            [OTHER_SOURCES],
+            r"tests/a.py::one: not in the log\n.*\n(?s:.*)log-0.json is of sources 000000000000",
         ),
-        ({"tests": TESTS | {"tests/gone.py::three": "failed"}}, r"tests/gone.py::three: failed"),
-        ({"tests": {"tests/a.py::one": "passed"}}, r"tests/a.py::two\[x\]: not in the log"),
+        ([fresh(TESTS), OTHER_SOURCES], "log-1.json is of sources 000000000000"),
+        ([fresh(TESTS | {"tests/a.py::one": "failed"})], r"tests/a.py::one: failed"),
+        ([fresh(TESTS), fresh({"tests/a.py::one": "failed"})], r"tests/a.py::one: failed"),
+        (
+            [fresh(TESTS | {"tests/a.py::one": "skipped"})],
+            r"tests/a.py::one: skipped on machines with \[2\] GPUs",
+        ),
+        ([fresh(TESTS | {"tests/gone.py::three": "failed"})], r"tests/gone.py::three: failed"),
+        ([fresh({"tests/a.py::one": "passed"})], r"tests/a.py::two\[x\]: not in the log"),
+        ([], "there is no"),
     ],
 )
 def test_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: dict[str, object], message: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logs: list[dict[str, object]], message: str
 ) -> None:
     with pytest.raises(SystemExit, match=message) as exit:
-        check(monkeypatch, tmp_path, {"sources": gpu_log.sources_hash(), "tests": TESTS} | change)
+        check(monkeypatch, tmp_path, logs)
     assert exit.value.code != 0
 
 
 def test_uncommitted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if shutil.which("git") is None:
         pytest.skip("needs git")
-    log = {"sources": gpu_log.sources_hash(), "tests": TESTS}
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     with pytest.raises(SystemExit, match="is not committed"):
-        check(monkeypatch, tmp_path, log)
+        check(monkeypatch, tmp_path, [fresh(TESTS)])
     identity = ["-c", "user.name=x", "-c", "user.email=x", "-c", "commit.gpgsign=false"]
-    for command in (["add", "log.json"], [*identity, "commit", "-q", "-m", "x"]):
+    for command in (["add", "log-0.json"], [*identity, "commit", "-q", "-m", "x"]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    check(monkeypatch, tmp_path, log)
+    check(monkeypatch, tmp_path, [fresh(TESTS)])
 
 
 def test_stale_may_be_allowed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log: dict[str, object] = {"sources": "0" * 64, "tests": {"tests/a.py::one": "passed"}}
-    check(monkeypatch, tmp_path, log, "--allow-stale")
-    assert "warning: the log is of sources 000000000000" in capsys.readouterr().out
-    check(monkeypatch, tmp_path, log | {"tests": {"tests/a.py::one": "skipped"}}, "--allow-stale")
+    check(monkeypatch, tmp_path, [OTHER_SOURCES], "--allow-stale")
+    assert "warning: log-0.json is of sources 000000000000" in capsys.readouterr().out
+    check(monkeypatch, tmp_path, [fresh({"tests/a.py::one": "skipped"})], "--allow-stale")
     printed = capsys.readouterr().out
     assert "warning: tests/a.py::one: skipped" in printed and "0 tests passed" in printed
     with pytest.raises(SystemExit, match=r"tests/a.py::one: failed"):
-        check(monkeypatch, tmp_path, log | {"tests": {"tests/a.py::one": "failed"}}, "--allow-stale")
-
-
-def test_no_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="there is no"):
-        check(monkeypatch, tmp_path, None)
+        check(
+            monkeypatch, tmp_path, [OTHER_SOURCES | {"tests": {"tests/a.py::one": "failed"}}], "--allow-stale"
+        )
 
 
 def test_accepted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check(monkeypatch, tmp_path, {"sources": gpu_log.sources_hash(), "tests": TESTS})
-    assert "2 tests passed on x, y" in capsys.readouterr().out
+    """Also where each test passed in one of several runs, and was skipped in another."""
+    check(monkeypatch, tmp_path, [fresh(TESTS)])
+    assert "log-0.json: 2 tests passed on x, y" in capsys.readouterr().out
+    one, two = TESTS
+    check(monkeypatch, tmp_path, [fresh({one: "passed", two: "skipped"}), fresh({two: "passed"})])
+    assert "log-1.json: 1 tests passed on x, y" in capsys.readouterr().out
 
 
 def test_hash_covers_names_and_contents(tmp_path: Path) -> None:
