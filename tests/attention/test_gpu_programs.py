@@ -190,16 +190,17 @@ def test_sm_margin(rng: np.random.Generator, sm_margin: int) -> None:
 
 
 def seconds(function: Callable[[Operands], Any], operands: Operands) -> float:
-    """From the end of one of many runs in a row to the next's, the median; the first run compiles.
+    """From the call to the result, the shortest of many; the first run compiles.
 
-    That is of a run alone, also where other processes use the GPU: each has it for several runs at a time.
+    Other processes that use the GPU or the CPU only make a run longer, and hardly all of them.
     """
     jax.block_until_ready(function(operands))
-    ends = []
-    for result in [function(operands) for _ in range(41)]:
-        jax.block_until_ready(result)
-        ends.append(time.perf_counter())
-    return float(np.median(np.diff(ends)))
+    times = []
+    for _ in range(40):
+        start = time.perf_counter()
+        jax.block_until_ready(function(operands))
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def test_margin_leaves_multiprocessors_alone() -> None:
