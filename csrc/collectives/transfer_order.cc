@@ -88,6 +88,7 @@ void TransferOrder::record(int64_t transfer, Places results) {
 }
 
 void TransferOrder::join(cudaStream_t program, int64_t transfer, const Places& results) {
+    const std::lock_guard lock(mutex_);
     Transfers& transfers = numbers_.at(transfer);
     wait(program, transfers.end);
     if (last_apart_ == &transfers)

@@ -34,10 +34,10 @@ public:
     // while the first time. Returns what its `end` takes.
     int64_t prepare(int64_t transfer, cudaStream_t program);
 
-    // When the program has got all that it ever will, and before its memory goes to others. For what it has left under
-    // way, as when it has failed, nobody will wait any more, so that all do: what `program` gets from now on comes after
-    // that. From any thread, since it may come after the next program's `prepare`, which then has done the same: XLA has
-    // one stream for the programs of a device.
+    // When the program has got all that it ever will, and before its memory goes to others. No program will `join` what
+    // it has left under way, as when it has failed, so that all that `program` gets from now on comes after that. From
+    // any thread, since it may come after the next program's `prepare`, which then has done the same: XLA has one
+    // stream for the programs of a device.
     void end(int64_t execution, cudaStream_t program);
 
     // The stream to launch a transfer in, behind all that `program` has now and all transfers so far. `is_apart`: the
@@ -51,7 +51,7 @@ public:
     void record(int64_t transfer, Places results);
 
     // What `program` gets from now on comes after the transfer. Throws if that has no results in these places: then XLA
-    // has copied them before they were complete, or the transfer began in another program, whose `end` has waited for it.
+    // has copied them before they were complete, or the transfer began in another program, and its `end` came before.
     void join(cudaStream_t program, int64_t transfer, const Places& results);
 
     // What `program` gets from now on comes after `begun`, which the transfer records when it has its multiprocessors.
@@ -75,7 +75,9 @@ private:
 
     bool is_idle() const;
 
-    std::mutex mutex_;  // of `prepare` and `end`, which does nothing when the next program is there
+    // `end` may run in another thread. It does nothing once the next program has called `prepare`; one that only joins
+    // has no `prepare`, so that `join` locks too.
+    std::mutex mutex_;
     int64_t execution_ = 0;
     cudaStream_t stream_ = nullptr;
     cudaEvent_t came_here_ = nullptr, begun_ = nullptr;
