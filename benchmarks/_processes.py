@@ -10,17 +10,21 @@ from tests.launcher import importable, launch
 MOST_SECONDS = 3600  # until all are killed
 
 
-def run_in_processes(function: Callable[..., None], *arguments: object, processes: int) -> None:
+def run_in_processes(
+    function: Callable[..., None], *arguments: object, processes: int, pool: float | None = None
+) -> None:
     """Calls ``function(*arguments)`` in each of them, and prints what the first one has printed.
 
     Args:
         function: at the top level of a benchmark.
         arguments: what can be pickled.
         processes: how many; where there are fewer GPUs, they share these.
+        pool: the part of a GPU's memory that each takes in advance; by default they take it as they go.
     """
     operands = importable(function), sys.argv, arguments
     with tempfile.TemporaryDirectory() as folder:
-        logs = launch(_run, *operands, processes=processes, directory=Path(folder), timeout=MOST_SECONDS)
+        options = {"processes": processes, "pool": pool, "timeout": MOST_SECONDS}
+        logs = launch(_run, *operands, directory=Path(folder), **options)
     print(logs[0])
 
 

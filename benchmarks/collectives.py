@@ -1,7 +1,7 @@
 """Transfers of keys and values between the GPUs of a machine, beside what `jax.lax` has, in one run.
 
-    python -m benchmarks.collectives [--tokens 65536] [--ranks N] [--rows REGEX] [--implementations REGEX]
-                                     [--repeats 5] [--out FOLDER]
+    python -m benchmarks.collectives [--tokens 65536] [--ranks N] [--processes pools|arenas] [--rows REGEX]
+                                     [--implementations REGEX] [--repeats 5] [--out FOLDER]
 
 Each rank owns --tokens tokens (the sequence has as many times --ranks, by default all GPUs), with 8 key heads
 of dimension 128: 4096 bytes a token in bfloat16. That is what a rank holds when context parallelism pays.
@@ -17,11 +17,16 @@ each waiting for the last, which costs a short kernel that is not subtracted; wh
 waiting for it cost is. Operands stay as they are, and each call writes new results. Each implementation is
 measured in turns with the others.
 
-With --out, writes collectives_h200.json there after each row.
+One process has all GPUs, unless --processes starts one for each. These share XLA's memory in pools that they
+take in advance, or with "arenas" take it as they go, so that rows are copied from and to arenas.
+
+With --out, writes collectives_h200.json (collectives_pools.json, collectives_arenas.json) there after each
+row.
 """
 
 import argparse
 import math
+import os
 import re
 import time
 from collections.abc import Iterable
@@ -45,13 +50,13 @@ from benchmarks._jax_collectives import (
     native,
 )
 from benchmarks._measure import gpu_environment, save
+from benchmarks._processes import run_in_processes
 from benchmarks._requirements import Check, check, show_checks
 from benchmarks._rows import Failure
 from benchmarks._transfers import DIM, KV_HEADS, Transfer, transfers
 from jaxmagi.calibration._chain import AXIS, chain, mesh_of
 from jaxmagi.calibration._timing import DeviceWork, Timing, time_on_device
 
-NAME = "collectives_h200"
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction.__value__)
 OURS = native(16)
 FEW_SMS = [native(num) for num in SMS if num <= 16]
@@ -59,6 +64,7 @@ PROGRAM_SECONDS = 20e-3  # of the calls of one program, if they are fast
 MAX_CALLS = 400
 SHORT = 50e-6  # seconds of a call, beside which what a turn of the loop takes is not small
 SHORT_CALLS = 8  # that make one turn
+POOL = 0.3  # of a GPU's memory
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,8 @@ def measure(
         try:
             works[name] = make_work(implementation, direction, mesh, estimate)
         except Exception as error:
+            if jax.process_count() > 1:
+                raise  # or the others would wait
             failures.append(Failure.of(transfer.name, direction, name, error))
     timings = time_on_device(works, repeats, batches=2)
     return [*to_rows(transfer, direction, timings), *failures]
@@ -179,7 +187,12 @@ def run(arguments: argparse.Namespace) -> None:
     """Measures what the patterns select; saves after each row, so that a run cut short leaves something."""
     start = time.perf_counter()
     mesh = mesh_of(arguments.ranks or len(jax.devices()))
-    about = gpu_environment() | {"ranks": mesh.size, "tokens_per_rank": arguments.tokens}
+    about = gpu_environment() | {
+        "ranks": mesh.size,
+        "processes": arguments.processes,
+        "tokens_per_rank": arguments.tokens,
+    }
+    name = f"collectives_{arguments.processes or 'h200'}"
     results: list[Row | Failure] = []
     for transfer in transfers(mesh.size, arguments.tokens):
         for direction in DIRECTIONS:
@@ -189,9 +202,21 @@ def run(arguments: argparse.Namespace) -> None:
             show(measured)
             results += measured
             print(f"[{time.perf_counter() - start:.0f} s]", flush=True)
-            if arguments.out:
-                save(NAME, [*results, *checks(results)], arguments.out, **about)
+            if arguments.out and jax.process_index() == 0:
+                save(name, [*results, *checks(results)], arguments.out, **about)
     show_checks(checks(results))
+
+
+def run_all(arguments: argparse.Namespace) -> None:
+    """`run` in a process for each rank."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # here, where nothing runs
+    devices = len(jax.devices())
+    ranks = arguments.ranks or devices
+    if ranks > devices:
+        raise SystemExit(f"{ranks} ranks need as many devices, and there are {devices}")
+    arguments.out = arguments.out and arguments.out.absolute()
+    pool = POOL if arguments.processes == "pools" else None
+    run_in_processes(run, arguments, processes=ranks, pool=pool)
 
 
 def main() -> None:
@@ -201,6 +226,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65_536, help="of each rank")
     parser.add_argument("--ranks", type=int, help="by default all GPUs")
     parser.add_argument(
+        "--processes", choices=("pools", "arenas"), help="one for each rank, by how they share memory"
+    )
+    parser.add_argument(
         "--rows", default="", metavar="REGEX", help='only those it finds in "cast, 64 KB" ...'
     )
     parser.add_argument(
@@ -208,7 +236,8 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write JSON there")
-    run(parser.parse_args())
+    arguments = parser.parse_args()
+    run_all(arguments) if arguments.processes else run(arguments)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ class Launch(Protocol):
         *arguments: object,
         processes: int,
         devices_each: int = 1,
+        pool: float | None = None,
+        sees_all: bool = True,
         timeout: float = 120,
     ) -> list[str]: ...
 
@@ -52,6 +54,8 @@ def launch(
     processes: int,
     directory: Path,
     devices_each: int = 1,
+    pool: float | None = None,
+    sees_all: bool = True,
     timeout: float = 120,
 ) -> list[str]:
     """Calls ``function(*arguments)`` in new processes, which see each other's devices.
@@ -64,6 +68,8 @@ def launch(
         processes: how many.
         directory: for the logs.
         devices_each: devices of a process, on the platform of the caller.
+        pool: the part of a GPU's memory that each takes in advance; by default they take it as they go.
+        sees_all: whether each process sees the GPUs of the others too.
         timeout: seconds until all are killed.
 
     Returns:
@@ -84,9 +90,12 @@ def launch(
     with reserved_port() as port:
         command = [sys.executable, "-u", "-m", "tests.rank", str(call), f"127.0.0.1:{port}", *numbers]
         try:
-            environment = environment_of(processes, devices_each)
             for rank, log in enumerate(logs):
+                environment = environment_of(processes, devices_each, pool)
                 own = own_devices(rank, devices_each)
+                if not sees_all:
+                    environment |= _visible(own)
+                    own = own_devices(0, devices_each)
                 ranks.append(_start([*command, str(rank), own], log, environment))
             timed_out = not _wait(ranks, deadline)
         finally:
@@ -136,18 +145,27 @@ def own_devices(rank: int, devices_each: int) -> str:
     return ",".join(str(i % len(jax.local_devices())) for i in own)
 
 
-def environment_of(processes: int, devices_each: int) -> dict[str, str]:
-    """Of each rank."""
+def _visible(gpus: str) -> dict[str, str]:
+    """What has a process see these of the caller's alone."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(seen[int(i)] if any(seen) else i for i in gpus.split(","))}
+
+
+def environment_of(processes: int, devices_each: int, pool: float | None) -> dict[str, str]:
+    """Of each rank. Without a pool most of the GPUs' memory is the caller's."""
     platform = "cuda,cpu" if jax.default_backend() == "gpu" else "cpu"
     shares = processes * devices_each > len(jax.local_devices())
-    return os.environ | {
+    environment = os.environ | {
         "JAX_PLATFORMS": platform,
         "JAX_NUM_CPU_DEVICES": str(devices_each),
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        # Most of the GPUs' memory is the caller's.
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false" if pool is None else "true",
         **({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if shares else {}),
     }
+    if pool is not None:
+        environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # the former name
+        environment["XLA_CLIENT_MEM_FRACTION"] = str(pool)
+    return environment
 
 
 def _start(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -167,6 +167,32 @@ def test_checks() -> None:
     assert missing.measured is None and missing.at_least == 280 and not missing.met
 
 
+def test_benchmark_in_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [
+        "--tokens",
+        "64",
+        "--ranks",
+        "2",
+        "--processes",
+        "pools",
+        "--rows",
+        "cast, 64",
+        "--repeats",
+        "1",
+    ]
+    options += ["--implementations", "plain", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["collectives.py", *options])
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # to be as it was afterwards
+    collectives.main()
+    saved = json.loads((tmp_path / "collectives_pools.json").read_text())
+    assert saved["environment"]["ranks"] == 2 and saved["environment"]["processes"] == "pools"
+    assert saved["environment"]["command"] == f"python -m benchmarks.collectives {' '.join(options)}"
+    assert saved["rows"][0]["implementation"] == "ours in plain lax"
+    assert "ours in plain lax" in capsys.readouterr().out
+
+
 def test_benchmark_of_what_runs_anywhere(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,7 +117,7 @@ def test_ranks_share_gpus_only_where_they_are_too_few(two_gpus: None, tmp_path: 
     assert [own_devices(rank, 1) for rank in range(4)] == ["0", "1", "0", "1"]
     assert [own_devices(rank, 2) for rank in range(2)] == ["0,1", "0,1"]
     for processes, devices_each, shares in ((2, 1, False), (1, 2, False), (3, 1, True), (2, 2, True)):
-        environment = environment_of(processes, devices_each)
+        environment = environment_of(processes, devices_each, pool=None)
         assert environment.get("NCCL_MULTI_RANK_GPU_ENABLE") == ("1" if shares else None)
     with pytest.raises(ValueError, match="cannot have 3 GPUs, for there are 2"):
         launch(print, processes=1, devices_each=3, directory=tmp_path)
