@@ -1,6 +1,6 @@
 """Runs the tests of groups of ranks in as many processes, which share the GPUs that there are.
 
-    python -m tests.share_gpus RANKS [--seconds 1800] [--log PATH] [arguments of pytest]
+    python -m tests.share_gpus RANKS [--pool PART] [--seconds 1800] [--log PATH] [arguments of pytest]
 
 For machines with fewer GPUs than ranks: it shows that results are right, not that they are fast, for a GPU
 turns from one process to the next every few milliseconds (so rather `-k "not soak"`). NCCL allows it from
@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -52,15 +53,22 @@ def run_tests(arguments: Sequence[str], log: Path) -> None:
         raise SystemExit(failed or f"no test takes {jax.device_count()} ranks here")
 
 
-def save(recorded: Path, log: Path, ranks: int) -> None:
-    """Without what was skipped, which is for other numbers of ranks or for one process."""
+def save(recorded: Path, log: Path, **about: Any) -> None:
+    """Without what was skipped, which is for other numbers of ranks or for one process.
+
+    Args:
+        recorded: what the first rank wrote.
+        log: the file to write.
+        about: what else is to be said of the run.
+    """
     if not recorded.exists():
         raise SystemExit("there is nothing to log: see above")
     saved = json.loads(recorded.read_text())
     tests = {name: outcome for name, outcome in saved.pop("tests").items() if outcome != "skipped"}
-    about = {"gpus": len(jax.devices()), "ranks": ranks}
     log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text(json.dumps(saved | about | {"tests": tests}, indent=1) + "\n")
+    log.write_text(
+        json.dumps(saved | {"gpus": len(jax.devices())} | about | {"tests": tests}, indent=1) + "\n"
+    )
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -69,16 +77,17 @@ def main(given: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("ranks", type=int)
+    parser.add_argument("--pool", type=float, help="part of a GPU's memory that a rank takes in advance")
     parser.add_argument("--seconds", type=float, default=1800, help="until all are killed")
     parser.add_argument("--log", type=Path, metavar="PATH", help="where to write which tests passed")
     arguments, others = parser.parse_known_args(given)
     folder = Path(tempfile.mkdtemp(prefix="jaxmagi-ranks-"))
     recorded = folder / "log.json"
-    operands = run_tests, others, recorded
-    logs = launch(*operands, processes=arguments.ranks, directory=folder, timeout=arguments.seconds)
+    options = {"processes": arguments.ranks, "pool": arguments.pool, "timeout": arguments.seconds}
+    logs = launch(run_tests, others, recorded, directory=folder, **options)
     print(logs[0])
     if arguments.log:
-        save(recorded, arguments.log, arguments.ranks)
+        save(recorded, arguments.log, ranks=arguments.ranks, pool=arguments.pool)
     shutil.rmtree(folder)
 
 

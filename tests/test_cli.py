@@ -370,7 +370,9 @@ def test_doctor_judges_gpus(
 ) -> None:
     """On devices that are not there, as the checks of the lowering see them."""
     handlers = {target: {} for target in (_cuda.CAST, _cuda.REDUCE, _cuda.DONE)}
-    module = types.SimpleNamespace(registrations=lambda: handlers, __file__="_cuda.abi3.so")
+    module = types.SimpleNamespace(
+        registrations=lambda: handlers, set_memory_limit=None, __file__="_cuda.abi3.so"
+    )
     monkeypatch.setitem(
         _native._EXTENSIONS,
         "cuda",

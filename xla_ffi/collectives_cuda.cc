@@ -7,15 +7,17 @@
 #include <set>
 #include <tuple>
 
+#include "csrc/collectives/shared_buffers.h"
 #include "xla_ffi/collectives_launch.h"
 
 // The program's stream (XLA's) waits for a transfer at once, or, where it is apart, in another call, the done: what the
 // program has between the two runs beside the transfer. All buffers of the start are operands of the done, so that XLA
 // does not use them for anything else until then.
 //
-// Starts come in three stages: Prepare asks XLA for the group's communicator; Initialize gets to know the peers, which
-// takes an exchange between all ranks the first time; Execute launches. They are not for command buffers: a graph may
-// run branches side by side and in any order, while all ranks have to make their calls in one order.
+// Starts come in three stages: Prepare asks XLA for the group's communicator; Initialize gets to know the peers, and
+// lets them use the buffers, which takes exchanges between all ranks the first time; Execute launches. They are not for
+// command buffers: a graph may run branches side by side and in any order, while all ranks have to make their calls in
+// one order.
 
 namespace jaxmagi {
 namespace {
@@ -97,12 +99,12 @@ std::unique_ptr<Execution> initialize(Kind kind, const CollectivesContext& conte
                             static_cast<uint64_t>(attributes.timeout_ms)};
     const Group group = known_groups().find(attributes, exchange);
     auto execution = std::make_unique<Execution>(group.peers->order, attributes.transfer, program);
-    if (not group_uses_arenas(*group.peers, attributes))
+    if (not group_shares_buffers(*group.peers, attributes))
         return execution;
-    size_t bytes = 0;
+    std::vector<XlaBuffer> shared;
     for (const ffi::AnyBuffer& buffer : shared_side(kind, buffers))
-        bytes += buffer.size_bytes();
-    grow_arena(*group.peers, exchange, bytes);
+        shared.push_back({buffer.untyped_data(), buffer.size_bytes()});
+    share_buffers(*group.peers, exchange, shared);
     return execution;
 }
 

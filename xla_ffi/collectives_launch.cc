@@ -34,7 +34,7 @@ void copy_through_arena(Direction direction, const Launch& launch, const std::ve
     if (not uses_arena(transfer.native, *launch.group.peers))
         return;
     for (size_t i = 0; i < shared.size(); ++i) {
-        void* const in_arena = transfer.arenas[transfer.rank] + (transfer.places[i] & ~kInArena);
+        void* const in_arena = transfer.shared[transfer.rank] + (transfer.places[i] & ~kInShared);
         void* const in_xla = shared[i].untyped_data();
         const bool is_into = direction == Direction::kIntoArena;
         check_cuda(cudaMemcpyAsync(is_into ? in_arena : in_xla, is_into ? in_xla : in_arena, shared[i].size_bytes(),

@@ -1,6 +1,7 @@
 #include "xla_ffi/collectives_transfer.h"
 
 #include <bit>
+#include <utility>
 
 namespace jaxmagi {
 namespace {
@@ -100,24 +101,46 @@ void set_pair_buffers(Transfer& transfer, const Buffers& buffers) {
 void set_peers(Transfer& transfer, const Peers& peers) {
     for (int peer = 0; peer < std::min(peers.size, kMaxRanks); ++peer) {
         transfer.controls[peer] = reinterpret_cast<Control*>(peers.control[peer]);
-        transfer.arenas[peer] = peers.arena[peer];
+        transfer.shared[peer] = peers.shared[peer];
     }
 }
 
+bool crosses_processes(uint64_t native, const Peers& peers) {
+    return std::popcount(native) > 1 and not peers.shares_process;
+}
+
+uint64_t place_for_process(const Transfer& transfer, const ffi::AnyBuffer& buffer, Peers& peers) {
+    check(not transfer.has_native_peers() or is_accessible(peers, buffer.untyped_data()),
+          "the GPUs of this process do not reach each other's memory as XLA's allocator made it: use "
+          "implementation='nccl'");
+    return reinterpret_cast<uint64_t>(buffer.untyped_data());
+}
+
+uint64_t place_in_pool(const ffi::AnyBuffer& buffer, const Peers& peers) {
+    const Pool pool{peers.shared[peers.rank], peers.shared_bytes[peers.rank]};
+    const auto offset = reinterpret_cast<uint64_t>(buffer.untyped_data()) - reinterpret_cast<uint64_t>(pool.begin);
+    if (not pool.contains(buffer.untyped_data(), buffer.size_bytes()))
+        throw std::runtime_error("an array is not in the " + std::to_string(pool.bytes) +
+                                 " bytes of memory that XLA took in advance, which the processes of the group share, "
+                                 "but " + std::to_string(static_cast<int64_t>(offset)) +
+                                 " bytes behind their begin: set XLA_PYTHON_CLIENT_PREALLOCATE=false, or use "
+                                 "implementation='nccl'");
+    return kInShared | offset;
+}
+
 void set_places(Transfer& transfer, const std::vector<ffi::AnyBuffer>& shared, Peers& peers) {
-    const bool in_arena = uses_arena(transfer.native, peers);
-    uint64_t offset = 0;
+    uint64_t in_arena = 0;
     for (int i = 0; i < transfer.num_arrays; ++i) {
-        const void* const address = shared[i].untyped_data();
-        check(in_arena or not transfer.has_native_peers() or is_accessible(peers, address),
-              "the GPUs of this process do not reach each other's memory as XLA's allocator made it: use "
-              "implementation='nccl'");
-        transfer.places[i] = in_arena ? kInArena | offset : reinterpret_cast<uint64_t>(address);
-        offset += static_cast<uint64_t>(bytes_of(shared[i]));
+        if (not crosses_processes(transfer.native, peers))
+            transfer.places[i] = place_for_process(transfer, shared[i], peers);
+        else if (peers.sharing == Sharing::kPools)
+            transfer.places[i] = place_in_pool(shared[i], peers);
+        else
+            transfer.places[i] = kInShared | std::exchange(in_arena, in_arena + shared[i].size_bytes());
     }
-    check(not in_arena or offset <= peers.arena_bytes,
-          "the arena has " + std::to_string(peers.arena_bytes) + " bytes, and the call needs " +
-              std::to_string(offset));
+    if (uses_arena(transfer.native, peers) and in_arena > peers.shared_bytes[peers.rank])
+        throw std::runtime_error("the arena has " + std::to_string(peers.shared_bytes[peers.rank]) +
+                                 " bytes, and the call needs " + std::to_string(in_arena));
 }
 
 }  // namespace
@@ -158,10 +181,10 @@ uint64_t native_ranks(const Peers& peers, const Attributes& attributes) {
 }
 
 bool uses_arena(uint64_t native, const Peers& peers) {
-    return std::popcount(native) > 1 and not peers.shares_process;
+    return crosses_processes(native, peers) and peers.sharing == Sharing::kArenas;
 }
 
-bool group_uses_arenas(const Peers& peers, const Attributes& attributes) {
+bool group_shares_buffers(const Peers& peers, const Attributes& attributes) {
     const auto implementation = static_cast<Implementation>(attributes.implementation);
     return not peers.shares_process and implementation != Implementation::kNccl and attributes.ranks_per_host != 1;
 }

@@ -34,12 +34,12 @@ const std::vector<xla::ffi::AnyBuffer>& shared_side(Kind kind, const Buffers& bu
 // A bit for each rank that the kernels serve; the others are left to NCCL.
 uint64_t native_ranks(const collectives::Peers& peers, const Attributes& attributes);
 
-// Buffers of XLA are known in their own process only: for others, the shared side is in the arena.
+// Whether the shared side travels by arenas, as other processes cannot use XLA's buffers themselves.
 bool uses_arena(uint64_t native, const collectives::Peers& peers);
 
-// Whether any rank of the group may use its arena: the same on all of them, as arenas grow on all or on none. A rank
-// alone on its host has no use for its own.
-bool group_uses_arenas(const collectives::Peers& peers, const Attributes& attributes);
+// Whether any rank of the group may use buffers of another process: the same on all of them, since all ranks share
+// theirs or none does. A rank alone on its host has no use for that.
+bool group_shares_buffers(const collectives::Peers& peers, const Attributes& attributes);
 
 collectives::Transfer to_transfer(Kind kind, const Buffers& buffers, const Attributes& attributes,
                                   collectives::Peers& peers);

@@ -9,6 +9,7 @@
 #include "csrc/attention/sm90/forward.h"
 #include "csrc/attention/sm90/plan.h"
 #include "csrc/collectives/peers.h"
+#include "csrc/collectives/shared_buffers.h"
 #include "sources.h"
 #include "xla_ffi/attention_cuda.h"
 #include "xla_ffi/collectives_cuda.h"
@@ -102,4 +103,8 @@ NB_MODULE(_cuda, m) {
           nb::arg("row_bytes"), "Workspace of a group collective for pairs of ranks over NCCL, a multiple of 16.");
     m.def("finalize_collectives", jaxmagi::collectives::finalize, nb::call_guard<nb::gil_scoped_release>(),
           "Frees what the group collectives keep on the devices.");
+    m.def("set_memory_limit", jaxmagi::collectives::set_memory_limit, nb::arg("ordinal"), nb::arg("bytes"),
+          "Tells how much memory XLA's allocator may take of a device of this process; 0 if that is not known.");
+    m.def("arena_bytes", jaxmagi::collectives::arena_bytes,
+          "Device memory of this process that rows to and from other processes are copied through, beside XLA's.");
 }

@@ -5,12 +5,12 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <type_traits>
 #include <utility>
 
+#include "csrc/collectives/gather.h"
 #include "csrc/collectives/identity.h"
+#include "csrc/collectives/shared_buffers.h"
 #include "csrc/collectives/shared_memory.h"
-#include "csrc/collectives/watchdog.h"
 #include "csrc/common/check_cuda.h"
 #include "csrc/common/math.h"
 
@@ -21,42 +21,11 @@
 namespace jaxmagi::collectives {
 namespace {
 
-// --- exchanges between the hosts, through device memory ---
-
-constexpr size_t kLargestRecord = 256, kScratchBytes = (kMaxRanks + 1) * kLargestRecord;
-
-// What each rank has. The host waits for the stream before it copies to pageable memory, since a copy that has to wait
-// may keep other threads from the device.
-template <typename Record>
-std::vector<Record> gather(const Peers& peers, const Exchange& exchange, const Record& own) {
-    static_assert(std::is_trivially_copyable_v<Record> and sizeof(Record) <= kLargestRecord);
-    Record* const all = reinterpret_cast<Record*>(peers.scratch);
-    std::vector<Record> records(peers.size);
-    check_cuda(cudaMemcpyAsync(all + peers.size, &own, sizeof own, cudaMemcpyHostToDevice, exchange.stream),
-               "copying a record to the device");
-    watch(exchange.stream, exchange.timeout_ms, peers.who(), "brought the ranks of a group together",
-          [&] { nccl::all_gather(all + peers.size, all, sizeof own, exchange.communicator, exchange.stream); });
-    check_cuda(cudaStreamSynchronize(exchange.stream), "gathering the ranks' records");
-    check_cuda(cudaMemcpyAsync(records.data(), all, peers.size * sizeof own, cudaMemcpyDeviceToHost, exchange.stream),
-               "copying the ranks' records to the host");
-    check_cuda(cudaStreamSynchronize(exchange.stream), "copying the ranks' records to the host");
-    return records;
-}
-
-void wait_for_all(const Peers& peers, const Exchange& exchange) {
-    gather(peers, exchange, char{});
-}
-
 // --- connecting ---
 
 struct Introduction {
     Identity identity;
     SharedMemory control;
-};
-
-// Which ranks' memory a rank can use.
-struct View {
-    bool has_opened[kMaxRanks];
 };
 
 void allocate_control(Peers& peers, cudaStream_t stream, size_t control_bytes) {
@@ -90,9 +59,8 @@ View open_controls(Peers& peers, const Identity& own, const std::vector<Introduc
     return view;
 }
 
-// Of another rank, in `control` or `arena`.
-void close(const Peers& peers, int peer, char*& pointer) {
-    char* const opened = std::exchange(pointer, nullptr);
+void close_control(Peers& peers, int peer) {
+    char* const opened = std::exchange(peers.control[peer], nullptr);
     if (opened != nullptr and not peers.is_same_process[peer])
         close_shared(opened);
 }
@@ -106,7 +74,7 @@ void agree(Peers& peers, const std::vector<Introduction>& introductions, const s
     for (int peer = 0; peer < peers.size; ++peer) {
         peers.is_reachable[peer] = reach(peers.rank, peer);
         if (not peers.is_reachable[peer])
-            close(peers, peer, peers.control[peer]);
+            close_control(peers, peer);
     }
 }
 
@@ -142,65 +110,18 @@ Registry& registry() {
     return *registry;
 }
 
-// --- arenas ---
-
-void close_arenas(Peers& peers) {
-    peers.arena_bytes = 0;
-    for (int peer = 0; peer < peers.size; ++peer)
-        if (peer != peers.rank)
-            close(peers, peer, peers.arena[peer]);
-}
-
-// Frees the own arena, which no other rank has open, or puts it aside where others of the group are in this process.
-void release_arena(Peers& peers) {
-    char* const arena = std::exchange(peers.arena[peers.rank], nullptr);
-    if (std::count(peers.is_same_process, peers.is_same_process + peers.size, true) == 1)
-        check_cuda(cudaFree(arena), "freeing an arena");
-    else if (arena != nullptr)
-        peers.retired.push_back(arena);
-}
-
-// Throws on all ranks alike.
-void check_allocated(const std::vector<SharedMemory>& arenas, size_t bytes) {
-    const auto failed = std::ranges::find(arenas, nullptr, &SharedMemory::pointer);
-    if (failed != arenas.end())
-        throw std::runtime_error("rank " + std::to_string(failed - arenas.begin()) + " of the group has no " +
-                                 std::to_string(bytes) +
-                                 " bytes of device memory left for its arena, beside JAX's own pool (which "
-                                 "XLA_PYTHON_CLIENT_MEM_FRACTION sizes)");
-}
-
-View open_arenas(Peers& peers, const std::vector<SharedMemory>& arenas) {
-    View view{};
-    for (int peer = 0; peer < peers.size; ++peer) {
-        if (peer != peers.rank and peers.is_reachable[peer])
-            peers.arena[peer] = peers.is_same_process[peer] ? arenas[peer].pointer : open_shared(arenas[peer]);
-        view.has_opened[peer] = peers.arena[peer] != nullptr or not peers.is_reachable[peer];
-    }
-    return view;
-}
-
-// Throws on all ranks alike.
-void check_opened(const Peers& peers, const std::vector<View>& views) {
-    for (int rank = 0; rank < peers.size; ++rank)
-        for (int peer = 0; peer < peers.size; ++peer)
-            if (not views[rank].has_opened[peer])
-                throw std::runtime_error("rank " + std::to_string(rank) + " of the group could not open the arena of " +
-                                         "rank " + std::to_string(peer));
-}
-
 // --- the end ---
 
 void disconnect(Peers& peers) {
     check_cuda(cudaDeviceSynchronize(), "waiting for the device");
-    close_arenas(peers);
+    stop_sharing(peers);
     for (int peer = 0; peer < peers.size; ++peer)
         if (peer != peers.rank)
-            close(peers, peer, peers.control[peer]);
+            close_control(peers, peer);
 }
 
 void free_all(Peers& peers) {
-    peers.retired.insert(peers.retired.end(), {peers.arena[peers.rank], peers.control[peers.rank]});
+    peers.retired.push_back(peers.control[peers.rank]);
     for (char* const memory : peers.retired)
         check_cuda(cudaFree(memory), "freeing the memory of the collectives");
     peers.order.destroy();
@@ -233,22 +154,6 @@ Peers& peers_of(int ordinal, const Exchange& exchange, size_t control_bytes) {
     return *known.entries.emplace(key, std::move(peers)).first->second;
 }
 
-void grow_arena(Peers& peers, const Exchange& exchange, size_t bytes) {
-    if (peers.shares_process or bytes <= peers.arena_bytes)
-        return;
-    check_cuda(cudaDeviceSynchronize(), "waiting for the device");
-    wait_for_all(peers, exchange);  // now no kernel of any rank uses an arena,
-    close_arenas(peers);
-    wait_for_all(peers, exchange);  // and nobody else has this rank's open
-    release_arena(peers);
-    peers.arena[peers.rank] = allocate_shared(bytes);
-    const auto arenas = gather(peers, exchange, describe(peers.arena[peers.rank]));
-    check_allocated(arenas, bytes);
-    const View view = open_arenas(peers, arenas);
-    check_opened(peers, gather(peers, exchange, view));
-    peers.arena_bytes = bytes;
-}
-
 bool is_accessible(Peers& peers, const void* xla_buffer) {
     if (peers.accessible.contains(xla_buffer))
         return true;
@@ -258,6 +163,15 @@ bool is_accessible(Peers& peers, const void* xla_buffer) {
             return false;
     peers.accessible.insert(xla_buffer);
     return true;
+}
+
+size_t arena_bytes() {
+    const std::lock_guard lock(registry().mutex);
+    size_t bytes = 0;
+    for (const auto& [key, peers] : registry().entries)
+        if (peers->sharing == Sharing::kArenas)
+            bytes += peers->shared_bytes[peers->rank];
+    return bytes;
 }
 
 void finalize() {

@@ -4,18 +4,24 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <unordered_set>
 #include <vector>
 
 #include "csrc/collectives/nccl.h"
 #include "csrc/collectives/transfer_order.h"
+#include "csrc/collectives/xla_pool.h"
 
 // The memory of other ranks that a rank's kernels load from and store to.
 
 namespace jaxmagi::collectives {
 
 constexpr int kMaxRanks = 64;  // of a group that the native kernels serve
+
+// How ranks use XLA's buffers of other processes: mapped, with the pools that they are in; or copied through arenas, if
+// any rank has no such pool. Undecided until the first call that needs it.
+enum class Sharing { kUndecided, kPools, kArenas };
 
 // What a rank knows of its group, ranks being those of the communicator. In a larger group than kMaxRanks no rank is
 // reachable, not even the own one.
@@ -26,8 +32,10 @@ struct Peers {
     bool shares_process;              // in the whole group reachable ranks share a process; the same on all ranks
     int ordinals[kMaxRanks];          // of their devices, as this process numbers them; -1 in another process
     char* control[kMaxRanks];         // control blocks, as this device addresses them; null where unreachable
-    char* arena[kMaxRanks];           // staging arenas likewise; all null until the first growth
-    size_t arena_bytes;
+    Sharing sharing;                  // the same on all ranks
+    char* shared[kMaxRanks];          // what each shares with other processes, likewise; all null if nothing is
+    size_t shared_bytes[kMaxRanks];
+    std::map<int, MappedPool> pools;  // of ranks in other processes
     TransferOrder order;  // of all calls of the group: they take turns, whoever makes them
 
     char* scratch;                               // of exchanges between the hosts, behind the own control block
@@ -53,15 +61,13 @@ struct Exchange {
 // of an old one, so `finalize` comes before.
 Peers& peers_of(int ordinal, const Exchange& exchange, size_t control_bytes);
 
-// Makes all arenas of the group at least so large, with undefined contents; does nothing where `shares_process` holds
-// (there, kernels address the buffers themselves) or they are. Collective and blocking like `peers_of`, with the same
-// `bytes` on all ranks. Throws on all ranks where one has too little memory or access; `arena_bytes` is 0 then.
-void grow_arena(Peers& peers, const Exchange& exchange, size_t bytes);
-
 // Whether all reachable ranks in this process can use a buffer of this rank. False for memory that is not of CUDA's
 // virtual memory management, of which nothing is known. The driver is asked once for each address: XLA's pool, which
 // all buffers are in, keeps its memory.
 bool is_accessible(Peers& peers, const void* xla_buffer);
+
+// What all arenas in use have in this process, beside XLA's pools.
+size_t arena_bytes();
 
 // Frees everything of this process; later calls start anew. To be called on all processes, after their last collective
 // call has ended and before the next begins.

@@ -44,7 +44,7 @@ __device__ inline void wait_for(const Transfer& transfer, const uint32_t* flag, 
 }
 
 __device__ __forceinline__ uint64_t address_of(const Transfer& transfer, uint64_t place, int peer) {
-    return place & kInArena ? reinterpret_cast<uint64_t>(transfer.arenas[peer]) + (place & ~kInArena) : place;
+    return place & kInShared ? reinterpret_cast<uint64_t>(transfer.shared[peer]) + (place & ~kInShared) : place;
 }
 
 __device__ inline void tell_peers(const Transfer& transfer, uint32_t epoch) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "csrc/collectives/driver_function.h"
 #include "csrc/common/check_cuda.h"
 #include "csrc/common/math.h"
 
@@ -15,20 +16,6 @@ bool succeeds(cudaError_t error) {
     if (error != cudaSuccess)
         cudaGetLastError();
     return error == cudaSuccess;
-}
-
-using GetAccess = decltype(&cuMemGetAccess);
-
-// From the runtime, so that the module needs no link to the driver's library.
-GetAccess find_get_access() {
-    constexpr unsigned kFirstVersion = 12000;
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult status;
-    check_cuda(cudaGetDriverEntryPointByVersion("cuMemGetAccess", &found, kFirstVersion, cudaEnableDefault, &status),
-               "finding cuMemGetAccess");
-    if (status != cudaDriverEntryPointSuccess)
-        throw std::runtime_error("the driver has no cuMemGetAccess");
-    return reinterpret_cast<GetAccess>(found);
 }
 
 }  // namespace
@@ -66,7 +53,7 @@ bool enable_access(int ordinal, int other_ordinal) {
 }
 
 bool can_access(int ordinal, const void* buffer) {
-    static const GetAccess get_access = find_get_access();
+    static auto* const get_access = driver_function<decltype(cuMemGetAccess)>("cuMemGetAccess");
     const CUmemLocation device{.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = ordinal};
     unsigned long long flags = 0;
     return get_access(&flags, &device, reinterpret_cast<CUdeviceptr>(buffer)) == CUDA_SUCCESS and

@@ -56,7 +56,7 @@ struct Transfer {
     uint64_t call;                // the same on all ranks if they make the same call
     uint64_t places[kMaxArrays];  // where the peers find this rank's side of the arrays
     Control* controls[kMaxRanks];
-    char* arenas[kMaxRanks];
+    char* shared[kMaxRanks];  // see `Peers`
     uint64_t timeout_ns;
     int num_sms;
 
@@ -71,9 +71,9 @@ struct Transfer {
     JAXMAGI_HOST_DEVICE bool has_native_peers() const { return (native & ~(uint64_t{1} << rank)) != 0; }
 };
 
-// A place is an address that means the same to all who reach it, or one in the arena of the rank that tells it, which
-// every peer sees at an address of its own.
-constexpr uint64_t kInArena = uint64_t{1} << 63;
+// A place is an address that means the same to all who reach it, or one in what the rank that tells it shares with
+// other processes, which every peer sees at an address of its own.
+constexpr uint64_t kInShared = uint64_t{1} << 63;
 
 // Rows to the native peers, and into `outgoing` for the others, and zeros to the output rows that nobody sends. It ends
 // when no native peer stores here any more. `begun`, unless it is null, is recorded when all of the kernel has begun to

@@ -11,6 +11,7 @@ from jax.interpreters import mlir
 
 from .._refusal import refusal
 from ._groups import replica_groups
+from ._process import tell_memory_limits
 from ._route import Route
 
 type _Function = Callable[..., Sequence[jax.Array]]
@@ -53,6 +54,7 @@ def _cuda_rule(function: _Function, misfit: _Misfit, otherwise: _Rule) -> _Rule:
         fits = misfit(ctx.avals_in, cp_size=groups.shape[1], **params) is None
         if route.implementation == "xla" or not fits:
             return otherwise(ctx, *operands, route=route, **params)
+        tell_memory_limits()  # this process is likely to run the program
         # Functions to be lowered do not see the context.
         on_groups = functools.partial(function, groups=groups)
         lower = mlir.lower_fun(on_groups, multiple_results=True)

@@ -37,7 +37,8 @@ def platform_misfit() -> str | None:
     """Why the custom calls cannot run here, whatever the operands; None if they can."""
     if misfit := _hopper.platform_misfit():
         return misfit
-    if all(_native.has_handler(target, "cuda") for target in (CAST, REDUCE, DONE)):
+    has_handlers = all(_native.has_handler(target, "cuda") for target in (CAST, REDUCE, DONE))
+    if has_handlers and hasattr(_native.extension("cuda"), "set_memory_limit"):
         return None
     return "the compiled extension jaxmagi._cuda is older than these sources: build jaxmagi again"
 

@@ -2,6 +2,8 @@
 
 import math
 
+import jax
+
 from .. import _native
 
 _LONGEST = 10**6  # seconds, more than eleven days
@@ -32,11 +34,29 @@ def timeout_ms() -> int:
     return _timeout_ms
 
 
-def finalize() -> None:
-    """Frees the memory that collectives on GPUs keep between calls.
+def tell_memory_limits() -> None:
+    """Tells the compiled collectives how much memory JAX's allocator may take of each GPU of this process.
 
-    Call it on every process, when nothing that uses them runs any more. It does nothing where jaxmagi was
-    built without CUDA.
+    By that they know JAX's memory pool, which processes of one host share; where a program was lowered by
+    another process (`jax.export`), they do not, and rows are copied. It does nothing where there are no GPUs:
+    a program may be compiled for others.
+    """
+    compiled = _native.extension("cuda")
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return
+    if compiled is not None:
+        for device in devices:
+            limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+            compiled.set_memory_limit(device.local_hardware_id, limit)
+
+
+def finalize() -> None:
+    """Frees the memory that collectives on GPUs keep between calls, and lets go of other processes' memory.
+
+    Call it on every process, when nothing that uses them runs any more, and before JAX's backends are
+    cleared. It does nothing where jaxmagi was built without CUDA.
     """
     compiled = _native.extension("cuda")
     if compiled is not None:

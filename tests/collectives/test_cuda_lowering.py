@@ -34,6 +34,7 @@ def workspaces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     stand_in = types.SimpleNamespace(
         registrations=lambda: {_cuda.CAST: {}, _cuda.REDUCE: {}, _cuda.DONE: {}},
         pair_buffer_bytes=pair_buffer_bytes,
+        set_memory_limit=lambda ordinal, limit: None,
     )
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", stand_in)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(_hopper, "local_gpus", lambda: ())
@@ -319,12 +320,15 @@ def test_arrays_sharded_over_explicit_axes() -> None:
 
 
 def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers = {_cuda.CAST: {}, _cuda.REDUCE: {}, _cuda.DONE: {}}
+    fewer = {_cuda.CAST: {}, _cuda.REDUCE: {}}
     for extension, message in (
         (None, "jaxmagi was built without CUDA"),
         (
-            types.SimpleNamespace(registrations=lambda: {_cuda.CAST: {}, _cuda.REDUCE: {}}),
+            types.SimpleNamespace(registrations=lambda: fewer, set_memory_limit=None),
             "older than these sources",
         ),
+        (types.SimpleNamespace(registrations=lambda: handlers), "older than these sources"),
     ):
         monkeypatch.setitem(_native._EXTENSIONS, "cuda", extension)  # pyright: ignore[reportArgumentType]
         assert not custom_calls(text_of(cast, array(ROWS, 4)))

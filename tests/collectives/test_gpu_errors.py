@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxmagi import GroupCastSpec, collectives
+from jaxmagi import GroupCastSpec, _native, collectives
 
 from ..launcher import Launch, RankFailed
 from .groups import Group, Implementation, require_devices, require_processes
 from .harness import AXIS
-from .routes import INPUT_ROWS, random_transfer
+from .routes import INPUT_ROWS, make_transfer, random_transfer
 
 pytestmark = pytest.mark.gpu
 
@@ -134,6 +134,22 @@ def stay_away(implementation: Implementation, width: int) -> None:
     run_in_time(run, group.shard(second), spec)
 
 
+def outgrow_the_pool() -> None:
+    """XLA's memory, of which it takes more as it goes, is taken for one pool of a gigabyte."""
+    collectives.set_timeout(SECONDS)
+    group = Group("native", jax.device_count())
+    rows, width = 2**18, 1024
+    spec = make_transfer(np.random.default_rng(0), [[rows]] * 2, [[[1]], [[0]]]).spec
+    run, x = cast_program(group), group.shard(np.ones((2, rows, width), np.float32))
+    spec = group.shard(spec)
+    run = run.lower(x, spec).compile()
+    extension = _native.extension("cuda")
+    assert extension
+    extension.set_memory_limit(jax.local_devices()[0].local_hardware_id, 2**30)
+    kept = [jax.block_until_ready(run(x, spec)) for _ in range(4)]
+    assert all(array.shape == x.shape for array in kept)
+
+
 def reach_beyond_the_host() -> None:
     """By NVLink to a rank of another host."""
     group = Group("native", jax.device_count(), ranks_per_host=1)
@@ -167,6 +183,12 @@ def test_rank_that_never_comes(implementation: Implementation, width: int, launc
     require_processes(2)
     with pytest.raises(RankFailed, match=ABSENCE if width == 8 else NOT_TOGETHER):
         launch(stay_away, implementation, width, processes=2, timeout=90)
+
+
+def test_memory_outside_of_the_pool(launch: Launch) -> None:
+    require_processes(2)
+    with pytest.raises(RankFailed, match=r"not in the \d+ bytes of memory that XLA took in advance"):
+        launch(outgrow_the_pool, processes=2, timeout=90)
 
 
 def test_native_across_hosts(launch: Launch) -> None:

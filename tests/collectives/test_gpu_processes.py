@@ -1,9 +1,14 @@
 """The collectives between processes, one GPU each; and on the CPU."""
 
+from types import ModuleType
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+
+import jaxmagi
+from jaxmagi import _native
 
 from ..launcher import Launch
 from .groups import Group, Implementation, assert_equal, require_devices, require_processes
@@ -13,23 +18,42 @@ from .test_gpu_patterns import check_patterns
 from .test_gpu_soak import CALLS, check_soak
 from .test_gpu_transforms import check_scan_and_remat, check_transposes, check_vmap
 
+POOLS = (None, 0.05)  # memory as it goes, through arenas; and in advance, which processes share
+
 
 def everyone(implementation: Implementation, ranks_per_host: int | None = None) -> Group:
-    """A group of all ranks, of which this process has one."""
-    assert jax.process_count() == jax.device_count()
+    """A group of all ranks, of which this process has some."""
+    assert jax.process_count() > 1
     return Group(implementation, jax.device_count(), ranks_per_host=ranks_per_host)
 
 
-def check_cast(implementation: Implementation) -> None:
-    """Against the simulation."""
+def compiled() -> ModuleType:
+    extension = _native.extension("cuda")
+    assert extension
+    return extension
+
+
+def check_first_cast(implementation: Implementation, without_pool: int | None) -> None:
+    """Against the simulation; one process, if any, does not know the memory of its GPU as a pool."""
     group = everyone(implementation)
     rng = np.random.default_rng(0)
     transfer, x = random_transfer(rng, group.size), normal(rng, group.size, INPUT_ROWS, 3)
+    operands = group.shard(x), group.replicate(transfer.spec)
     run = group.program(lambda x, spec: group.cast(x[0], spec)[None], (P(AXIS), P()))
-    assert_equal(run(group.shard(x), group.replicate(transfer.spec)), transfer.cast(x))
+    run = run.lower(*operands).compile()  # which tells the limits of memory; the call does no more
+    if jax.process_index() == without_pool:
+        compiled().set_memory_limit(jax.local_devices()[0].local_hardware_id, 0)
+    assert_equal(run(*operands), transfer.cast(x))
 
 
-def check_all() -> None:
+def check_mixed() -> None:
+    """Where one process has no pool, all use arenas."""
+    check_first_cast("native", without_pool=1)
+    assert compiled().arena_bytes() > 0
+
+
+def check_all(has_pool: bool) -> None:
+    """In every kind of group; and anew after the end. Where pools are shared, no row is copied."""
     size = jax.device_count()
     hosts = sorted({size // 2, size - 1})  # equal ones, and with one rank alone
     groups = [everyone("native"), everyone("nccl"), *(everyone(None, ranks_per_host=n) for n in hosts)]
@@ -39,6 +63,12 @@ def check_all() -> None:
     for group in groups[:2]:
         check_vmap(group)
         check_scan_and_remat(group)
+    about = jax.__version__, [device.memory_stats() for device in jax.local_devices()]
+    assert (compiled().arena_bytes() == 0) == has_pool, about
+    jaxmagi.finalize()
+    assert compiled().arena_bytes() == 0
+    check_first_cast("native", without_pool=None)
+    assert (compiled().arena_bytes() == 0) == has_pool, about
 
 
 def soak(implementation: Implementation) -> None:
@@ -46,19 +76,36 @@ def soak(implementation: Implementation) -> None:
 
 
 def test_two_processes_on_the_cpu(launch: Launch) -> None:
-    launch(check_cast, "xla", processes=2)
+    launch(check_first_cast, "xla", None, processes=2, devices_each=2)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [2, 4])
-def test_processes(size: int, launch: Launch) -> None:
-    require_processes(size)
-    launch(check_all, processes=size, timeout=200)
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize(("processes", "devices_each"), [(2, 1), (4, 1), (2, 2)])
+def test_processes(processes: int, devices_each: int, pool: float | None, launch: Launch) -> None:
+    require_processes(processes, devices_each)
+    options = {"processes": processes, "devices_each": devices_each, "pool": pool}
+    launch(check_all, pool is not None, **options, timeout=200)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["native", "nccl"])
-def test_soak_of_processes(implementation: Implementation, launch: Launch) -> None:
+@pytest.mark.parametrize("pool", POOLS)
+def test_processes_that_see_their_own_gpus_only(pool: float | None, launch: Launch) -> None:
+    require_processes(2)
+    launch(check_first_cast, "native", None, processes=2, pool=pool, sees_all=False, timeout=90)
+
+
+@pytest.mark.gpu
+def test_process_without_a_pool(launch: Launch) -> None:
+    require_processes(2)
+    launch(check_mixed, processes=2, pool=POOLS[1], timeout=90)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("implementation", "pool"), [("native", POOLS[0]), ("native", POOLS[1]), ("nccl", POOLS[0])]
+)
+def test_soak_of_processes(implementation: Implementation, pool: float | None, launch: Launch) -> None:
     """Of as many as there are GPUs for, four at most."""
     require_devices(2)
-    launch(soak, implementation, processes=4 if len(jax.devices()) >= 4 else 2, timeout=120)
+    launch(soak, implementation, processes=4 if len(jax.devices()) >= 4 else 2, pool=pool, timeout=120)

@@ -6,6 +6,7 @@ import sys
 import types
 from collections.abc import Iterator
 
+import jax
 import pytest
 
 import jaxmagi
@@ -42,6 +43,24 @@ def test_finalize(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == ["finalize"]
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", None)
     jaxmagi.finalize()
+
+
+def test_memory_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of allocators that have one; and where there is no GPU, or no compiled code, nothing is told."""
+    limits: dict[int, int] = {}
+    gpus = [
+        types.SimpleNamespace(local_hardware_id=number, memory_stats=lambda stats=stats: stats)
+        for number, stats in ((2, {"bytes_limit": 99}), (3, {}), (5, None))
+    ]
+    compiled = types.SimpleNamespace(set_memory_limit=limits.__setitem__)
+    monkeypatch.setitem(_native._EXTENSIONS, "cuda", compiled)  # pyright: ignore[reportArgumentType]
+    _process.tell_memory_limits()
+    assert not limits
+    monkeypatch.setattr(jax, "local_devices", lambda backend: gpus if backend == "cuda" else [])
+    _process.tell_memory_limits()
+    assert limits == {2: 99, 3: 0, 5: 0}
+    monkeypatch.setitem(_native._EXTENSIONS, "cuda", None)
+    _process.tell_memory_limits()
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "1"), ("0", "0")])

@@ -32,6 +32,7 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> None:
         backward_tile=lambda dim, v_dim: (64, 128),
         plan_workspace_words=lambda *sizes: 77,
         backward_workspace_bytes=lambda *sizes: 16 * 99,
+        set_memory_limit=lambda ordinal, limit: None,
     )
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", stand_in)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(_hopper, "local_gpus", lambda: ())

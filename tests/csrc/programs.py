@@ -1,4 +1,4 @@
-"""Programs of their own, compiled by nvcc where the tests run."""
+"""Programs of their own, compiled where the tests run."""
 
 import shutil
 import subprocess
@@ -28,6 +28,16 @@ def build(program: str, sources: list[str], folder: Path) -> Path:
     succeed(sys.executable, SOURCES / "common" / "sm90" / "generate_wgmma.py", folder / "wgmma_shapes.inc")
     files = [HERE / f"{program}.cu", *(SOURCES / source for source in sources)]
     succeed(nvcc, *FLAGS, f"-I{ROOT}", f"-I{folder}", *files, "-o", folder / program)
+    return folder / program
+
+
+def build_for_host(program: str, sources: list[str], folder: Path) -> Path:
+    """Compiles a .cc of this folder with these files of csrc/, without CUDA, or skips the test."""
+    compiler = shutil.which("c++")
+    if compiler is None or not SOURCES.exists():
+        pytest.skip(f"c++: {compiler}, sources in {SOURCES}: {SOURCES.exists()}")
+    files = [HERE / f"{program}.cc", *(SOURCES / source for source in sources)]
+    succeed(compiler, "-std=c++20", "-O1", f"-I{ROOT}", *files, "-o", folder / program)
     return folder / program
 
 
