@@ -205,6 +205,8 @@ def test_start_alone_in_a_program(rng: np.random.Generator) -> None:
 def test_program_that_fails_between_the_halves(rng: np.random.Generator) -> None:
     """Others get the memory that its transfer writes, and come after that, also if they have no transfers."""
     require_devices(2)
+    if jax.process_count() > 1:
+        pytest.skip("after a callback that fails, JAX aborts a process at its end")
     group = Group("native", 2, num_sms=1)  # so that a gigabyte takes 25 ms
     shape = (2**18, 1024)
     spec = transfer_by_splits(rng, [[shape[0]], [shape[0]]], [[[1]], [[0]]]).spec
