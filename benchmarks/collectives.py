@@ -54,6 +54,7 @@ from benchmarks._processes import run_in_processes
 from benchmarks._requirements import Check, check, show_checks
 from benchmarks._rows import Failure
 from benchmarks._transfers import DIM, KV_HEADS, Transfer, transfers
+from jaxmagi import _native
 from jaxmagi.calibration._chain import AXIS, chain, mesh_of
 from jaxmagi.calibration._timing import DeviceWork, Timing, time_on_device
 
@@ -183,6 +184,16 @@ def checks(rows: Iterable[Row | Failure]) -> list[Check]:
     return [one for one in made if (one.workload, one.direction) in measured]
 
 
+def check_sharing(processes: str | None, rows: Iterable[Row | Failure]) -> None:
+    """Stops the benchmark where kernels that have run did not share memory as it says."""
+    compiled = _native.extension("cuda")
+    has_run = any(isinstance(row, Row) and row.implementation.startswith("native") for row in rows)
+    if not has_run or compiled is None or processes is None or jax.default_backend() != "gpu":
+        return
+    if (compiled.arena_bytes() > 0) != (processes == "arenas"):
+        raise SystemExit(f"asked for {processes}, and arenas have {compiled.arena_bytes()} bytes")
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Measures what the patterns select; saves after each row, so that a run cut short leaves something."""
     start = time.perf_counter()
@@ -199,6 +210,7 @@ def run(arguments: argparse.Namespace) -> None:
             if not re.search(arguments.rows, f"{direction}, {transfer.name}"):
                 continue
             measured = measure(transfer, direction, mesh, arguments.implementations, arguments.repeats)
+            check_sharing(arguments.processes, measured)
             show(measured)
             results += measured
             print(f"[{time.perf_counter() - start:.0f} s]", flush=True)

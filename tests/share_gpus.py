@@ -21,6 +21,7 @@ import jax
 import pytest
 
 from benchmarks import gpu_log
+from jaxmagi import _native
 
 from .launcher import launch
 
@@ -32,25 +33,29 @@ OPTIONS = (
 )
 
 
-class Passed:
-    """A plugin of pytest that counts the tests that passed."""
+class Seen:
+    """A plugin of pytest that counts the tests that passed, and notes the most that arenas had."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.passed = self.arena_bytes = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.count += report.when == "call" and report.passed
+        self.passed += report.when == "call" and report.passed
+        compiled = _native.extension("cuda")
+        self.arena_bytes = max(self.arena_bytes, compiled.arena_bytes() if compiled else 0)
 
 
 def run_tests(arguments: Sequence[str], log: Path) -> None:
     """In one rank; the first one writes the log."""
     for name in [name for name in os.environ if name.startswith("PYTEST_")]:
         del os.environ[name]  # of another run that this may be part of
-    passed = Passed()
+    seen = Seen()
     recorder = [gpu_log.Recorder(log)] if jax.process_index() == 0 else []
-    failed = pytest.main([*OPTIONS, *arguments], plugins=[passed, *recorder])
-    if failed or passed.count == 0:
+    failed = pytest.main([*OPTIONS, *arguments], plugins=[seen, *recorder])
+    if failed or seen.passed == 0:
         raise SystemExit(failed or f"no test takes {jax.device_count()} ranks here")
+    if recorder and log.exists():
+        log.write_text(json.dumps({"arena_bytes": seen.arena_bytes} | json.loads(log.read_text())))
 
 
 def save(recorded: Path, log: Path, **about: Any) -> None:

@@ -4,7 +4,7 @@ import math
 
 import jax
 
-from .. import _native
+from .. import _hopper, _native
 
 _LONGEST = 10**6  # seconds, more than eleven days
 _timeout_ms = 300_000
@@ -38,18 +38,15 @@ def tell_memory_limits() -> None:
     """Tells the compiled collectives how much memory JAX's allocator may take of each GPU of this process.
 
     By that they know JAX's memory pool, which processes of one host share; where a program was lowered by
-    another process (`jax.export`), they do not, and rows are copied. It does nothing where there are no GPUs:
-    a program may be compiled for others.
+    another process (`jax.export`), they do not, and rows are copied. It does nothing in a program of one
+    process, and where there are no GPUs: a program may be compiled for others.
     """
     compiled = _native.extension("cuda")
-    try:
-        devices = jax.local_devices(backend="cuda")
-    except RuntimeError:
+    if compiled is None or jax.process_count() == 1:
         return
-    if compiled is not None:
-        for device in devices:
-            limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-            compiled.set_memory_limit(device.local_hardware_id, limit)
+    for gpu in _hopper.local_gpus():
+        limit = (gpu.memory_stats() or {}).get("bytes_limit", 0)
+        compiled.set_memory_limit(gpu.local_hardware_id, limit)
 
 
 def finalize() -> None:

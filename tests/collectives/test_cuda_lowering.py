@@ -344,6 +344,19 @@ def test_on_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         text_of(cast, array(ROWS, 4), implementation="native")
 
 
+def test_memory_limits_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a program of several processes."""
+    limits: dict[int, int] = {}
+    monkeypatch.setattr(_native.extension("cuda"), "set_memory_limit", limits.__setitem__)
+    gpu = types.SimpleNamespace(
+        compute_capability="9.0", local_hardware_id=3, memory_stats=lambda: {"bytes_limit": 99}
+    )
+    monkeypatch.setattr(_hopper, "local_gpus", lambda: [gpu])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    the_call(text_of(reduce, array(OUTPUT_ROWS, 4)), _cuda.REDUCE)
+    assert limits == {3: 99}
+
+
 @pytest.mark.parametrize("implementation", ["native", "nccl"])
 def test_on_the_cpu(implementation: Any) -> None:
     mapped = jax.shard_map(

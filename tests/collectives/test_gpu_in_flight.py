@@ -16,16 +16,14 @@ from .groups import SEVERAL, Group, assert_close, assert_equal, on_groups, requi
 from .harness import AXIS, normal
 from .routes import INPUT_ROWS, make_transfer as transfer_by_splits, random_transfer
 
+WIDTH = 64
+ROTATION, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)))
 GROUPS = [*SEVERAL, Group("native", 1), Group(None, 2, ranks_per_host=1), Group("native", 4, num_sms=132)]
 
 
 def transfer_of(group: Group, spec: Any) -> Any:
     """A rank's view of a spec, to be made as the group does."""
     return make_transfer(spec, AXIS, group.implementation, group.num_sms, group.ranks_per_host)
-
-
-WIDTH = 64
-ROTATION, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(WIDTH, WIDTH)))
 
 
 def beside(work: jax.Array, flights: list[Flight]) -> tuple[jax.Array, list[Flight]]:

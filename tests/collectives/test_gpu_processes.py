@@ -46,14 +46,25 @@ def check_first_cast(implementation: Implementation, without_pool: int | None) -
     assert_equal(run(*operands), transfer.cast(x))
 
 
+def check_sharing(has_pool: bool) -> None:
+    """Where pools are shared, no row is copied through an arena."""
+    about = jax.__version__, [device.memory_stats() for device in jax.local_devices()]
+    assert (compiled().arena_bytes() == 0) == has_pool, about
+
+
+def check_cast_and_sharing(has_pool: bool) -> None:
+    check_first_cast("native", without_pool=None)
+    check_sharing(has_pool)
+
+
 def check_mixed() -> None:
     """Where one process has no pool, all use arenas."""
     check_first_cast("native", without_pool=1)
-    assert compiled().arena_bytes() > 0
+    check_sharing(has_pool=False)
 
 
 def check_all(has_pool: bool) -> None:
-    """In every kind of group; and anew after the end. Where pools are shared, no row is copied."""
+    """In every kind of group; and anew after the end."""
     size = jax.device_count()
     hosts = sorted({size // 2, size - 1})  # equal ones, and with one rank alone
     groups = [everyone("native"), everyone("nccl"), *(everyone(None, ranks_per_host=n) for n in hosts)]
@@ -63,12 +74,10 @@ def check_all(has_pool: bool) -> None:
     for group in groups[:2]:
         check_vmap(group)
         check_scan_and_remat(group)
-    about = jax.__version__, [device.memory_stats() for device in jax.local_devices()]
-    assert (compiled().arena_bytes() == 0) == has_pool, about
+    check_sharing(has_pool)
     jaxmagi.finalize()
     assert compiled().arena_bytes() == 0
-    check_first_cast("native", without_pool=None)
-    assert (compiled().arena_bytes() == 0) == has_pool, about
+    check_cast_and_sharing(has_pool)
 
 
 def soak(implementation: Implementation) -> None:
@@ -92,7 +101,7 @@ def test_processes(processes: int, devices_each: int, pool: float | None, launch
 @pytest.mark.parametrize("pool", POOLS)
 def test_processes_that_see_their_own_gpus_only(pool: float | None, launch: Launch) -> None:
     require_processes(2)
-    launch(check_first_cast, "native", None, processes=2, pool=pool, sees_all=False, timeout=90)
+    launch(check_cast_and_sharing, pool is not None, processes=2, pool=pool, sees_all=False, timeout=90)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import jaxmagi
-from jaxmagi import _native, collectives
+from jaxmagi import _hopper, _native, collectives
 from jaxmagi.collectives import _process
 
 
@@ -46,7 +46,7 @@ def test_finalize(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of allocators that have one; and where there is no GPU, or no compiled code, nothing is told."""
+    """Of allocators that have one; and with one process, no GPU or no compiled code, nothing is told."""
     limits: dict[int, int] = {}
     gpus = [
         types.SimpleNamespace(local_hardware_id=number, memory_stats=lambda stats=stats: stats)
@@ -54,9 +54,14 @@ def test_memory_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     compiled = types.SimpleNamespace(set_memory_limit=limits.__setitem__)
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", compiled)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
     _process.tell_memory_limits()
     assert not limits
-    monkeypatch.setattr(jax, "local_devices", lambda backend: gpus if backend == "cuda" else [])
+    monkeypatch.setattr(_hopper, "local_gpus", lambda: gpus)
+    monkeypatch.setattr(jax, "process_count", lambda: 1)
+    _process.tell_memory_limits()
+    assert not limits
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
     _process.tell_memory_limits()
     assert limits == {2: 99, 3: 0, 5: 0}
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", None)
