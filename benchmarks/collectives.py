@@ -26,7 +26,6 @@ row.
 
 import argparse
 import math
-import os
 import re
 import time
 from collections.abc import Iterable
@@ -54,9 +53,10 @@ from benchmarks._processes import run_in_processes
 from benchmarks._requirements import Check, check, show_checks
 from benchmarks._rows import Failure
 from benchmarks._transfers import DIM, KV_HEADS, Transfer, transfers
-from jaxmagi import _native
 from jaxmagi.calibration._chain import AXIS, chain, mesh_of
 from jaxmagi.calibration._timing import DeviceWork, Timing, time_on_device
+from tests.collectives.memory import arena_bytes
+from tests.launcher import leave_memory_to_processes
 
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction.__value__)
 OURS = native(16)
@@ -185,13 +185,11 @@ def checks(rows: Iterable[Row | Failure]) -> list[Check]:
 
 
 def check_sharing(processes: str | None, rows: Iterable[Row | Failure]) -> None:
-    """Stops the benchmark where kernels that have run did not share memory as it says."""
-    compiled = _native.extension("cuda")
-    has_run = any(isinstance(row, Row) and row.implementation.startswith("native") for row in rows)
-    if not has_run or compiled is None or processes is None or jax.default_backend() != "gpu":
-        return
-    if (compiled.arena_bytes() > 0) != (processes == "arenas"):
-        raise SystemExit(f"asked for {processes}, and arenas have {compiled.arena_bytes()} bytes")
+    """Stops the benchmark where our kernels have run in processes, and did not share memory as it says."""
+    natives = {native(num) for num in SMS}
+    has_run = any(isinstance(row, Row) and row.implementation in natives for row in rows)
+    if processes and has_run and (arena_bytes() > 0) != (processes == "arenas"):
+        raise SystemExit(f"asked for {processes}, and arenas have {arena_bytes()} bytes")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -221,7 +219,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def run_all(arguments: argparse.Namespace) -> None:
     """`run` in a process for each rank."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # here, where nothing runs
+    leave_memory_to_processes()
     devices = len(jax.devices())
     ranks = arguments.ranks or devices
     if ranks > devices:

@@ -16,7 +16,6 @@ import dataclasses
 import importlib
 import importlib.util
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ import numpy as np
 
 from benchmarks._measure import gpu_environment, save
 from benchmarks._processes import run_in_processes
+from tests.launcher import leave_memory_to_processes
 
 IMPLEMENTATIONS = ("ffi", "xla")
 AT_MOST = 0.01
@@ -204,7 +204,7 @@ def main() -> None:
         return plot(name_of(arguments.context, arguments.processes), arguments.plot)
     operands = [f"--steps={arguments.steps}", "--attention-dtype=bfloat16"], arguments.context, arguments.out
     if arguments.processes:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # here, where nothing runs
+        leave_memory_to_processes()
         return run_all(*operands)
     run(*operands)
 

@@ -90,13 +90,12 @@ def launch(
     with reserved_port() as port:
         command = [sys.executable, "-u", "-m", "tests.rank", str(call), f"127.0.0.1:{port}", *numbers]
         try:
+            environment = environment_of(processes, devices_each, pool)
             for rank, log in enumerate(logs):
-                environment = environment_of(processes, devices_each, pool)
-                own = own_devices(rank, devices_each)
+                own, sight = own_devices(rank, devices_each), {}
                 if not sees_all:
-                    environment |= _visible(own)
-                    own = own_devices(0, devices_each)
-                ranks.append(_start([*command, str(rank), own], log, environment))
+                    own, sight = own_devices(0, devices_each), _visible(own)
+                ranks.append(_start([*command, str(rank), own], log, environment | sight))
             timed_out = not _wait(ranks, deadline)
         finally:
             _kill(ranks)
@@ -117,6 +116,11 @@ def importable(function: Callable[..., None]) -> Callable[..., None]:
     if function.__module__ != "__main__" or spec is None:
         return function
     return getattr(importlib.import_module(spec.name), function.__name__)
+
+
+def leave_memory_to_processes() -> None:
+    """Has this process, where nothing is to run, take no GPU memory in advance. Before JAX is used."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def can_share() -> bool:

@@ -21,9 +21,9 @@ import jax
 import pytest
 
 from benchmarks import gpu_log
-from jaxmagi import _native
 
-from .launcher import launch
+from .collectives.memory import arena_bytes
+from .launcher import launch, leave_memory_to_processes
 
 PLACES = "tests/collectives tests/context"
 OPTIONS = (
@@ -41,8 +41,7 @@ class Seen:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.passed += report.when == "call" and report.passed
-        compiled = _native.extension("cuda")
-        self.arena_bytes = max(self.arena_bytes, compiled.arena_bytes() if compiled else 0)
+        self.arena_bytes = max(self.arena_bytes, arena_bytes())
 
 
 def run_tests(arguments: Sequence[str], log: Path) -> None:
@@ -97,6 +96,6 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # here, where nothing runs
+    leave_memory_to_processes()
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # as for other tests on GPUs
     main()

@@ -170,19 +170,8 @@ def test_checks() -> None:
 def test_benchmark_in_processes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = [
-        "--tokens",
-        "64",
-        "--ranks",
-        "2",
-        "--processes",
-        "pools",
-        "--rows",
-        "cast, 64",
-        "--repeats",
-        "1",
-    ]
-    options += ["--implementations", "plain", "--out", str(tmp_path)]
+    options = ["--tokens", "64", "--ranks", "2", "--processes", "pools", "--repeats", "1"]
+    options += ["--rows", "cast, 64", "--implementations", "plain", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["collectives.py", *options])
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # to be as it was afterwards
     collectives.main()

@@ -1,7 +1,5 @@
 """The collectives between processes, one GPU each; and on the CPU."""
 
-from types import ModuleType
-
 import jax
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ from jaxmagi import _native
 from ..launcher import Launch
 from .groups import Group, Implementation, assert_equal, require_devices, require_processes
 from .harness import AXIS, normal
+from .memory import arena_bytes, pretend_memory_limit
 from .routes import INPUT_ROWS, random_transfer
 from .test_gpu_patterns import check_patterns
 from .test_gpu_soak import CALLS, check_soak
@@ -27,12 +26,6 @@ def everyone(implementation: Implementation, ranks_per_host: int | None = None) 
     return Group(implementation, jax.device_count(), ranks_per_host=ranks_per_host)
 
 
-def compiled() -> ModuleType:
-    extension = _native.extension("cuda")
-    assert extension
-    return extension
-
-
 def check_first_cast(implementation: Implementation, without_pool: int | None) -> None:
     """Against the simulation; one process, if any, does not know the memory of its GPU as a pool."""
     group = everyone(implementation)
@@ -42,14 +35,15 @@ def check_first_cast(implementation: Implementation, without_pool: int | None) -
     run = group.program(lambda x, spec: group.cast(x[0], spec)[None], (P(AXIS), P()))
     run = run.lower(*operands).compile()  # which tells the limits of memory; the call does no more
     if jax.process_index() == without_pool:
-        compiled().set_memory_limit(jax.local_devices()[0].local_hardware_id, 0)
+        pretend_memory_limit(0)
     assert_equal(run(*operands), transfer.cast(x))
 
 
 def check_sharing(has_pool: bool) -> None:
     """Where pools are shared, no row is copied through an arena."""
     about = jax.__version__, [device.memory_stats() for device in jax.local_devices()]
-    assert (compiled().arena_bytes() == 0) == has_pool, about
+    assert _native.extension("cuda")
+    assert (arena_bytes() == 0) == has_pool, about
 
 
 def check_cast_and_sharing(has_pool: bool) -> None:
@@ -76,7 +70,7 @@ def check_all(has_pool: bool) -> None:
         check_scan_and_remat(group)
     check_sharing(has_pool)
     jaxmagi.finalize()
-    assert compiled().arena_bytes() == 0
+    assert arena_bytes() == 0
     check_cast_and_sharing(has_pool)
 
 
