@@ -12,7 +12,8 @@
 
 // The program's stream (XLA's) waits for a transfer at once, or, where it is apart, in another call, the done: what the
 // program has between the two runs beside the transfer. All buffers of the start are operands of the done, so that XLA
-// does not use them for anything else until then.
+// does not use them for anything else until then; scratch memory it may, so that a transfer with that is waited for at
+// once.
 //
 // Starts come in three stages: Prepare asks XLA for the group's communicator; Initialize gets to know the peers, and
 // lets them use the buffers, which takes exchanges between all ranks the first time; Execute launches. They are not for
@@ -93,6 +94,13 @@ private:
 ffi::TypeId Execution::id{};
 ffi::TypeInfo execution_info = ffi::MakeTypeInfo<Execution>();
 
+Places places_of(const std::vector<ffi::AnyBuffer>& buffers) {
+    Places places;
+    for (const ffi::AnyBuffer& buffer : buffers)
+        places.push_back(buffer.untyped_data());
+    return places;
+}
+
 std::unique_ptr<Execution> initialize(Kind kind, const CollectivesContext& context, const Buffers& buffers,
                                       const Attributes& attributes, cudaStream_t program) {
     const Exchange exchange{get_communicator(context, attributes.groups, attributes.group_size), program,
@@ -101,26 +109,20 @@ std::unique_ptr<Execution> initialize(Kind kind, const CollectivesContext& conte
     auto execution = std::make_unique<Execution>(group.peers->order, attributes.transfer, program);
     if (not group_shares_buffers(*group.peers, attributes))
         return execution;
-    std::vector<XlaBuffer> shared;
+    size_t bytes = 0;
     for (const ffi::AnyBuffer& buffer : shared_side(kind, buffers))
-        shared.push_back({buffer.untyped_data(), buffer.size_bytes()});
-    share_buffers(*group.peers, exchange, shared);
+        bytes += buffer.size_bytes();
+    share_buffers(*group.peers, exchange, bytes, places_of(buffers.to));  // results, for XLA makes all in its pool
     return execution;
 }
 
-Places places_of(const std::vector<ffi::AnyBuffer>& buffers) {
-    Places places;
-    for (const ffi::AnyBuffer& buffer : buffers)
-        places.push_back(buffer.untyped_data());
-    return places;
-}
-
 void execute(Kind kind, const CollectivesContext&, const Buffers& buffers, const Attributes& attributes,
-             cudaStream_t program) {
+             cudaStream_t program, ffi::ScratchAllocator& allocator) {
     const Group group = known_groups().get(attributes.groups, attributes.group_size);
     TransferOrder& order = group.peers->order;
     const bool goes_first = attributes.is_apart and attributes.goes_first;
-    const Transfer transfer = to_transfer(kind, buffers, attributes, *group.peers);
+    Scratch scratch(allocator);
+    const Transfer transfer = to_transfer(kind, buffers, attributes, *group.peers, scratch);
     const Launch launch{.transfer = transfer,
                         .buffers = buffers,
                         .group = group,
@@ -134,6 +136,8 @@ void execute(Kind kind, const CollectivesContext&, const Buffers& buffers, const
             order.finish(launch.stream, program);
         if (goes_first)
             order.let_begin(program);
+        if (attributes.is_apart and scratch.is_used())
+            order.let_end(program, attributes.transfer);
     } catch (...) {
         try {
             order.finish(launch.stream, program);  // what has been launched nevertheless
@@ -169,17 +173,17 @@ constexpr const char* name_of(Kind kind) {
     return kind == Kind::kCast ? "jaxmagi_group_cast_start" : "jaxmagi_group_reduce_start";
 }
 
-template <Kind kKind, auto kRun>
-auto stage(cudaStream_t stream, CollectivesContext context, ffi::RemainingArgs arguments, ffi::RemainingRets results,
-           DeviceIds groups, int64_t group_size, int64_t input_rows, int64_t output_rows, int64_t pair_rows,
-           int64_t num_sms, int64_t implementation, int64_t ranks_per_host, int64_t timeout_ms, int64_t transfer,
-           bool is_apart, bool goes_first) {
+template <Kind kKind, auto kRun, typename... More>
+auto stage(cudaStream_t stream, CollectivesContext context, More... more, ffi::RemainingArgs arguments,
+           ffi::RemainingRets results, DeviceIds groups, int64_t group_size, int64_t input_rows, int64_t output_rows,
+           int64_t pair_rows, int64_t num_sms, int64_t implementation, int64_t ranks_per_host, int64_t timeout_ms,
+           int64_t transfer, bool is_apart, bool goes_first) {
     return guarded(name_of(kKind), [&] {
         hopper_device();
         const Attributes attributes{groups,  group_size,     input_rows,     output_rows, pair_rows,
                                     num_sms, implementation, ranks_per_host, timeout_ms,  transfer,
                                     is_apart, goes_first};
-        return kRun(kKind, context, to_buffers(arguments, results), attributes, stream);
+        return kRun(kKind, context, to_buffers(arguments, results), attributes, stream, more...);
     });
 }
 
@@ -205,26 +209,35 @@ auto with_attributes(auto binding) {
         .template Attr<bool>("goes_first");
 }
 
-template <ffi::ExecutionStage kStage> auto bind() {
-    return with_attributes(ffi::Ffi::Bind<kStage>()
-                               .template Ctx<ffi::PlatformStream<cudaStream_t>>()
-                               .template Ctx<ffi::Extension<Collectives>>()
-                               .RemainingArgs()
-                               .RemainingRets());
+template <ffi::ExecutionStage kStage> auto bind_context() {
+    return ffi::Ffi::Bind<kStage>()
+        .template Ctx<ffi::PlatformStream<cudaStream_t>>()
+        .template Ctx<ffi::Extension<Collectives>>();
+}
+
+auto with_buffers(auto binding) {
+    return with_attributes(std::move(binding).RemainingArgs().RemainingRets());
 }
 
 auto bind_prepare() {
     return with_attributes(ffi::Ffi::BindPrepare().Ctx<ffi::Extension<Collectives>>());
 }
 
+auto bind_initialize() {
+    return with_buffers(bind_context<ffi::ExecutionStage::kInitialize>());
+}
+
+auto bind_execute() {
+    return with_buffers(bind_context<ffi::ExecutionStage::kExecute>().Ctx<ffi::ScratchAllocator>());
+}
+
 XLA_FFI_DEFINE_HANDLER(kPrepareCast, prepare<Kind::kCast>, bind_prepare());
-XLA_FFI_DEFINE_HANDLER(kInitializeCast, (stage<Kind::kCast, initialize>), bind<ffi::ExecutionStage::kInitialize>());
-XLA_FFI_DEFINE_HANDLER(kExecuteCast, (stage<Kind::kCast, execute>), bind<ffi::ExecutionStage::kExecute>());
+XLA_FFI_DEFINE_HANDLER(kInitializeCast, (stage<Kind::kCast, initialize>), bind_initialize());
+XLA_FFI_DEFINE_HANDLER(kExecuteCast, (stage<Kind::kCast, execute, ffi::ScratchAllocator>), bind_execute());
 
 XLA_FFI_DEFINE_HANDLER(kPrepareReduce, prepare<Kind::kReduce>, bind_prepare());
-XLA_FFI_DEFINE_HANDLER(kInitializeReduce, (stage<Kind::kReduce, initialize>),
-                       bind<ffi::ExecutionStage::kInitialize>());
-XLA_FFI_DEFINE_HANDLER(kExecuteReduce, (stage<Kind::kReduce, execute>), bind<ffi::ExecutionStage::kExecute>());
+XLA_FFI_DEFINE_HANDLER(kInitializeReduce, (stage<Kind::kReduce, initialize>), bind_initialize());
+XLA_FFI_DEFINE_HANDLER(kExecuteReduce, (stage<Kind::kReduce, execute, ffi::ScratchAllocator>), bind_execute());
 
 XLA_FFI_DEFINE_HANDLER(kDone, done,
                        ffi::Ffi::Bind()

@@ -27,19 +27,21 @@ void exchange_pair_buffers(const Launch& launch) {
           [&] { nccl::exchange(sends, receives, group.communicator, stream); });
 }
 
-enum class Direction { kIntoArena, kOutOfArena };
+enum class Direction { kToPeers, kFromPeers };
 
-void copy_through_arena(Direction direction, const Launch& launch, const std::vector<ffi::AnyBuffer>& shared) {
+// Where peers cannot use the arrays themselves.
+void copy_shared(Direction direction, const Launch& launch, const std::vector<ffi::AnyBuffer>& shared) {
     const Transfer& transfer = launch.transfer;
-    if (not uses_arena(transfer.native, *launch.group.peers))
-        return;
     for (size_t i = 0; i < shared.size(); ++i) {
-        void* const in_arena = transfer.shared[transfer.rank] + (transfer.places[i] & ~kInShared);
+        const uint64_t place = transfer.places[i];
+        void* const in_shared = place & kInShared ? transfer.shared[transfer.rank] + (place & ~kInShared)
+                                                  : reinterpret_cast<void*>(place);
         void* const in_xla = shared[i].untyped_data();
-        const bool is_into = direction == Direction::kIntoArena;
-        check_cuda(cudaMemcpyAsync(is_into ? in_arena : in_xla, is_into ? in_xla : in_arena, shared[i].size_bytes(),
-                                   cudaMemcpyDeviceToDevice, launch.stream),
-                   "copying between the arena and the memory of XLA");
+        const bool is_to_peers = direction == Direction::kToPeers;
+        if (in_shared != in_xla)
+            check_cuda(cudaMemcpyAsync(is_to_peers ? in_shared : in_xla, is_to_peers ? in_xla : in_shared,
+                                       shared[i].size_bytes(), cudaMemcpyDeviceToDevice, launch.stream),
+                       "copying between XLA's arrays and what the peers use");
     }
 }
 
@@ -69,7 +71,7 @@ void launch_cast(const Launch& launch) {
     const auto& [transfer, buffers, group, stream, begun] = launch;
     check_cuda(push_rows(transfer, stream, launch.is_native() ? begun : nullptr),
                "launching the kernel that pushes rows");
-    copy_through_arena(Direction::kOutOfArena, launch, buffers.to);
+    copy_shared(Direction::kFromPeers, launch, buffers.to);
     if (launch.is_native())
         return;
     exchange_pair_buffers(launch);
@@ -78,7 +80,7 @@ void launch_cast(const Launch& launch) {
 
 void launch_reduce(const Launch& launch) {
     const auto& [transfer, buffers, group, stream, begun] = launch;
-    copy_through_arena(Direction::kIntoArena, launch, buffers.from);
+    copy_shared(Direction::kToPeers, launch, buffers.from);
     if (not launch.is_native()) {
         check_cuda(pack_partials(transfer, stream), "launching the kernel that packs rows");
         exchange_pair_buffers(launch);

@@ -109,41 +109,57 @@ bool crosses_processes(uint64_t native, const Peers& peers) {
     return std::popcount(native) > 1 and not peers.shares_process;
 }
 
-uint64_t place_for_process(const Transfer& transfer, const ffi::AnyBuffer& buffer, Peers& peers) {
-    check(not transfer.has_native_peers() or is_accessible(peers, buffer.untyped_data()),
+// XLA makes all arrays in its pool but constants of a program; those of other libraries are elsewhere too.
+
+uint64_t place_by_address(const Transfer& transfer, const ffi::AnyBuffer& buffer, Peers& peers, Scratch& scratch) {
+    const void* shared = buffer.untyped_data();
+    if (transfer.has_native_peers() and not is_accessible(peers, shared))
+        shared = scratch.allocate(buffer.size_bytes());
+    check(not transfer.has_native_peers() or is_accessible(peers, shared),
           "the GPUs of this process do not reach each other's memory as XLA's allocator made it: use "
           "implementation='nccl'");
-    return reinterpret_cast<uint64_t>(buffer.untyped_data());
+    return reinterpret_cast<uint64_t>(shared);
 }
 
-uint64_t place_in_pool(const ffi::AnyBuffer& buffer, const Peers& peers) {
+uint64_t place_in_pool(const ffi::AnyBuffer& buffer, const Peers& peers, Scratch& scratch) {
     const Pool pool{peers.shared[peers.rank], peers.shared_bytes[peers.rank]};
-    const auto offset = reinterpret_cast<uint64_t>(buffer.untyped_data()) - reinterpret_cast<uint64_t>(pool.begin);
-    if (not pool.contains(buffer.untyped_data(), buffer.size_bytes()))
-        throw std::runtime_error("an array is not in the " + std::to_string(pool.bytes) +
-                                 " bytes of memory that XLA took in advance, which the processes of the group share, "
-                                 "but " + std::to_string(static_cast<int64_t>(offset)) +
-                                 " bytes behind their begin: set XLA_PYTHON_CLIENT_PREALLOCATE=false, or use "
-                                 "implementation='nccl'");
-    return kInShared | offset;
+    const size_t bytes = buffer.size_bytes();
+    const void* shared = buffer.untyped_data();
+    if (not pool.contains(shared, bytes))
+        shared = scratch.allocate(bytes);
+    if (not pool.contains(shared, bytes))
+        throw std::runtime_error("an array of " + std::to_string(bytes) + " bytes is not in the " +
+                                 std::to_string(pool.bytes) +
+                                 " bytes of memory that XLA took in advance, which the processes of the group share: "
+                                 "set XLA_PYTHON_CLIENT_PREALLOCATE=false, or use implementation='nccl'");
+    return kInShared | static_cast<uint64_t>(static_cast<const char*>(shared) - pool.begin);
 }
 
-void set_places(Transfer& transfer, const std::vector<ffi::AnyBuffer>& shared, Peers& peers) {
+void set_places(Transfer& transfer, const std::vector<ffi::AnyBuffer>& shared, Peers& peers, Scratch& scratch) {
     uint64_t in_arena = 0;
     for (int i = 0; i < transfer.num_arrays; ++i) {
         if (not crosses_processes(transfer.native, peers))
-            transfer.places[i] = place_for_process(transfer, shared[i], peers);
+            transfer.places[i] = place_by_address(transfer, shared[i], peers, scratch);
         else if (peers.sharing == Sharing::kPools)
-            transfer.places[i] = place_in_pool(shared[i], peers);
+            transfer.places[i] = place_in_pool(shared[i], peers, scratch);
         else
             transfer.places[i] = kInShared | std::exchange(in_arena, in_arena + shared[i].size_bytes());
     }
-    if (uses_arena(transfer.native, peers) and in_arena > peers.shared_bytes[peers.rank])
+    if (in_arena > peers.shared_bytes[peers.rank])
         throw std::runtime_error("the arena has " + std::to_string(peers.shared_bytes[peers.rank]) +
                                  " bytes, and the call needs " + std::to_string(in_arena));
 }
 
 }  // namespace
+
+void* Scratch::allocate(size_t bytes) {
+    is_used_ = true;
+    const auto memory = allocator_.Allocate(bytes, kRowUnit);
+    if (not memory)
+        throw std::runtime_error("XLA has no " + std::to_string(bytes) +
+                                 " bytes left to copy an array to that is not in its memory pool");
+    return *memory;
+}
 
 Buffers to_buffers(const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results) {
     const size_t num_arrays = results.size() - 1;
@@ -180,16 +196,12 @@ uint64_t native_ranks(const Peers& peers, const Attributes& attributes) {
     return native;
 }
 
-bool uses_arena(uint64_t native, const Peers& peers) {
-    return crosses_processes(native, peers) and peers.sharing == Sharing::kArenas;
-}
-
 bool group_shares_buffers(const Peers& peers, const Attributes& attributes) {
     const auto implementation = static_cast<Implementation>(attributes.implementation);
     return not peers.shares_process and implementation != Implementation::kNccl and attributes.ranks_per_host != 1;
 }
 
-Transfer to_transfer(Kind kind, const Buffers& buffers, const Attributes& attributes, Peers& peers) {
+Transfer to_transfer(Kind kind, const Buffers& buffers, const Attributes& attributes, Peers& peers, Scratch& scratch) {
     check_buffers(kind, buffers, attributes);
     check(peers.size <= kMaxRanks, "groups of more than " + std::to_string(kMaxRanks) + " ranks are not supported");
     Transfer transfer{};
@@ -210,7 +222,7 @@ Transfer to_transfer(Kind kind, const Buffers& buffers, const Attributes& attrib
     if (std::popcount(transfer.native) < peers.size)
         set_pair_buffers(transfer, buffers);
     set_peers(transfer, peers);
-    set_places(transfer, shared_side(kind, buffers), peers);
+    set_places(transfer, shared_side(kind, buffers), peers, scratch);
     return transfer;
 }
 

@@ -34,15 +34,27 @@ const std::vector<xla::ffi::AnyBuffer>& shared_side(Kind kind, const Buffers& bu
 // A bit for each rank that the kernels serve; the others are left to NCCL.
 uint64_t native_ranks(const collectives::Peers& peers, const Attributes& attributes);
 
-// Whether the shared side travels by arenas, as other processes cannot use XLA's buffers themselves.
-bool uses_arena(uint64_t native, const collectives::Peers& peers);
+// Memory of XLA's for the length of a call: the program gets it back when the call has returned. If there is too
+// little, this rank alone throws, and the others wait for it in vain.
+class Scratch {
+public:
+    explicit Scratch(xla::ffi::ScratchAllocator& allocator) : allocator_(allocator) {}
+
+    void* allocate(size_t bytes);
+    bool is_used() const { return is_used_; }
+
+private:
+    xla::ffi::ScratchAllocator& allocator_;
+    bool is_used_ = false;
+};
 
 // Whether any rank of the group may use buffers of another process: the same on all of them, since all ranks share
 // theirs or none does. A rank alone on its host has no use for that.
 bool group_shares_buffers(const collectives::Peers& peers, const Attributes& attributes);
 
+// Where the shared side cannot be used as it is, the places are in an arena or in `scratch`.
 collectives::Transfer to_transfer(Kind kind, const Buffers& buffers, const Attributes& attributes,
-                                  collectives::Peers& peers);
+                                  collectives::Peers& peers, Scratch& scratch);
 
 // The numbers of an array that is added up.
 collectives::Number number_of(const xla::ffi::AnyBuffer& buffer);

@@ -33,7 +33,7 @@ struct Peers {
     int ordinals[kMaxRanks];          // of their devices, as this process numbers them; -1 in another process
     char* control[kMaxRanks];         // control blocks, as this device addresses them; null where unreachable
     Sharing sharing;                  // the same on all ranks
-    char* shared[kMaxRanks];          // what each shares with other processes, likewise; all null if nothing is
+    char* shared[kMaxRanks];          // pool or arena of each, as this device addresses it; null if there is none
     size_t shared_bytes[kMaxRanks];
     std::map<int, MappedPool> pools;  // of ranks in other processes
     TransferOrder order;  // of all calls of the group: they take turns, whoever makes them
@@ -62,11 +62,11 @@ struct Exchange {
 Peers& peers_of(int ordinal, const Exchange& exchange, size_t control_bytes);
 
 // Whether all reachable ranks in this process can use a buffer of this rank. False for memory that is not of CUDA's
-// virtual memory management, of which nothing is known. The driver is asked once for each address: XLA's pool, which
-// all buffers are in, keeps its memory.
+// virtual memory management, of which nothing is known. The driver is asked once for each address that is: XLA's pool
+// keeps its memory.
 bool is_accessible(Peers& peers, const void* xla_buffer);
 
-// What all arenas in use have in this process, beside XLA's pools.
+// What all arenas in use have in this process, beside XLA's pools. Between calls.
 size_t arena_bytes();
 
 // Frees everything of this process; later calls start anew. To be called on all processes, after their last collective

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -42,16 +43,16 @@ struct Offer {
     Pool pool;  // of no bytes if there is none
     MailAddress address;
 
-    bool is_whole() const { return pool.bytes > 0 and address.has_socket; }
+    bool has_pool() const { return pool.bytes > 0; }
+    bool is_whole() const { return has_pool() and address.has_socket; }
 };
 
-// The pool that all of the buffers are in, if the ranks of this process can use them too.
-Pool own_pool(Peers& peers, std::span<const XlaBuffer> buffers) {
-    const auto pool = find_pool(buffers.front().begin, memory_limit());
-    const bool is_common = pool and std::ranges::all_of(buffers, [&](const XlaBuffer& buffer) {
-        return pool->contains(buffer.begin, buffer.bytes) and is_accessible(peers, buffer.begin);
-    });
-    return is_common ? *pool : Pool{};
+// The pool that any of the buffers is in, if the ranks of this process can use it too.
+Pool own_pool(Peers& peers, std::span<const void* const> xla_buffers) {
+    for (const void* const buffer : xla_buffers)
+        if (const auto pool = find_pool(buffer, memory_limit()))
+            return is_accessible(peers, buffer) ? *pool : Pool{};
+    return {};
 }
 
 // Of the ranks in other processes, as far as it succeeds.
@@ -68,41 +69,54 @@ std::map<int, MappedPool> map_pools(const Peers& peers, const std::vector<Offer>
     return pools;
 }
 
-bool all_have_opened_all(const Peers& peers, const std::vector<View>& views) {
-    return std::ranges::all_of(views, [&](const View& view) {
-        return std::count(view.has_opened, view.has_opened + peers.size, true) == peers.size;
-    });
+bool has_opened_all(const Peers& peers, const View& view) {
+    return std::count(view.has_opened, view.has_opened + peers.size, true) == peers.size;
 }
 
-void use_pools(Peers& peers, const std::vector<Offer>& offers, std::map<int, MappedPool> pools) {
+void use_pools(Peers& peers, const std::vector<Offer>& offers) {
     for (int peer = 0; peer < peers.size; ++peer)
         if (peers.is_reachable[peer]) {
-            const auto found = pools.find(peer);
-            peers.shared[peer] = found == pools.end() ? offers[peer].pool.begin : found->second.begin();
+            const auto found = peers.pools.find(peer);
+            peers.shared[peer] = found == peers.pools.end() ? offers[peer].pool.begin : found->second.begin();
             peers.shared_bytes[peer] = offers[peer].pool.bytes;
         }
-    peers.pools = std::move(pools);
+}
+
+// Where some rank expects pools: arenas take memory and time.
+Sharing use_arenas_instead(const Peers& peers, int64_t rank, const char* reason) {
+    if (peers.rank == 0)
+        std::fprintf(stderr, "jaxmagi: rank %d %s, so that the %d ranks of its group copy rows through other memory\n",
+                     static_cast<int>(rank), reason, peers.size);
+    return Sharing::kArenas;
 }
 
 // Decides the same on all ranks.
-Sharing try_pools(Peers& peers, const Exchange& exchange, std::span<const XlaBuffer> buffers) {
+Sharing try_pools(Peers& peers, const Exchange& exchange, std::span<const void* const> xla_buffers) {
     constexpr uint64_t kLongestMailMs = 10'000;  // all have just come together, and wait for it within their time limit
     const DescriptorMail mail;
-    Offer own{.pool = own_pool(peers, buffers), .address = mail.address()};
+    Offer own{.pool = own_pool(peers, xla_buffers), .address = mail.address()};
     const FileDescriptor descriptor = own.pool.bytes > 0 ? export_pool(own.pool) : FileDescriptor();
     if (not descriptor)
         own.pool = {};
     const auto offers = gather(peers, exchange, own);
-    if (not std::ranges::all_of(offers, &Offer::is_whole))
+    if (std::ranges::none_of(offers, &Offer::has_pool))
         return Sharing::kArenas;
+    if (const auto without = std::ranges::find_if_not(offers, &Offer::is_whole); without != offers.end())
+        return use_arenas_instead(peers, without - offers.begin(), "has no memory pool of JAX's that others can use");
     const std::chrono::milliseconds timeout(std::min(kLongestMailMs, exchange.timeout_ms / 2));
-    auto pools = map_pools(peers, offers, descriptor, mail, timeout);
+    // Stays mapped until the end, whatever comes of it: see the note in peers.cc.
+    peers.pools = map_pools(peers, offers, descriptor, mail, timeout);
     View view{};
     for (int peer = 0; peer < peers.size; ++peer)
-        view.has_opened[peer] = not peers.is_reachable[peer] or peers.is_same_process[peer] or pools.contains(peer);
-    if (not all_have_opened_all(peers, gather(peers, exchange, view)))
-        return Sharing::kArenas;
-    use_pools(peers, offers, std::move(pools));
+        view.has_opened[peer] =
+            not peers.is_reachable[peer] or peers.is_same_process[peer] or peers.pools.contains(peer);
+    const auto views = gather(peers, exchange, view);
+    const auto without =
+        std::ranges::find_if_not(views, [&](const View& each) { return has_opened_all(peers, each); });
+    if (without != views.end())
+        return use_arenas_instead(peers, without - views.begin(),
+                                  "could not map the memory pool of another (in another network namespace?)");
+    use_pools(peers, offers);
     return Sharing::kPools;
 }
 
@@ -177,16 +191,13 @@ void set_memory_limit(int ordinal, size_t bytes) {
     limits.bytes[ordinal] = bytes;
 }
 
-void share_buffers(Peers& peers, const Exchange& exchange, std::span<const XlaBuffer> buffers) {
-    size_t bytes = 0;
-    for (const XlaBuffer& buffer : buffers)
-        bytes += buffer.bytes;
+void share_buffers(Peers& peers, const Exchange& exchange, size_t bytes, std::span<const void* const> xla_buffers) {
     if (peers.shares_process or peers.sharing == Sharing::kPools or
         (peers.sharing == Sharing::kArenas and bytes <= peers.shared_bytes[peers.rank]))
         return;
     check_cuda(cudaDeviceSynchronize(), "waiting for the device");
     if (peers.sharing == Sharing::kUndecided)
-        peers.sharing = try_pools(peers, exchange, buffers);
+        peers.sharing = try_pools(peers, exchange, xla_buffers);
     if (peers.sharing == Sharing::kArenas)
         grow_arenas(peers, exchange, bytes);
 }

@@ -104,6 +104,10 @@ void TransferOrder::let_begin(cudaStream_t program) {
     wait(program, begun_);
 }
 
+void TransferOrder::let_end(cudaStream_t program, int64_t transfer) {
+    wait(program, numbers_.at(transfer).end);
+}
+
 void TransferOrder::follow(cudaStream_t later, cudaStream_t earlier) {
     record_event(came_here_, earlier);
     wait(later, came_here_);

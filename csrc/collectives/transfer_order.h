@@ -59,6 +59,9 @@ public:
     // to hear of the program's event.
     void let_begin(cudaStream_t program);
 
+    // What `program` gets from now on comes after the transfer, which `join` is to end nevertheless.
+    void let_end(cudaStream_t program, int64_t transfer);
+
     cudaEvent_t begun() const { return begun_; }
 
 private:

@@ -13,6 +13,7 @@ from .groups import Group, Implementation, assert_equal, require_devices, requir
 from .harness import AXIS, normal
 from .memory import arena_bytes, pretend_memory_limit
 from .routes import INPUT_ROWS, random_transfer
+from .test_gpu_constants import check_constants
 from .test_gpu_patterns import check_patterns
 from .test_gpu_soak import CALLS, check_soak
 from .test_gpu_transforms import check_scan_and_remat, check_transposes, check_vmap
@@ -48,6 +49,12 @@ def check_sharing(has_pool: bool) -> None:
 
 def check_cast_and_sharing(has_pool: bool) -> None:
     check_first_cast("native", without_pool=None)
+    check_sharing(has_pool)
+
+
+def check_constants_and_sharing(has_pool: bool) -> None:
+    """Also where they are what the ranks come together for."""
+    check_constants(everyone("native"))
     check_sharing(has_pool)
 
 
@@ -99,9 +106,17 @@ def test_processes_that_see_their_own_gpus_only(pool: float | None, launch: Laun
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("pool", POOLS)
+def test_constants(pool: float | None, launch: Launch) -> None:
+    require_processes(2)
+    launch(check_constants_and_sharing, pool is not None, processes=2, pool=pool, timeout=90)
+
+
+@pytest.mark.gpu
 def test_process_without_a_pool(launch: Launch) -> None:
     require_processes(2)
-    launch(check_mixed, processes=2, pool=POOLS[1], timeout=90)
+    log, _ = launch(check_mixed, processes=2, pool=POOLS[1], timeout=90)
+    assert "jaxmagi: rank 1 has no memory pool of JAX's that others can use, so that the 2 ranks" in log
 
 
 @pytest.mark.gpu

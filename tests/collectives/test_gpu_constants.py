@@ -1,0 +1,57 @@
+"""Reductions of constants of the program, which XLA does not make in its memory pool."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxmagi import GroupCastSpec
+from jaxmagi.collectives import in_order, make_transfer
+
+from .groups import SEVERAL, Group, assert_close, on_groups
+from .harness import AXIS, normal
+from .routes import random_transfer
+
+WIDTH = 64
+
+
+def operands_of_reductions(program: str) -> list[str]:
+    """What XLA has compiled: the operands of each of our calls."""
+    return re.findall(r'custom-call\(([^)]*)\), custom_call_target="jaxmagi_group_reduce_start"', program)
+
+
+def check_constants(group: Group) -> None:
+    """At once and beside a product, there together with an array that is none."""
+    rng = np.random.default_rng(0)
+    transfer = random_transfer(rng, group.size)
+    rows = transfer.spec.output_rows
+    first, second = (normal(rng, rows, width) for width in (4, 8))
+    work, y = normal(rng, group.size, WIDTH, WIDTH), normal(rng, group.size, rows, 12)
+
+    def local(work: jax.Array, y: jax.Array, spec: GroupCastSpec) -> Any:
+        at_once = group.reduce(jnp.asarray(first), spec)
+        rank = make_transfer(spec, AXIS, group.implementation, group.num_sms, group.ranks_per_host)
+        arrays = [jnp.asarray(second), y[0]]
+        flight = rank.start_reduce(arrays, [x.dtype for x in arrays], number=0, goes_first=True)
+        work, flights = in_order(work[0], [flight])
+        square, (flight,) = in_order(jnp.matmul(work, work, precision="highest"), flights)
+        return jax.tree.map(lambda leaf: leaf[None], (square, at_once, *flight.land()))
+
+    operands = group.shard(work), group.shard(y), group.replicate(transfer.spec)
+    run = group.program(local, (P(AXIS), P(AXIS), P())).lower(*operands).compile()
+    if group.implementation != "xla":
+        found = operands_of_reductions(run.as_text())
+        assert len(found) == 2 and all("%constant" in operands for operands in found), found
+    everywhere = [np.stack([x] * group.size) for x in (first, second)]
+    for _ in range(3):
+        square, *sums = run(*operands)
+        assert_close(square, work @ work, 1e-4)
+        assert_close(sums, [transfer.reduce_sum(x) for x in (*everywhere, y)], 1e-6)
+
+
+@on_groups(*SEVERAL)
+def test_constants(group: Group) -> None:
+    check_constants(group)
