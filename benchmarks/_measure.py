@@ -1,5 +1,6 @@
 """Timing of calls, and bookkeeping, shared by the benchmarks."""
 
+import ctypes
 import datetime
 import importlib.metadata
 import json
@@ -65,6 +66,17 @@ def _driver() -> str | None:
         return None
 
 
+def _nccl() -> str | None:
+    """The version of the library that this process has loaded, which need not be the package's."""
+    try:
+        library = ctypes.CDLL("libnccl.so.2", os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(version))
+    return ".".join(map(str, (version.value // 10000, version.value // 100 % 100, version.value % 100)))
+
+
 def built_hash() -> str | None:
     """The hash of the sources that the CUDA module was built from; None without the module."""
     return getattr(_native.extension("cuda"), "sources", None)
@@ -78,6 +90,7 @@ def gpu_environment() -> dict[str, Any]:
         "gpu": jax.devices()[0].device_kind,
         "gpus": len(jax.devices()),
         "driver": _driver(),
+        "nccl": _nccl(),
         "platform": " ".join(backend.get_backend().platform_version.split()),
         "sources": built_hash(),
         **{name: package_version(name) for name in packages},
