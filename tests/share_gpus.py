@@ -3,9 +3,9 @@
     python -m tests.share_gpus RANKS [--pool PART] [--seconds 1800] [--log PATH] [arguments of pytest]
 
 For machines with fewer GPUs than ranks: it shows that results are right, not that they are fast, for a GPU
-turns from one process to the next every few milliseconds (so rather `-k "not soak"`). NCCL allows it from
-version 2.30 on. By default of the tests of the collectives and of context_attention, those run that take all
-of the ranks. The first failure ends the run: the ranks would no longer be at the same place.
+turns from one process to the next every few milliseconds (10,000 calls of four ranks take four minutes). NCCL
+allows it from version 2.30 on. By default of the tests of the collectives and of context_attention, those run
+that take all of the ranks. The first failure ends the run: the ranks would no longer be at the same place.
 """
 
 import argparse
