@@ -187,15 +187,15 @@ def test_benchmark_of_what_runs_anywhere(
 ) -> None:
     """From the command line to JSON and checks; what cannot run here is a failure."""
     monkeypatch.setattr(collectives, "MAX_CALLS", 3)
-    options = ["--tokens", "1024", "--ranks", "4", "--rows", "cast, doc|bf16, all-to", "--repeats", "2"]
+    options = ["--tokens", "256", "--ranks", "4", "--rows", "cast, doc|bf16, all-to", "--repeats", "2"]
     options += ["--implementations", "native, 16|plain|lax.all_to_all"]
     monkeypatch.setattr(sys, "argv", ["collectives.py", *options, "--out", str(tmp_path)])
     collectives.main()
     saved = json.loads((tmp_path / "collectives_h200.json").read_text())
-    assert saved["environment"]["ranks"] == 4 and saved["environment"]["tokens_per_rank"] == 1024
+    assert saved["environment"]["ranks"] == 4 and saved["environment"]["tokens_per_rank"] == 256
     back, lax, native_back, plain, native, *checks = saved["rows"]
     assert [one["implementation"] for one in (back, lax)] == ["ours in plain lax", "lax.all_to_all"]
-    assert back["direction"] == lax["direction"] == "reduce bf16" and back["received_bytes"] == 768 * 4096
+    assert back["direction"] == lax["direction"] == "reduce bf16" and back["received_bytes"] == 192 * 4096
     assert plain["workload"] == "documents causal" and plain["speedup"] is None
     for failure in (native_back, native):
         assert failure["implementation"] == "native, 16 SMs"
