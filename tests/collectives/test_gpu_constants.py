@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxmagi import GroupCastSpec
-from jaxmagi.collectives import in_order, make_transfer
+from jaxmagi.collectives import _cuda, in_order, make_transfer
 
 from .groups import SEVERAL, Group, assert_close, on_groups
 from .harness import AXIS, normal
@@ -28,7 +28,7 @@ def behind_tuples(program: str, name: str) -> str:
 def operands_of_reductions(program: str) -> list[list[str]]:
     """What XLA has compiled: the operands of each of our calls."""
     program = re.sub(r"/\*.*?\*/", "", program)  # counts of operands
-    calls = re.findall(r'custom-call\((.*?)\), custom_call_target="jaxmagi_group_reduce_start"', program)
+    calls = re.findall(rf'custom-call\((.*?)\), custom_call_target="{_cuda.REDUCE}"', program)
     return [[behind_tuples(program, name) for name in call.split(", ")] for call in calls]
 
 
