@@ -28,6 +28,5 @@ from ._reference import (
 from ._sharding import (
     MeshAxes as MeshAxes,
     axis_names as axis_names,
-    check_key_heads as check_key_heads,
 )
 from ._validation import check_operands as check_operands

@@ -1,43 +1,26 @@
-"""Batching rules of the primitives: the new axis is folded into B."""
+"""Batching rules of the primitives: the new axis becomes the first of the batch dimensions."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from .._folding import fold, unfold
+from .._varying import vary_alike
 from ._partial import Partial, accumulate, add_sinks
-from ._sharding import bind_over_shards
 
 _BANDS, _SINKS = 3, 4  # among the operands
 
 
-def _fold_bands(bands: Any, axis: int | None, size: int, batch: int) -> Any:
-    """Bands [1 or B, C, 6] with or without the new axis → [1 or A · B, C, 6]."""
-    shared = bands.shape[0 if axis != 0 else 1] == 1
-    if not shared:
-        return fold(bands, axis, size)
-    if axis is None:
-        return bands
-    bands = jnp.moveaxis(bands, axis, 0)
-    return fold(jnp.broadcast_to(bands, (size, batch, *bands.shape[2:])), 0, size)
-
-
-def _fold_operands(args: Sequence[Any], axes: Sequence[int | None]) -> tuple[list[Any], tuple[int, int]]:
-    """Operands without sinks with the new axis folded in, and A and B."""
+def _lead(args: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
+    """Operands, without sinks, with the new axis in front. Bands that all examples share have 1 there."""
     size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
-    batch = args[0].shape[1 if axes[0] == 0 else 0]
-    folded = [
-        _fold_bands(x, axis, size, batch) if i == _BANDS else fold(x, axis, size)
+    return [
+        jnp.moveaxis(x, axis, 0)
+        if axis is not None
+        else jnp.broadcast_to(x, (1 if i == _BANDS else size, *x.shape))
         for i, (x, axis) in enumerate(zip(args, axes, strict=True))
     ]
-    return folded, (size, batch)
-
-
-def _without_sinks[Item](items: Sequence[Item]) -> list[Item]:
-    return [*items[:_SINKS], *items[_SINKS + 1 :]]
 
 
 def batch_forward(
@@ -46,9 +29,10 @@ def batch_forward(
     """Batches the forward primitive, over whichever of its operands."""
     if axes[_SINKS] is not None:
         return _batch_over_sinks(primitive, args, axes, **params)
-    (q, k, v, bands, *previous), lead = _fold_operands(_without_sinks(args), _without_sinks(axes))
-    results = bind_over_shards(primitive, q, k, v, bands, args[_SINKS], *previous, **params)
-    return [unfold(x, lead) for x in results], [0, 0]
+    others = [i for i in range(len(args)) if i != _SINKS]
+    operands = _lead([args[i] for i in others], [axes[i] for i in others])
+    operands.insert(_SINKS, args[_SINKS])
+    return primitive.bind(*vary_alike(operands), **params), [0, 0]
 
 
 def _batch_over_sinks(
@@ -62,13 +46,14 @@ def _batch_over_sinks(
     """The kernels take one row of sinks and add what was there before: both are done afterwards instead."""
     sinks = jnp.moveaxis(args[_SINKS], axes[_SINKS] or 0, 0)
     no_sinks = jnp.full_like(sinks, -jnp.inf).max(0, initial=-jnp.inf)  # there may be no example
-    bind = functools.partial(bind_over_shards, primitive, out_dtype=sinks.dtype, **params)
+    operands = [*args[:_SINKS], no_sinks]
     if all(axis is None for axis in axes[:_SINKS]):
-        part = Partial(*(x[None] for x in bind(*args[:_SINKS], no_sinks)))
+        results = primitive.bind(*vary_alike(operands), out_dtype=sinks.dtype, **params)
+        part = Partial(*(x[None] for x in results))
     else:
-        folded, lead = _fold_operands(args[:_SINKS], axes[:_SINKS])
-        part = Partial(*(unfold(x, lead) for x in bind(*folded, no_sinks)))
-    part = add_sinks(part, sinks[:, None, None])
+        given = [*axes[:_SINKS], None]
+        part = Partial(*batch_forward(primitive, operands, given, out_dtype=sinks.dtype, **params)[0])
+    part = add_sinks(part, sinks.reshape(sinks.shape[0], *[1] * (part.lse.ndim - 2), sinks.shape[1]))
     if len(args) == _SINKS + 1:
         return [part.out.astype(out_dtype), part.lse], [0, 0]
     previous = zip(args[_SINKS + 1 :], axes[_SINKS + 1 :], strict=True)
@@ -80,5 +65,4 @@ def batch_backward(
     primitive: Primitive, args: Sequence[Any], axes: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], list[int]]:
     """Batches the backward primitive, over whichever of its operands."""
-    folded, lead = _fold_operands(args, axes)
-    return [unfold(x, lead) for x in bind_over_shards(primitive, *folded, **params)], [0, 0, 0]
+    return primitive.bind(*vary_alike(_lead(args, axes)), **params), [0, 0, 0]

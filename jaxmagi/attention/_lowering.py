@@ -14,6 +14,7 @@ from .._refusal import refusal
 from . import _cuda, _xla
 from ._dtypes import accumulator_dtype
 from ._partial import Partial, accumulate
+from ._partitioning import lowering
 
 type _Function = Callable[..., Sequence[jax.Array]]
 type _Misfit = Callable[..., str | None]  # of operand types and params: why compiled code cannot run them
@@ -24,9 +25,11 @@ def register_forward(primitive: Primitive) -> None:
     """Registers the lowerings of the forward primitive."""
     function = _accumulating(_xla.forward)
     on_cpu, cpu_misfit = _accumulating(_cpu_forward), functools.partial(_cpu_misfit, primitive.name)
-    for_cpu = _compiled_rule(on_cpu, cpu_misfit, _portable_rule(primitive, function, cpu_misfit))
+    for_cpu = _compiled_rule(primitive, on_cpu, cpu_misfit, _portable_rule(primitive, function, cpu_misfit))
     on_hopper = functools.partial(_hopper_forward, function)
-    for_cuda = _compiled_rule(on_hopper, _cuda.misfit, _portable_rule(primitive, function, _cuda.misfit))
+    for_cuda = _compiled_rule(
+        primitive, on_hopper, _cuda.misfit, _portable_rule(primitive, function, _cuda.misfit)
+    )
     mlir.register_lowering(primitive, _portable_rule(primitive, function, _no_kernel))
     mlir.register_lowering(primitive, for_cpu, platform="cpu")
     mlir.register_lowering(primitive, _warn_of_plain_xla(for_cuda), platform="cuda")
@@ -35,13 +38,14 @@ def register_forward(primitive: Primitive) -> None:
 def register_backward(primitive: Primitive) -> None:
     """Registers the lowerings of the backward primitive."""
     cpu_misfit = functools.partial(_cpu_misfit, primitive.name)
+    function = _portable_backward
     for_cpu = _compiled_rule(
-        _cpu_backward, cpu_misfit, _portable_rule(primitive, _portable_backward, cpu_misfit)
+        primitive, _cpu_backward, cpu_misfit, _portable_rule(primitive, function, cpu_misfit)
     )
     for_cuda = _compiled_rule(
-        _hopper_backward, _cuda.misfit, _portable_rule(primitive, _portable_backward, _cuda.misfit)
+        primitive, _hopper_backward, _cuda.misfit, _portable_rule(primitive, function, _cuda.misfit)
     )
-    mlir.register_lowering(primitive, _portable_rule(primitive, _portable_backward, _no_kernel))
+    mlir.register_lowering(primitive, _portable_rule(primitive, function, _no_kernel))
     mlir.register_lowering(primitive, for_cpu, platform="cpu")
     mlir.register_lowering(primitive, for_cuda, platform="cuda")
 
@@ -55,7 +59,7 @@ def compiled_misfit(platform: str) -> str | None:
 
 def _portable_rule(primitive: Primitive, function: _Function, misfit: _Misfit) -> _Rule:
     """Lowers the function, unless compiled code was asked for."""
-    lower = mlir.lower_fun(function, multiple_results=True)
+    lower = lowering(primitive, function, "portable")
 
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any) -> Any:
         if implementation != "ffi":
@@ -65,9 +69,9 @@ def _portable_rule(primitive: Primitive, function: _Function, misfit: _Misfit) -
     return rule
 
 
-def _compiled_rule(function: _Function, misfit: _Misfit, otherwise: _Rule) -> _Rule:
+def _compiled_rule(primitive: Primitive, function: _Function, misfit: _Misfit, otherwise: _Rule) -> _Rule:
     """Lowers the function, which makes custom calls, where they fit and are not declined."""
-    lower = mlir.lower_fun(function, multiple_results=True)
+    lower = lowering(primitive, function, "compiled")
 
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any) -> Any:
         if implementation == "xla" or misfit(ctx.avals_in, **params) is not None:

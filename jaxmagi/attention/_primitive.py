@@ -1,8 +1,9 @@
 """The two primitives and their types.
 
-Operands always have a batch axis: q [B, T, N, D], k [B, S, K, D], v [B, S, K, Dv], bands int32 [1, C, 6] or
-[B, C, 6], sinks [N]; then, to merge with, an output [B, T, N, Dv] and its log-sum-exp [B, T, N], or neither.
-"Accumulator dtype" is float64 for float64 operands and float32 for all others.
+Operands have any number of batch dimensions *B: q [*B, T, N, D], k [*B, S, K, D], v [*B, S, K, Dv], bands int32
+[*B, C, 6], or with 1 for a dimension of *B whose examples share them, sinks [N]; then, to merge with, an output
+[*B, T, N, Dv] and its log-sum-exp [*B, T, N], or neither. "Accumulator dtype" is float64 for float64 operands and
+float32 for all others.
 """
 
 import functools
@@ -15,11 +16,13 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
+from .._partitioning import can_be_partitioned
+from .._varying import vary_alike
 from ._batching import batch_backward, batch_forward
 from ._dtypes import DTYPES, accumulator_dtype, is_positive_normal
 from ._lowering import register_backward, register_forward
 from ._partial import Partial
-from ._sharding import bind_over_shards
+from ._sharding import result_sharding
 
 IMPLEMENTATIONS = ("ffi", "xla", None)
 
@@ -33,21 +36,32 @@ def _expect(name: str, x: Any, shape: Sequence[int], dtype: jax.typing.DTypeLike
 def _check_common(q: Any, k: Any, v: Any, bands: Any, *, soft_cap: float, implementation: str | None) -> None:
     if q.dtype.name not in DTYPES:
         raise ValueError(f"The dtype of query must be one of {', '.join(DTYPES)}, but is {q.dtype.name}.")
-    batch, _, heads, dim = q.shape
-    _, length, kv_heads, v_dim = v.shape
-    _expect("key", k, (batch, length, kv_heads, dim), q.dtype)
-    _expect("value", v, (batch, length, kv_heads, v_dim), q.dtype)
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if x.ndim < 3 or x.ndim != q.ndim:
+            raise ValueError(f"{name} must be [*B, T, N, D], like query {q.shape}, but has shape {x.shape}.")
+    *batch, _, heads, dim = q.shape
+    *_, length, kv_heads, v_dim = v.shape
+    _expect("key", k, (*batch, length, kv_heads, dim), q.dtype)
+    _expect("value", v, (*batch, length, kv_heads, v_dim), q.dtype)
     if 0 in (heads, kv_heads):
         raise ValueError(f"There must be heads, but query has {heads} and key has {kv_heads}.")
     if heads % kv_heads:
         raise ValueError(f"The number of query heads {heads} is no multiple of that of key heads {kv_heads}.")
-    if bands.ndim != 3 or bands.shape[0] not in (1, batch) or bands.shape[2] != 6 or bands.dtype != jnp.int32:
-        wanted = f"int32[1, C, 6] or int32[{batch}, C, 6]"
-        raise ValueError(f"bands must be {wanted}, but is {bands.dtype.name}{list(bands.shape)}.")
+    _check_bands(bands, batch)
     if soft_cap != 0 and not is_positive_normal(soft_cap):
         raise ValueError(f"soft_cap must be a positive normal float32, or 0 for none, but is {soft_cap}.")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, but is {implementation!r}.")
+
+
+def _check_bands(bands: Any, batch: Sequence[int]) -> None:
+    fits = bands.ndim == len(batch) + 2 and bands.shape[-1] == 6 and bands.dtype == jnp.int32
+    if not fits or any(size not in (1, wanted) for size, wanted in zip(bands.shape, batch, strict=False)):
+        lead = "".join(f"{size}, " for size in batch)
+        raise ValueError(
+            f"bands must be int32[{lead}C, 6], or with 1 for a batch dimension that shares them, but is "
+            f"{bands.dtype.name}{list(bands.shape)}."
+        )
 
 
 def _check_result_dtype(name: str, dtype: jnp.dtype, operand: jnp.dtype) -> None:
@@ -77,22 +91,18 @@ def _forward_types(
 ) -> tuple[Any, Any]:
     _check_common(q, k, v, bands, soft_cap=soft_cap, implementation=implementation)
     accumulate = accumulator_dtype(q.dtype)
-    _expect("sinks", sinks, q.shape[2:3], accumulate)
+    _expect("sinks", sinks, q.shape[-2:-1], accumulate)
     _check_result_dtype("out_dtype", out_dtype, q.dtype)
     _check_margin(sm_margin)
-    # update() keeps the sharding and the varying mesh axes of the operand.
-    out = q.update(shape=(*q.shape[:3], v.shape[3]), dtype=out_dtype)
-    lse = _row_type(q, accumulate)
+    sharding = result_sharding(q, k, v)
+    # update() keeps the varying mesh axes of the operand.
+    out = q.update(shape=(*q.shape[:-1], v.shape[-1]), dtype=out_dtype, sharding=sharding)
+    by_row = sharding.update(spec=sharding.spec[:-1])
+    lse = q.update(shape=q.shape[:-1], dtype=accumulate, sharding=by_row)
     if previous:
         _expect("previous.out", previous[0], out.shape, out_dtype)
         _expect("previous.lse", previous[1], lse.shape, accumulate)
     return out, lse
-
-
-def _row_type(q: Any, dtype: jnp.dtype) -> Any:
-    """The type of a number per row and head: [B, T, N]."""
-    sharding = q.sharding.update(spec=q.sharding.spec[:3])
-    return q.update(shape=q.shape[:3], dtype=dtype, sharding=sharding)
 
 
 def _backward_types(
@@ -112,9 +122,10 @@ def _backward_types(
 ) -> tuple[Any, Any, Any]:
     _check_common(q, k, v, bands, soft_cap=soft_cap, implementation=implementation)
     accumulate = accumulator_dtype(q.dtype)
-    _expect("dout", dout, (*q.shape[:3], v.shape[3]), q.dtype)
-    _expect("lse", lse, q.shape[:3], accumulate)
-    _expect("delta", delta, q.shape[:3], accumulate)
+    result_sharding(q, k, v)
+    _expect("dout", dout, (*q.shape[:-1], v.shape[-1]), q.dtype)
+    _expect("lse", lse, q.shape[:-1], accumulate)
+    _expect("delta", delta, q.shape[:-1], accumulate)
     _check_result_dtype("grad_dtype", grad_dtype, q.dtype)
     _check_margin(sm_margin)
     return q.update(dtype=grad_dtype), k.update(dtype=grad_dtype), v.update(dtype=grad_dtype)
@@ -133,6 +144,7 @@ def _primitive(name: str, types: Callable[..., tuple[Any, ...]], static: Sequenc
     primitive.def_abstract_eval(types)
     primitive.def_impl(jax.jit(primitive.bind, static_argnames=static))
     ad.primitive_jvps[primitive] = _no_derivative
+    can_be_partitioned(primitive)
     return primitive
 
 
@@ -169,39 +181,33 @@ def attention_forward(
     """Attention under bands, without derivatives.
 
     Args:
-        q: [B, T, N, D].
-        k: [B, S, K, D], in the dtype of q; N is a multiple of K.
-        v: [B, S, K, Dv], in the dtype of q.
-        bands: int32 [1, C, 6] or [B, C, 6].
+        q: [*B, T, N, D], with any number of batch dimensions.
+        k: [*B, S, K, D], in the dtype of q; N is a multiple of K.
+        v: [*B, S, K, Dv], in the dtype of q.
+        bands: int32 [*B, C, 6], or with 1 for a batch dimension that shares them.
         sinks: [N] in accumulator dtype, -inf for no sink.
         scale: factor of q·k.
         soft_cap: c of c · tanh(logits / c), a normal number of float32; 0 for none.
         out_dtype: dtype of the output, that of q or the accumulator dtype.
         implementation: "ffi", "xla", or None for "ffi" where it fits and "xla" elsewhere. On GPUs "ffi" needs
             compute capability 9.0, bfloat16 or float16, and head dimensions of at most 256.
-        previous: attention to other keys, the output [B, T, N, Dv] in ``out_dtype`` and the log-sum-exp
-            [B, T, N] in accumulator dtype. The result is then the attention to those keys and these; a row
+        previous: attention to other keys, the output [*B, T, N, Dv] in ``out_dtype`` and the log-sum-exp
+            [*B, T, N] in accumulator dtype. The result is then the attention to those keys and these; a row
             that sees nothing here keeps it exactly. Sinks belong to the keys of their call: give them to one
             call, and they count for the rows that see something in it.
         sm_margin: how many multiprocessors of a GPU the attention kernel keeps free for others, though not
             the short ones before and after it; elsewhere without effect. Static.
 
     Returns:
-        The output [B, T, N, Dv] and the log-sum-exp [B, T, N] in accumulator dtype. A row that sees nothing,
+        The output [*B, T, N, Dv] and the log-sum-exp [*B, T, N] in accumulator dtype. A row that sees nothing,
         or nothing but logits of -inf, has output 0 and log-sum-exp -inf, also where it has a sink.
 
     Raises:
         ValueError: for shapes, dtypes or numbers other than these.
         NotImplementedError: for implementation="ffi", when lowered for what it cannot run.
     """
-    out, lse = bind_over_shards(
-        attention_forward_p,
-        q,
-        k,
-        v,
-        bands,
-        sinks,
-        *(previous or ()),
+    out, lse = attention_forward_p.bind(
+        *vary_alike((q, k, v, bands, sinks, *(previous or ()))),
         scale=float(scale),
         soft_cap=float(soft_cap),
         out_dtype=jnp.dtype(out_dtype),
@@ -236,9 +242,9 @@ def attention_backward(
         k: see there.
         v: see there.
         bands: see there.
-        dout: cotangent of the output [B, T, N, Dv], in the dtype of q.
-        lse: [B, T, N] in accumulator dtype; rows with -inf get and give no gradient.
-        delta: [B, T, N] in accumulator dtype, rowsum(dout · out) minus the cotangent of lse.
+        dout: cotangent of the output [*B, T, N, Dv], in the dtype of q.
+        lse: [*B, T, N] in accumulator dtype; rows with -inf get and give no gradient.
+        delta: [*B, T, N] in accumulator dtype, rowsum(dout · out) minus the cotangent of lse.
         scale: see there.
         soft_cap: see there.
         deterministic: ask for bitwise reproducible gradients, which only GPUs give up for speed.
@@ -253,15 +259,8 @@ def attention_backward(
         ValueError: for shapes, dtypes or numbers other than these.
         NotImplementedError: for implementation="ffi", when lowered for what it cannot run.
     """
-    dq, dk, dv = bind_over_shards(
-        attention_backward_p,
-        q,
-        k,
-        v,
-        bands,
-        dout,
-        lse,
-        delta,
+    dq, dk, dv = attention_backward_p.bind(
+        *vary_alike((q, k, v, bands, dout, lse, delta)),
         scale=float(scale),
         soft_cap=float(soft_cap),
         deterministic=bool(deterministic),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from .._varying import vary_alike
-from ..attention import accumulator_dtype, check_key_heads
+from ..attention import accumulator_dtype
 from ..planning import ContextPlan
 from ._sharding import Operands, Stages, find_axis, find_layout, place
 from ._stages import Options
@@ -120,7 +120,6 @@ def context_attention(
     size, inside = find_axis(axis_name)
     check_lengths(query, key, value, plan, axis_name, size=size, inside=inside)
     layout = find_layout(query, axis_name)
-    check_key_heads(key.shape[-2], layout.heads, jax.sharding.get_abstract_mesh())
     options = Options(
         axis_name=axis_name,
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),

@@ -1,0 +1,213 @@
+"""Operations that XLA's partitioner splits over Auto mesh axes, where it would otherwise gather their operands.
+
+A custom call is opaque to the partitioner. With `jax.experimental.custom_partitioning` it propagates shardings through
+the call by a rule, and then asks a callback how the operation is split and what each device runs.
+
+Shardings are treated as arrays of device numbers, not by the names of mesh axes: a part of an axis has no name, and
+inside a ``shard_map`` over some of the axes the partitioner numbers devices anew within each group of the others, in
+an order that no mesh has to have. This module is the only one that depends on JAX's internals for that.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax._src.lib import xla_client
+from jax._src.sharding_impls import GSPMDSharding, ShardingContext, SPMDAxisContext
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+DEVICES = "devices"
+"""A mesh axis of all devices, over which the function of a `Partition` may communicate outside of shard_map."""
+
+
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+class Tiles(NamedTuple):
+    """Which devices hold which tile of an array.
+
+    Attributes:
+        devices: int64 [tiles of dimension 0, ..., tiles of the last dimension, copies], numbers of devices. An array
+            that every device has as a whole may have no numbers: [1, ..., 1, 0].
+    """
+
+    devices: np.ndarray
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many tiles each dimension is cut into."""
+        return self.devices.shape[:-1]
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.counts)
+
+    def keep(self, *dims: int) -> "Tiles":
+        """The tiles along these dimensions alone, in this order. Devices that differ in others share them."""
+        rest = [i for i in range(self.devices.ndim) if i not in dims]
+        shape = [self.counts[i] for i in dims]
+        return Tiles(
+            self.devices.transpose(*dims, *rest).reshape(*shape, self.devices.size // math.prod(shape))
+        )
+
+    def embed(self, rank: int, dims: Sequence[int]) -> "Tiles":
+        """The tiles of an array of ``rank`` dimensions whose ``dims``, in ascending order, are cut like these."""
+        shape = np.ones(rank, np.int64)
+        shape[list(dims)] = self.counts
+        return Tiles(self.devices.reshape(*shape, self.devices.shape[-1]))
+
+
+class Tiled(NamedTuple):
+    """An operand or a result as the partitioner has it."""
+
+    shape: tuple[int, ...]
+    tiles: Tiles
+    sharding: Any  # the same as a jax.sharding.Sharding: a NamedSharding where mesh axes are known
+
+
+class Partition(NamedTuple):
+    """How an operation is split.
+
+    Attributes:
+        function: what each device runs, on its tiles of the operands.
+        operands: the tiles that it takes; the partitioner moves operands there.
+        results: the tiles that it returns.
+    """
+
+    function: Callable[..., Sequence[jax.Array]]
+    operands: Sequence[Tiles]
+    results: Sequence[Tiles]
+
+
+class Rule(NamedTuple):
+    """How shardings propagate through an operation, in Shardy's notation.
+
+    Attributes:
+        text: factors of every dimension of operands and results, as in "b t (k g) d, b s k d -> b t (k g) d".
+        whole: the factors that are not to be sharded, in the order in which they appear first.
+        sizes: the sizes of the factors that appear in compound ones alone.
+    """
+
+    text: str
+    whole: Sequence[str]
+    sizes: dict[str, int]
+
+
+type Choose = Callable[[Sequence[Tiled], Sequence[Tiled]], Partition]
+"""From operands and results, as propagation has left them, to how the operation is split."""
+
+
+def can_be_partitioned(primitive: Primitive) -> None:
+    """Has JAX tell lowering rules of this primitive for which devices they lower, which the partitioner asks for."""
+    prim_requires_devices_during_lowering.add(primitive)
+
+
+def is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether the partitioner is going to split the program over devices at this place."""
+    context = ctx.module_context.axis_context
+    if isinstance(context, ShardingContext):
+        return context.num_devices > 1 and context.device_assignment is not None
+    return bool(axes_left_to_partitioner(ctx))
+
+
+def axes_left_to_partitioner(ctx: mlir.LoweringRuleContext) -> tuple[str, ...]:
+    """Inside of a shard_map, the mesh axes that it is not over; none outside."""
+    context = ctx.module_context.axis_context
+    if not isinstance(context, SPMDAxisContext):
+        return ()
+    return tuple(name for name in context.mesh.axis_names if name not in context.manual_axes)
+
+
+def lower_partitioned(
+    ctx: mlir.LoweringRuleContext,
+    operands: Sequence[Any],
+    *,
+    counts: Sequence[int] = (),
+    bind: Callable[..., Sequence[jax.Array]],
+    rule: Rule,
+    choose: Choose,
+    identity: object,
+) -> Sequence[Any]:
+    """Lowers an operation to a call that the partitioner splits.
+
+    Args:
+        ctx: what the lowering rule has got, likewise the operands.
+        operands: values of the program.
+        counts: for each of them the numbers from 0, int32, follow the operands: by its part of them a device knows
+            which tiles it has.
+        bind: binds the primitive to the operands alone, for the types of its results.
+        rule: how shardings propagate, the numbers included.
+        choose: how the operation is split.
+        identity: what tells the operation from others with such operands. It becomes an operand of the call, for JAX
+            knows programs that it has compiled before, on disk too, by their text, and neither the parameters nor
+            the function of such a call are in it.
+    """
+    context: Any = ctx.module_context.axis_context
+    within_shard_map = isinstance(context, SPMDAxisContext)
+    mesh = context.mesh if within_shard_map else jax.sharding.AbstractMesh((context.num_devices,), (DEVICES,))
+    digest = np.frombuffer(hashlib.sha256(repr(identity).encode()).digest(), np.int32)
+
+    @custom_partitioning
+    def operation(digest: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        del digest
+        return tuple(bind(*operands[: len(operands) - len(counts)]))
+
+    def split(
+        operands: Sequence[Any], results: Sequence[Any]
+    ) -> tuple[Partition, list[Any], tuple[Any, ...]]:
+        chosen = choose([*map(_describe, operands[1:])], [*map(_describe, results)])
+        everywhere = Tiles(np.zeros((1, 0), np.int64))
+        return (
+            chosen,
+            [_to_sharding(x) for x in (everywhere, *chosen.operands)],
+            (*map(_to_sharding, chosen.results),),
+        )
+
+    def partition(_: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+        chosen, operand_shardings, result_shardings = split(operands, results)
+
+        def function(digest: jax.Array, *shards: jax.Array) -> tuple[jax.Array, ...]:
+            del digest
+            with jax.sharding.use_abstract_mesh(_NO_MESH):  # that of jax.set_mesh is not the device's
+                return tuple(chosen.function(*shards))
+
+        return mesh, function, result_shardings, tuple(operand_shardings)
+
+    def infer(_: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+        return split(operands, results)[2]
+
+    text = f"digest, {rule.text}"
+    options = {"need_replication_factors": ("digest", *rule.whole), **rule.sizes}
+    operation.def_partition(
+        partition, infer_sharding_from_operands=infer, sharding_rule=lambda *_: (text, options)
+    )
+
+    def call(*operands: jax.Array) -> Any:
+        return operation(digest, *operands, *(jnp.arange(count, dtype=jnp.int32) for count in counts))
+
+    return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+
+
+def _describe(x: Any) -> Tiled:
+    """An operand or a result as `custom_partitioning` gives it: with a shape and, if that is known, a sharding."""
+    rank, sharding = len(x.shape), getattr(x, "sharding", None)
+    hlo = None if sharding is None else sharding._to_xla_hlo_sharding(rank)
+    if hlo is None or not hlo.is_tiled():
+        return Tiled(x.shape, Tiles(np.zeros((1,) * rank + (0,), np.int64)), sharding)
+    counts = hlo.tile_assignment_dimensions()[:rank]
+    return Tiled(x.shape, Tiles(np.reshape(hlo.tile_assignment_devices(), (*counts, -1))), sharding)
+
+
+def _to_sharding(tiles: Tiles) -> GSPMDSharding:
+    if tiles.count == 1:
+        return GSPMDSharding(jax.devices(), xla_client.HloSharding.replicate())
+    copies = [xla_client.OpSharding.Type.REPLICATED]
+    hlo = xla_client.HloSharding.subgroup_with_device_ordering(np.ascontiguousarray(tiles.devices), copies)
+    return GSPMDSharding(jax.devices(), hlo)

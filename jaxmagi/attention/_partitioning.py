@@ -1,0 +1,260 @@
+"""How attention is split over devices by XLA's partitioner: by batch and heads, each device on its own.
+
+Query heads count as (key heads x group). Where devices split the key heads, they split both alike. Where there are
+more devices than that allows, those that share key heads have these as a whole, and add up their gradients.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from .. import _native
+from .._partitioning import (
+    DEVICES,
+    Partition,
+    Rule,
+    Tiled,
+    Tiles,
+    axes_left_to_partitioner,
+    is_partitioned,
+    lower_partitioned,
+)
+from ._dtypes import accumulator_dtype
+from ._key_heads import add_heads, heads_of, take_heads
+from ._sharding import axis_names
+
+type Kind = Literal["rows", "out", "keys", "values", "row_numbers", "bands", "query_heads", "key_heads"]
+"""Queries, outputs, keys, values, numbers per row and head, bands, numbers per query head and per key head."""
+
+
+class _Signature(NamedTuple):
+    """What the operands and the results of a primitive are. Previous results may follow the operands."""
+
+    operands: tuple[Kind, ...]
+    results: tuple[Kind, ...]
+
+
+_FORWARD = _Signature(("rows", "keys", "values", "bands", "query_heads"), ("out", "row_numbers"))
+_BACKWARD = _Signature(
+    ("rows", "keys", "values", "bands", "out", "row_numbers", "row_numbers"), ("rows", "keys", "values")
+)
+
+_SIGNATURES = {"jaxmagi_attention_forward": _FORWARD, "jaxmagi_attention_backward": _BACKWARD}
+
+type _Function = Callable[..., Sequence[jax.Array]]
+type _Rule = Callable[..., Any]
+
+
+def lowering(primitive: Primitive, function: _Function, label: str) -> _Rule:
+    """A lowering rule for a primitive, which is split over devices where the program is.
+
+    Args:
+        primitive: the forward or the backward primitive.
+        function: the primitive on one device, for one batch dimension.
+        label: tells the function from others for the primitive.
+    """
+    signature = _SIGNATURES[primitive.name]
+    local = functools.partial(_fold_batch, function, signature)
+    lower = mlir.lower_fun(local, multiple_results=True)
+
+    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        query, key, *_ = ctx.avals_in
+        if not is_partitioned(ctx) or any(0 in x.shape for x in ctx.avals_in):
+            return lower(_without_shardings(ctx), *operands, **params)
+        operation = _Operation(
+            function=local,
+            params=params,
+            signature=_with_previous(signature, len(operands)),
+            batch_dims=query.ndim - 3,
+            heads=query.shape[-2],
+            key_heads=key.shape[-2],
+            left_axes=axes_left_to_partitioner(ctx),
+        )
+        extension = _native.extension("cuda")
+        return lower_partitioned(
+            ctx,
+            operands,
+            counts=(operation.heads, operation.key_heads),
+            bind=functools.partial(primitive.bind, implementation=None, **params),
+            rule=operation.rule([x.shape for x in ctx.avals_in], [x.shape for x in ctx.avals_out]),
+            choose=operation.choose,
+            identity=(primitive.name, label, params, extension and extension.sources),
+        )
+
+    return rule
+
+
+def _without_shardings(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleContext:
+    """For one device, also where that is a mesh of Explicit axes."""
+    if not any(any(x.sharding.spec) for x in ctx.avals_in):
+        return ctx
+    return ctx.replace(
+        avals_in=[x.update(sharding=x.sharding.update(spec=jax.P(*[None] * x.ndim))) for x in ctx.avals_in]
+    )
+
+
+def _with_previous(signature: _Signature, count: int) -> _Signature:
+    """The signature with the previous results among the operands, if there are so many."""
+    if count == len(signature.operands):
+        return signature
+    return signature._replace(operands=(*signature.operands, *signature.results))
+
+
+def _fold_batch(
+    function: _Function, signature: _Signature, *operands: jax.Array, **params: Any
+) -> list[jax.Array]:
+    """Runs a function for one batch dimension on operands with any number of them."""
+    batch = operands[0].shape[:-3]
+    kinds = _with_previous(signature, len(operands)).operands
+    folded = [_fold(x, kind, batch) for x, kind in zip(operands, kinds, strict=True)]
+    return [x.reshape(*batch, *x.shape[1:]) for x in function(*folded, **params)]
+
+
+def _fold(x: jax.Array, kind: Kind, batch: tuple[int, ...]) -> jax.Array:
+    if kind == "query_heads":
+        return x
+    lead, rest = x.shape[: len(batch)], x.shape[len(batch) :]
+    if lead != batch and math.prod(lead) > 1:  # bands that some of the batch dimensions share
+        x, lead = jnp.broadcast_to(x, (*batch, *rest)), batch
+    return x.reshape(math.prod(lead), *rest)
+
+
+_WITH_HEADS = ("rows", "out", "keys", "values")
+_WHOLE = ("d", "e", "bands", "numbers", "one")  # the factors that are not to be sharded
+
+
+class _Operation(NamedTuple):
+    """A call of a primitive that is to be split.
+
+    Behind its operands it gets the numbers of all query heads and of all key heads: a device learns its own.
+    """
+
+    function: _Function  # on one device
+    params: dict[str, Any]
+    signature: _Signature
+    batch_dims: int
+    heads: int
+    key_heads: int
+    left_axes: tuple[str, ...]  # see `axes_left_to_partitioner`
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What the operands are."""
+        return *self.signature.operands, "query_heads", "key_heads"
+
+    def rule(self, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> Rule:
+        """How shardings propagate. Those of lengths do too, so that `choose` sees what has to be gathered."""
+        operands = (*operands, (self.heads,), (self.key_heads,))
+        sides = [
+            [self._factors(*array) for array in zip(kinds, shapes, strict=True)]
+            for kinds, shapes in ((self.kinds, operands), (self.signature.results, results))
+        ]
+        text = " -> ".join(", ".join(map(" ".join, side)) for side in sides)
+        used = dict.fromkeys(factor for side in sides for factors in side for factor in factors)
+        sizes = {"g": self.heads // self.key_heads} if "(k g)" in used else {}
+        return Rule(text, [factor for factor in used if factor.startswith(_WHOLE)], sizes)
+
+    def _factors(self, kind: Kind, shape: tuple[int, ...]) -> list[str]:
+        """The factors of the dimensions of an array."""
+        batch = [f"b{i}" if size > 1 else f"one{i}" for i, size in enumerate(shape[: self.batch_dims])]
+        key_heads = "k" if self.key_heads > 1 else "one"
+        heads = "g" if self.key_heads == 1 else "k" if self.heads == self.key_heads else "(k g)"
+        factors: dict[Kind, list[str]] = {
+            "rows": [*batch, "t", heads, "d"],
+            "out": [*batch, "t", heads, "e"],
+            "keys": [*batch, "s", key_heads, "d"],
+            "values": [*batch, "s", key_heads, "e"],
+            "row_numbers": [*batch, "t", heads],
+            "bands": [*batch, "bands", "numbers"],
+            "query_heads": [heads],
+            "key_heads": [key_heads],
+        }
+        return factors[kind]
+
+    def choose(self, operands: Sequence[Tiled], results: Sequence[Tiled]) -> Partition:
+        """How the operation is split: as that operand or result which is cut into most tiles."""
+        for name, x in zip(("query", "key", "value"), operands, strict=False):
+            if x.tiles.counts[self.batch_dims] > 1:
+                _warn_of_sharded_length(name, self._axes_of_length(x))
+        arrays = list(zip((*self.kinds, *self.signature.results), (*operands, *results), strict=True))
+        split = self._split([x for kind, x in arrays if kind in _WITH_HEADS])
+        tiles = [self._tiles(split, kind, x.shape) for kind, x in arrays]
+        function = functools.partial(self._run, split)
+        return Partition(function, tiles[: len(operands)], tiles[len(operands) :])
+
+    def _axes_of_length(self, x: Tiled) -> tuple[str, ...]:
+        """The mesh axes that the length is sharded over, or that it may be."""
+        spec = getattr(x.sharding, "spec", None)
+        return self.left_axes if spec is None else axis_names(spec[self.batch_dims])
+
+    def _split(self, arrays: Sequence[Tiled]) -> Tiles:
+        """Along each batch dimension, the key heads, and the query heads of a group: [*B, K, N // K, copies]."""
+        most = max(map(self._even_tiles, arrays), key=lambda tiles: tiles.count)
+        *batch, heads, copies = most.devices.shape
+        key_heads = math.gcd(heads, self.key_heads)
+        split = Tiles(most.devices.reshape(*batch, key_heads, heads // key_heads, copies))
+        if not self.left_axes or self.signature != _BACKWARD:
+            return split
+        # Inside of a shard_map it is not known which devices would have to add up gradients.
+        dims = range(self.batch_dims + 1)
+        return split.keep(*dims).embed(self.batch_dims + 2, dims)
+
+    def _even_tiles(self, x: Tiled) -> Tiles:
+        """The tiles along batch and heads [*B, heads, copies], as far as all are of one size."""
+        dims = (*range(self.batch_dims), self.batch_dims + 1)
+        even = [i for i in dims if x.shape[i] % x.tiles.counts[i] == 0]
+        return x.tiles.keep(*even).embed(len(dims), [dims.index(i) for i in even])
+
+    def _tiles(self, split: Tiles, kind: Kind, shape: tuple[int, ...]) -> Tiles:
+        """The tiles of an operand or a result."""
+        batch = range(self.batch_dims)
+        *counts, key_heads, group, copies = split.devices.shape
+        heads = Tiles(split.devices.reshape(*counts, key_heads * group, copies))
+        match kind:
+            case "rows" | "out" | "row_numbers":
+                return heads.embed(len(shape), (*batch, self.batch_dims + 1))
+            case "keys" | "values":
+                kept = split.keep(*batch, self.batch_dims)
+                return kept.embed(len(shape), (*batch, self.batch_dims + 1))
+            case "bands":
+                own = [i for i in batch if shape[i] > 1]
+                return split.keep(*own).embed(len(shape), own)
+            case "query_heads":
+                return heads.keep(self.batch_dims)
+            case "key_heads":
+                return split.keep(self.batch_dims)
+
+    def _run(self, split: Tiles, *shards: jax.Array) -> Sequence[jax.Array]:
+        """What each device computes."""
+        *operands, query_heads, key_heads = shards
+        if split.counts[-1] == 1:
+            return self.function(*operands, **self.params)
+        heads = heads_of(query_heads, key_heads[0], self.heads // self.key_heads)
+        query, key, value, *rest = operands
+        run = functools.partial(self.function, query, take_heads(key, heads), take_heads(value, heads), *rest)
+        if self.signature != _BACKWARD:
+            return run(**self.params)
+        dtype = self.params["grad_dtype"]
+        dq, *gradients = run(**self.params | {"grad_dtype": accumulator_dtype(query.dtype)})
+        groups = split.devices.swapaxes(-1, -2).reshape(-1, split.counts[-1]).tolist()
+        whole = [add_heads(x, heads, key.shape[-2]) for x in gradients]
+        sums = jax.lax.psum(whole, DEVICES, axis_index_groups=groups)
+        return [x.astype(dtype) for x in (dq, *sums)]
+
+
+@functools.cache
+def _warn_of_sharded_length(name: str, axes: tuple[str, ...]) -> None:
+    """Says it once for each operand and mesh axis."""
+    warnings.warn(
+        f"jaxmagi.attention gathers {name}, which is sharded in its length over mesh axis {', '.join(axes)}: it works "
+        "on whole sequences. jaxmagi.context_attention spreads a sequence over a mesh axis, by a plan.",
+        RuntimeWarning,
+        stacklevel=1,
+    )
