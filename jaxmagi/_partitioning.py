@@ -69,7 +69,6 @@ class Tiled(NamedTuple):
 
     shape: tuple[int, ...]
     tiles: Tiles
-    sharding: Any  # the same as a jax.sharding.Sharding: a NamedSharding where mesh axes are known
 
 
 class Partition(NamedTuple):
@@ -114,15 +113,26 @@ def is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
     context = ctx.module_context.axis_context
     if isinstance(context, ShardingContext):
         return context.num_devices > 1 and context.device_assignment is not None
-    return bool(axes_left_to_partitioner(ctx))
+    return is_within_shard_map(ctx) and math.prod(axis_sizes(ctx).values()) > 1
 
 
-def axes_left_to_partitioner(ctx: mlir.LoweringRuleContext) -> tuple[str, ...]:
-    """Inside of a shard_map, the mesh axes that it is not over; none outside."""
-    context = ctx.module_context.axis_context
-    if not isinstance(context, SPMDAxisContext):
-        return ()
-    return tuple(name for name in context.mesh.axis_names if name not in context.manual_axes)
+def is_within_shard_map(ctx: mlir.LoweringRuleContext) -> bool:
+    return isinstance(ctx.module_context.axis_context, SPMDAxisContext)
+
+
+def axis_sizes(ctx: mlir.LoweringRuleContext) -> dict[str, int]:
+    """The sizes of the mesh axes that the partitioner splits over, where there is a mesh: those that no shard_map maps."""
+    context: Any = ctx.module_context.axis_context
+    if isinstance(context, SPMDAxisContext):
+        return {name: size for name, size in context.mesh.shape.items() if name not in context.manual_axes}
+    mesh = getattr(context, "abstract_mesh", None)
+    return {} if mesh is None else dict(mesh.shape)
+
+
+def axes_along(tiles: Tiles, dim: int, sizes: dict[str, int]) -> tuple[str, ...]:
+    """The axes of a mesh along which a dimension is cut."""
+    places = np.unravel_index(tiles.devices, tuple(sizes.values()))
+    return tuple(name for name, at in zip(sizes, places, strict=True) if (at != at.take([0], axis=dim)).any())
 
 
 def lower_partitioned(
@@ -150,8 +160,10 @@ def lower_partitioned(
             the function of such a call are in it.
     """
     context: Any = ctx.module_context.axis_context
-    within_shard_map = isinstance(context, SPMDAxisContext)
-    mesh = context.mesh if within_shard_map else jax.sharding.AbstractMesh((context.num_devices,), (DEVICES,))
+    if is_within_shard_map(ctx):
+        mesh = context.mesh
+    else:
+        mesh = jax.sharding.AbstractMesh((context.num_devices,), (DEVICES,))
     digest = np.frombuffer(hashlib.sha256(repr(identity).encode()).digest(), np.int32)
 
     @custom_partitioning
@@ -186,7 +198,10 @@ def lower_partitioned(
     text = f"digest, {rule.text}"
     options = {"need_replication_factors": ("digest", *rule.whole), **rule.sizes}
     operation.def_partition(
-        partition, infer_sharding_from_operands=infer, sharding_rule=lambda *_: (text, options)
+        partition,
+        infer_sharding_from_operands=infer,
+        sharding_rule=lambda *_: (text, options),
+        decode_shardings=False,  # parts of axes cannot be
     )
 
     def call(*operands: jax.Array) -> Any:
@@ -197,12 +212,12 @@ def lower_partitioned(
 
 def _describe(x: Any) -> Tiled:
     """An operand or a result as `custom_partitioning` gives it: with a shape and, if that is known, a sharding."""
-    rank, sharding = len(x.shape), getattr(x, "sharding", None)
-    hlo = None if sharding is None else sharding._to_xla_hlo_sharding(rank)
+    sharding = getattr(x, "sharding", None)
+    hlo = None if sharding is None else sharding._to_xla_hlo_sharding(len(x.shape))
     if hlo is None or not hlo.is_tiled():
-        return Tiled(x.shape, Tiles(np.zeros((1,) * rank + (0,), np.int64)), sharding)
-    counts = hlo.tile_assignment_dimensions()[:rank]
-    return Tiled(x.shape, Tiles(np.reshape(hlo.tile_assignment_devices(), (*counts, -1))), sharding)
+        return Tiled(x.shape, Tiles(np.zeros((*[1] * len(x.shape), 0), np.int64)))
+    counts = hlo.tile_assignment_dimensions()[: len(x.shape)]
+    return Tiled(x.shape, Tiles(np.reshape(hlo.tile_assignment_devices(), (*counts, -1))))
 
 
 def _to_sharding(tiles: Tiles) -> GSPMDSharding:

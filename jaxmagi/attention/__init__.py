@@ -7,6 +7,7 @@
 from ._api import attention as attention
 from ._dtypes import DTYPES as DTYPES, accumulator_dtype as accumulator_dtype
 from ._flops import flops as flops
+from ._key_heads import add_heads as add_heads, heads_of as heads_of, take_heads as take_heads
 from ._partial import (
     Partial as Partial,
     add_sinks as add_sinks,

@@ -59,7 +59,7 @@ def compiled_misfit(platform: str) -> str | None:
 
 def _portable_rule(primitive: Primitive, function: _Function, misfit: _Misfit) -> _Rule:
     """Lowers the function, unless compiled code was asked for."""
-    lower = lowering(primitive, function, "portable")
+    lower = lowering(primitive, function, "xla")
 
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any) -> Any:
         if implementation != "ffi":
@@ -71,7 +71,7 @@ def _portable_rule(primitive: Primitive, function: _Function, misfit: _Misfit) -
 
 def _compiled_rule(primitive: Primitive, function: _Function, misfit: _Misfit, otherwise: _Rule) -> _Rule:
     """Lowers the function, which makes custom calls, where they fit and are not declined."""
-    lower = lowering(primitive, function, "compiled")
+    lower = lowering(primitive, function, "ffi")
 
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any) -> Any:
         if implementation == "xla" or misfit(ctx.avals_in, **params) is not None:

@@ -22,13 +22,14 @@ from .._partitioning import (
     Rule,
     Tiled,
     Tiles,
-    axes_left_to_partitioner,
+    axes_along,
+    axis_sizes,
     is_partitioned,
+    is_within_shard_map,
     lower_partitioned,
 )
 from ._dtypes import accumulator_dtype
 from ._key_heads import add_heads, heads_of, take_heads
-from ._sharding import axis_names
 
 type Kind = Literal["rows", "out", "keys", "values", "row_numbers", "bands", "query_heads", "key_heads"]
 """Queries, outputs, keys, values, numbers per row and head, bands, numbers per query head and per key head."""
@@ -52,13 +53,13 @@ type _Function = Callable[..., Sequence[jax.Array]]
 type _Rule = Callable[..., Any]
 
 
-def lowering(primitive: Primitive, function: _Function, label: str) -> _Rule:
+def lowering(primitive: Primitive, function: _Function, implementation: Literal["ffi", "xla"]) -> _Rule:
     """A lowering rule for a primitive, which is split over devices where the program is.
 
     Args:
         primitive: the forward or the backward primitive.
         function: the primitive on one device, for one batch dimension.
-        label: tells the function from others for the primitive.
+        implementation: which one that is.
     """
     signature = _SIGNATURES[primitive.name]
     local = functools.partial(_fold_batch, function, signature)
@@ -68,6 +69,11 @@ def lowering(primitive: Primitive, function: _Function, label: str) -> _Rule:
         query, key, *_ = ctx.avals_in
         if not is_partitioned(ctx) or any(0 in x.shape for x in ctx.avals_in):
             return lower(_without_shardings(ctx), *operands, **params)
+        copies = _copies_of_key_heads(ctx, signature)
+        if copies > 1:
+            bind = functools.partial(primitive.bind, implementation=implementation)
+            repeated = functools.partial(_with_copies_of_key_heads, bind, copies)
+            return mlir.lower_fun(repeated, multiple_results=True)(ctx, *operands, **params)
         operation = _Operation(
             function=local,
             params=params,
@@ -75,20 +81,52 @@ def lowering(primitive: Primitive, function: _Function, label: str) -> _Rule:
             batch_dims=query.ndim - 3,
             heads=query.shape[-2],
             key_heads=key.shape[-2],
-            left_axes=axes_left_to_partitioner(ctx),
+            axis_sizes=axis_sizes(ctx),
+            within_shard_map=is_within_shard_map(ctx),
         )
         extension = _native.extension("cuda")
         return lower_partitioned(
             ctx,
             operands,
             counts=(operation.heads, operation.key_heads),
-            bind=functools.partial(primitive.bind, implementation=None, **params),
+            bind=functools.partial(primitive.bind, implementation=implementation, **params),
             rule=operation.rule([x.shape for x in ctx.avals_in], [x.shape for x in ctx.avals_out]),
             choose=operation.choose,
-            identity=(primitive.name, label, params, extension and extension.sources),
+            identity=(primitive.name, implementation, params, extension and extension.sources),
         )
 
     return rule
+
+
+def _copies_of_key_heads(ctx: mlir.LoweringRuleContext, signature: _Signature) -> int:
+    """How many of each the backward pass needs, inside of a shard_map, to be split as query heads may be.
+
+    There it is not known which devices would have to add up the gradients of what they share.
+    """
+    if signature != _BACKWARD or not is_within_shard_map(ctx):
+        return 1
+    heads, key_heads = (x.shape[-2] for x in ctx.avals_in[:2])
+    sizes = [size for size in axis_sizes(ctx).values() if heads % size == 0]
+    copies = math.lcm(*(size // math.gcd(size, key_heads) for size in sizes))
+    return copies if heads // key_heads % copies == 0 else 1
+
+
+def _with_copies_of_key_heads(
+    bind: _Function,
+    copies: int,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *rest: jax.Array,
+    grad_dtype: jnp.dtype,
+    **params: Any,
+) -> list[jax.Array]:
+    """The gradients by the backward primitive, with several copies of each key head, whose gradients are added up."""
+    key, value = (jnp.repeat(x, copies, axis=-2) for x in (key, value))
+    wide = accumulator_dtype(query.dtype)
+    dq, *copied = bind(query, key, value, *rest, grad_dtype=wide, **params)
+    sums = (x.reshape(*x.shape[:-2], -1, copies, x.shape[-1]).sum(axis=-2) for x in copied)
+    return [x.astype(grad_dtype) for x in (dq, *sums)]
 
 
 def _without_shardings(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleContext:
@@ -142,7 +180,8 @@ class _Operation(NamedTuple):
     batch_dims: int
     heads: int
     key_heads: int
-    left_axes: tuple[str, ...]  # see `axes_left_to_partitioner`
+    axis_sizes: dict[str, int]  # see there
+    within_shard_map: bool
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -165,7 +204,7 @@ class _Operation(NamedTuple):
         """The factors of the dimensions of an array."""
         batch = [f"b{i}" if size > 1 else f"one{i}" for i, size in enumerate(shape[: self.batch_dims])]
         key_heads = "k" if self.key_heads > 1 else "one"
-        heads = "g" if self.key_heads == 1 else "k" if self.heads == self.key_heads else "(k g)"
+        heads = self._query_head_factors()
         factors: dict[Kind, list[str]] = {
             "rows": [*batch, "t", heads, "d"],
             "out": [*batch, "t", heads, "e"],
@@ -177,6 +216,13 @@ class _Operation(NamedTuple):
             "key_heads": [key_heads],
         }
         return factors[kind]
+
+    def _query_head_factors(self) -> str:
+        """Those of key heads and groups, if all mesh axes that can split the query heads can split these."""
+        if self.key_heads in (1, self.heads):
+            return "g" if self.key_heads == 1 else "k"
+        fit = (size % self.key_heads == 0 or self.key_heads % size == 0 for size in self.axis_sizes.values())
+        return "(k g)" if all(fit) else "h"
 
     def choose(self, operands: Sequence[Tiled], results: Sequence[Tiled]) -> Partition:
         """How the operation is split: as that operand or result which is cut into most tiles."""
@@ -190,9 +236,10 @@ class _Operation(NamedTuple):
         return Partition(function, tiles[: len(operands)], tiles[len(operands) :])
 
     def _axes_of_length(self, x: Tiled) -> tuple[str, ...]:
-        """The mesh axes that the length is sharded over, or that it may be."""
-        spec = getattr(x.sharding, "spec", None)
-        return self.left_axes if spec is None else axis_names(spec[self.batch_dims])
+        """The mesh axes that the length is sharded over; inside of a shard_map, those that it may be."""
+        if self.within_shard_map:
+            return tuple(self.axis_sizes)
+        return axes_along(x.tiles, self.batch_dims, self.axis_sizes)
 
     def _split(self, arrays: Sequence[Tiled]) -> Tiles:
         """Along each batch dimension, the key heads, and the query heads of a group: [*B, K, N // K, copies]."""
@@ -200,7 +247,7 @@ class _Operation(NamedTuple):
         *batch, heads, copies = most.devices.shape
         key_heads = math.gcd(heads, self.key_heads)
         split = Tiles(most.devices.reshape(*batch, key_heads, heads // key_heads, copies))
-        if not self.left_axes or self.signature != _BACKWARD:
+        if not self.within_shard_map or self.signature != _BACKWARD:
             return split
         # Inside of a shard_map it is not known which devices would have to add up gradients.
         dims = range(self.batch_dims + 1)

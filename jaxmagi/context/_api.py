@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from .._varying import vary_alike
-from ..attention import accumulator_dtype
+from ..attention import MeshAxes, accumulator_dtype
 from ..planning import ContextPlan
 from ._sharding import Operands, Stages, find_axis, find_layout, place
 from ._stages import Options
@@ -22,6 +22,8 @@ def context_attention(
     plan: ContextPlan,
     *,
     axis_name: str,
+    batch_axis_name: MeshAxes = None,
+    head_axis_name: MeshAxes = None,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     sinks: jax.Array | None = None,
@@ -37,6 +39,8 @@ def context_attention(
     plan: ContextPlan,
     *,
     axis_name: str,
+    batch_axis_name: MeshAxes = None,
+    head_axis_name: MeshAxes = None,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     sinks: jax.Array | None = None,
@@ -51,6 +55,8 @@ def context_attention(
     plan: ContextPlan,
     *,
     axis_name: str,
+    batch_axis_name: MeshAxes = None,
+    head_axis_name: MeshAxes = None,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     sinks: jax.Array | None = None,
@@ -119,7 +125,7 @@ def context_attention(
     )
     size, inside = find_axis(axis_name)
     check_lengths(query, key, value, plan, axis_name, size=size, inside=inside)
-    layout = find_layout(query, axis_name)
+    layout = find_layout(query, key, axis_name, batch_axis_name, head_axis_name)
     options = Options(
         axis_name=axis_name,
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),

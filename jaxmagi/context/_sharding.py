@@ -1,5 +1,6 @@
 """Maps the distributed op over what the surrounding code has left to the compiler of the mesh."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,17 +36,18 @@ class Operands(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The mesh axes over which the dimensions of query are sharded, and those to map over. Static."""
+    """The mesh axes over which the dimensions of the operands are sharded, and those to map over. Static."""
 
     batch: tuple[MeshAxes, ...]  # of length 0 or 1
     tokens: MeshAxes  # None inside a shard_map over the tokens
     heads: MeshAxes
+    key_heads: MeshAxes  # those of the heads, or None where they do not divide the key heads
     mapped: frozenset[str]
     check_vma: bool
 
     @property
     def rows(self) -> P:
-        """Of query, key, value and output."""
+        """Of query and output."""
         return P(*self.batch, self.tokens, self.heads, None)
 
     @property
@@ -54,16 +56,22 @@ class Layout(NamedTuple):
         return P(*self.batch, self.tokens, self.heads)
 
     @property
+    def shares_key_heads(self) -> bool:
+        """Whether devices that split the query heads have all key heads."""
+        return self.key_heads != self.heads
+
+    @property
     def sharers(self) -> tuple[str, ...]:
         """The axes whose devices share the sinks of a head."""
         return tuple(name for axes in (*self.batch, self.tokens) for name in axis_names(axes))
 
     def specs(self, operands: Operands) -> Operands:
         """Of all operands."""
+        keys = P(*self.batch, self.tokens, self.key_heads, None)
         ranks = P(*self.batch, self.tokens) if operands.stages.stacked else P(self.tokens)
         stages = jax.tree.map(lambda leaf: ranks, operands.stages)
         sinks = None if operands.sinks is None else P(self.heads)
-        return Operands(self.rows, self.rows, self.rows, stages, sinks)
+        return Operands(self.rows, keys, keys, stages, sinks)
 
 
 def find_axis(axis_name: str) -> tuple[int, bool]:
@@ -81,18 +89,48 @@ def find_axis(axis_name: str) -> tuple[int, bool]:
     return mesh.shape[axis_name], axis_name in mesh.manual_axes
 
 
-def find_layout(query: jax.Array, axis_name: str) -> Layout:
-    """How query is sharded over Explicit axes, its tokens over ``axis_name``, and what is left to map over.
+def find_layout(
+    query: jax.Array, key: jax.Array, axis_name: str, batch_axis_name: Any, head_axis_name: Any
+) -> Layout:
+    """How the operands are sharded: as the caller says, else as query is over Explicit axes.
 
-    Inside a shard_map over ``axis_name`` there is nothing to map over, unless heads or batch are sharded over
-    Explicit axes. Outside, all Auto axes are: XLA would gather the operands of custom calls over any that are
-    not.
+    What is left to map over are these axes and, outside of a shard_map over it, ``axis_name``. All other axes are left
+    to the compiler, which knows how to split attention and transfers over them.
 
     Raises:
         ValueError: shardings that cannot work.
     """
     mesh = jax.sharding.get_abstract_mesh()
     inside = axis_name in mesh.manual_axes
+    batch, heads = _seen_axes(query, axis_name, inside)
+    if batch_axis_name is not None:
+        batch = (_given_axes("batch_axis_name", batch_axis_name, axis_name),)
+        if query.ndim != 4:
+            raise ValueError(f"{batch_axis_name=} needs query [B, T, N, D], but it has shape {query.shape}.")
+    if head_axis_name is not None:
+        heads = _given_axes("head_axis_name", head_axis_name, axis_name)
+    batch, heads = tuple(map(_not_mapped, batch)), _not_mapped(heads)
+    names = [name for axes in (*batch, heads) for name in axis_names(axes)]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"Batch and heads cannot be sharded over the same mesh axis: {batch[0]!r} and {heads!r}."
+        )
+    for axes in batch:
+        _check_divides("batch", query.shape[0], axes)
+    _check_divides("number of query heads", query.shape[-2], heads)
+    ones = [name for name in mesh.auto_axes if mesh.shape[name] == 1]
+    return Layout(
+        batch=batch,
+        tokens=None if inside else axis_name,
+        heads=heads,
+        key_heads=None if key.shape[-2] % _size(heads) else heads,
+        mapped=frozenset(names if inside else [*names, axis_name, *ones]),
+        check_vma=_checks_vma(),
+    )
+
+
+def _seen_axes(query: jax.Array, axis_name: str, inside: bool) -> tuple[tuple[MeshAxes, ...], MeshAxes]:
+    """The Explicit axes that batch and heads are sharded over."""
     spec = tuple(jax.typeof(query).sharding.spec)
     *batch, tokens, heads, dim = spec
     allowed = (None,) if inside else (None, axis_name, (axis_name,))
@@ -101,12 +139,40 @@ def find_layout(query: jax.Array, axis_name: str) -> Layout:
             f"query {query.shape} is sharded over {spec}: only its tokens may be, over {axis_name!r}, and "
             "its heads and batch, over other axes."
         )
-    mapped = {name for axes in (*batch, heads) for name in axis_names(axes)}
-    if axis_name in mapped:
+    if axis_name in {name for axes in (*batch, heads) for name in axis_names(axes)}:
         raise ValueError(f"query has its batch or heads sharded over {axis_name!r}, which is for the tokens.")
-    if not inside:
-        mapped |= {axis_name, *mesh.auto_axes}
-    return Layout(tuple(batch), None if inside else axis_name, heads, frozenset(mapped), _checks_vma())
+    return tuple(batch), heads
+
+
+def _given_axes(argument: str, given: Any, axis_name: str) -> tuple[str, ...]:
+    """Mesh axes that the caller has named."""
+    mesh, names = jax.sharding.get_abstract_mesh(), axis_names(given)
+    for name in names:
+        if name == axis_name or name not in mesh.axis_names:
+            raise ValueError(
+                f"{argument}={given!r} must be mesh axes other than {axis_name!r}, which is for the tokens; the mesh has "
+                f"{tuple(mesh.axis_names)}."
+            )
+    return names
+
+
+def _not_mapped(axes: MeshAxes) -> MeshAxes:
+    """Mesh axes without those of a surrounding shard_map: over them the arrays are local already."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    left = tuple(name for name in axis_names(axes) if name not in manual)
+    return left if len(left) > 1 else left[0] if left else None
+
+
+def _size(axes: MeshAxes) -> int:
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[name] for name in axis_names(axes))
+
+
+def _check_divides(what: str, count: int, axes: MeshAxes) -> None:
+    if count % _size(axes):
+        raise ValueError(
+            f"The {what} {count} cannot be sharded over mesh axis {axes!r} of size {_size(axes)}."
+        )
 
 
 def _checks_vma() -> bool:

@@ -8,10 +8,11 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from .._varying import vary_alike
-from ..attention import Partial
+from ..attention import Partial, accumulator_dtype, add_heads, axis_names, heads_of, take_heads
 from ..collectives import on_this_rank
 from ._sharding import Layout, Operands, map_over_mesh
 from ._stages import Options, backward, forward
@@ -23,6 +24,35 @@ def _over_batch(function: Any, operands: Operands, *rows: Any) -> Any:
         return function(operands, *rows)
     axes = Operands(0, 0, 0, 0 if operands.stages.stacked else None, None)
     return jax.vmap(function, in_axes=(axes, *[0] * len(rows)))(operands, *rows)
+
+
+def _key_heads(operands: Operands, layout: Layout) -> jax.Array:
+    """Those that go with a device's query heads, where it has all key heads: see `heads_of`."""
+    count, rank = operands.query.shape[-2], jax.lax.axis_index(axis_names(layout.heads))
+    group = count * jax.lax.axis_size(axis_names(layout.heads)) // operands.key.shape[-2]
+    return heads_of(count * rank + jnp.arange(count, dtype=jnp.int32), 0, group)
+
+
+def _take_key_heads(operands: Operands, layout: Layout) -> Operands:
+    """The operands with the key heads that a device attends with."""
+    if not layout.shares_key_heads:
+        return operands
+    heads = _key_heads(operands, layout)
+    key, value = vary_alike((operands.key, operands.value, heads))[:2]
+    return operands._replace(key=take_heads(key, heads), value=take_heads(value, heads))
+
+
+def _add_key_heads(gradients: Operands, operands: Operands, layout: Layout) -> Operands:
+    """The gradients of all key heads, of which devices have some."""
+    if not layout.shares_key_heads:
+        return gradients
+    heads = _key_heads(operands, layout)
+    wide = accumulator_dtype(operands.key.dtype)
+    parts = (
+        add_heads(x.astype(wide), heads, operands.key.shape[-2]) for x in (gradients.key, gradients.value)
+    )
+    key, value = jax.lax.psum(tuple(parts), axis_names(layout.heads))
+    return gradients._replace(key=key.astype(gradients.key.dtype), value=value.astype(gradients.value.dtype))
 
 
 def _on_rank(operands: Operands, options: Options) -> Operands:
@@ -38,8 +68,11 @@ def _forward(operands: Operands, layout: Layout, options: Options) -> Partial[ja
     def one(operands: Operands) -> Partial[jax.Array]:
         return forward(_on_rank(operands, options), options)
 
+    def local(operands: Operands) -> Partial[jax.Array]:
+        return _over_batch(one, _take_key_heads(operands, layout))
+
     mapped = map_over_mesh(
-        functools.partial(_over_batch, one),
+        local,
         layout,
         in_specs=(layout.specs(operands),),
         out_specs=Partial(layout.rows, layout.row_numbers),
@@ -58,8 +91,9 @@ def _backward(
     def one(operands: Operands, result: Partial[jax.Array], cotangents: Partial[jax.Array]) -> Operands:
         return backward(_on_rank(operands, options), result, cotangents, options)
 
-    def local(*args: Any) -> Operands:
-        gradients = _over_batch(one, *args)
+    def local(operands: Operands, *rows: Any) -> Operands:
+        gradients = _over_batch(one, _take_key_heads(operands, layout), *rows)
+        gradients = _add_key_heads(gradients, operands, layout)
         return gradients._replace(sinks=_sum_of_sharers(gradients.sinks, layout))
 
     rows = Partial(layout.rows, layout.row_numbers)

@@ -5,9 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 from flax.nnx.nn import dtypes
-from jax.sharding import PartitionSpec as P
 
-from jaxmagi.attention import attention
+from jaxmagi.attention import MeshAxes, attention
 from jaxmagi.context import context_attention
 from jaxmagi.masks import AttnMask, causal, full
 from jaxmagi.planning import ContextPlan
@@ -37,7 +36,8 @@ def attention_fn(
     deterministic_gradients: bool = False,
     implementation: str | None = None,
     axis_name: str = "context",
-    batch_axis_name: str | None = None,
+    batch_axis_name: MeshAxes = None,
+    head_axis_name: MeshAxes = None,
     **kwargs: Any,
 ) -> jax.Array:
     """Attention under an `AttnMask`, or distributed by a `ContextPlan`, with the signature Flax expects.
@@ -104,10 +104,14 @@ def attention_fn(
         "deterministic": deterministic_gradients,
         "implementation": implementation,
     }
+    axes = {"batch_axis_name": batch_axis_name, "head_axis_name": head_axis_name}
     if isinstance(mask, ContextPlan):
-        return _distributed(query, key, value, mask, axis_name, batch_axis_name, options)
-    if batch_axis_name is not None:
-        raise ValueError(f"{batch_axis_name=} goes with a ContextPlan; an AttnMask is applied on each device")
+        return _distributed(query, key, value, mask, options | axes | {"axis_name": axis_name})
+    for name, given in axes.items():
+        if given is not None:
+            raise ValueError(
+                f"{name}={given!r} goes with a ContextPlan; an AttnMask is applied on each device"
+            )
     return _local(query, key, value, mask, options)
 
 
@@ -152,36 +156,15 @@ def _local(
 
 
 def _distributed(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    plan: ContextPlan,
-    axis_name: str,
-    batch_axis_name: str | None,
-    options: dict[str, Any],
+    query: jax.Array, key: jax.Array, value: jax.Array, plan: ContextPlan, options: dict[str, Any]
 ) -> jax.Array:
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array, plan: ContextPlan) -> jax.Array:
-        return context_attention(query, key, value, plan, axis_name=axis_name, **options)
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return context_attention(query, key, value, plan, **options)
 
     _check_batch(query, plan)
     for _ in query.shape[:-4]:
-        attend = jax.vmap(attend, in_axes=(0, 0, 0, None))
-    if batch_axis_name is None:
-        return attend(query, key, value, plan)
-    mesh = _check_batch_axis(query, batch_axis_name, axis_name)
-    if batch_axis_name in mesh.manual_axes:
-        return attend(query, key, value, plan)
-    if batch_axis_name in mesh.explicit_axes:
-        query, key, value = (_reshard_batch(x, batch_axis_name) for x in (query, key, value))
-        return attend(query, key, value, plan)
-    # Over Auto axes only vmap can be told how the batch is sharded.
-    plan_axis = 0 if np.ndim(plan.token_order) > 1 else None
-    mapped = jax.vmap(attend, in_axes=(0, 0, 0, plan_axis), spmd_axis_name=batch_axis_name)
-    return mapped(query, key, value, plan)
-
-
-def _reshard_batch(x: jax.Array, name: str) -> jax.Array:
-    return jax.sharding.reshard(x, P(name, *jax.typeof(x).sharding.spec[1:]))
+        attend = jax.vmap(attend)
+    return attend(query, key, value)
 
 
 def _check_batch(query: jax.Array, plan: ContextPlan) -> None:
@@ -189,21 +172,3 @@ def _check_batch(query: jax.Array, plan: ContextPlan) -> None:
         raise NotImplementedError(
             f"a stacked plan goes with one batch axis, but query has shape {query.shape}: flatten its batch"
         )
-
-
-def _check_batch_axis(query: jax.Array, name: str, axis_name: str) -> jax.sharding.AbstractMesh:
-    """The mesh in context; ValueError unless the batch can be sharded over its axis ``name``."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if name == axis_name or name not in mesh.axis_names:
-        raise ValueError(
-            f"batch_axis_name={name!r} must be a mesh axis other than {axis_name!r}; "
-            f"the mesh has {mesh.axis_names}"
-        )
-    if query.ndim != 4:
-        raise ValueError(f"batch_axis_name={name!r} needs query [B, T, N, D], got shape {query.shape}")
-    if name not in mesh.manual_axes and query.shape[0] % mesh.shape[name]:
-        raise ValueError(
-            f"a batch of {query.shape[0]} cannot be sharded over mesh axis {name!r} "
-            f"of size {mesh.shape[name]}"
-        )
-    return mesh
