@@ -1,11 +1,12 @@
-"""Operations that XLA's partitioner splits over Auto mesh axes, where it would otherwise gather their operands.
+"""Lets XLA's partitioner split an operation over mesh axes, where it would otherwise gather its operands.
 
-A custom call is opaque to the partitioner. With `jax.experimental.custom_partitioning` it propagates shardings through
-the call by a rule, and then asks a callback how the operation is split and what each device runs.
+A custom call is opaque to the partitioner. With `jax.experimental.custom_partitioning` it propagates
+shardings through the call by a rule, and then asks a callback how to split it and what each device runs.
 
-Shardings are treated as arrays of device numbers, not by the names of mesh axes: a part of an axis has no name, and
-inside a ``shard_map`` over some of the axes the partitioner numbers devices anew within each group of the others, in
-an order that no mesh has to have. This module is the only one that depends on JAX's internals for that.
+A sharding is treated here as an array of device numbers, not by the names of mesh axes: a part of an axis has
+no name, and inside a ``shard_map`` over some of the axes the partitioner numbers devices anew within each
+group of the others, in an order that no mesh has to have. No other module depends on JAX's internals for
+partitioning.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.core import get_axis_env
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax._src.lib import xla_client
 from jax._src.sharding_impls import GSPMDSharding, ShardingContext, SPMDAxisContext
@@ -24,18 +26,17 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 DEVICES = "devices"
-"""A mesh axis of all devices, over which the function of a `Partition` may communicate outside of shard_map."""
-
+"""Names a mesh axis of all devices: outside of shard_map a `Partition.function` may communicate over it."""
 
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 class Tiles(NamedTuple):
-    """Which devices hold which tile of an array.
+    """Says which devices hold which tile of an array.
 
     Attributes:
-        devices: int64 [tiles of dimension 0, ..., tiles of the last dimension, copies], numbers of devices. An array
-            that every device has as a whole may have no numbers: [1, ..., 1, 0].
+        devices: int64 [tiles of dimension 0, ..., tiles of the last dimension, copies], numbers of devices.
+            For an array that every device has as a whole there may be no numbers: [1, ..., 1, 0].
     """
 
     devices: np.ndarray
@@ -50,7 +51,7 @@ class Tiles(NamedTuple):
         return math.prod(self.counts)
 
     def keep(self, *dims: int) -> "Tiles":
-        """The tiles along these dimensions alone, in this order. Devices that differ in others share them."""
+        """Returns the tiles along these dimensions. Devices that differ in other dimensions share them."""
         rest = [i for i in range(self.devices.ndim) if i not in dims]
         shape = [self.counts[i] for i in dims]
         return Tiles(
@@ -58,26 +59,26 @@ class Tiles(NamedTuple):
         )
 
     def embed(self, rank: int, dims: Sequence[int]) -> "Tiles":
-        """The tiles of an array of ``rank`` dimensions whose ``dims``, in ascending order, are cut like these."""
+        """Returns the tiles of an array of ``rank`` dimensions that is cut along ``dims``, ascending."""
         shape = np.ones(rank, np.int64)
         shape[list(dims)] = self.counts
         return Tiles(self.devices.reshape(*shape, self.devices.shape[-1]))
 
 
 class Tiled(NamedTuple):
-    """An operand or a result as the partitioner has it."""
+    """Describes an operand or a result as the partitioner has it."""
 
     shape: tuple[int, ...]
     tiles: Tiles
 
 
 class Partition(NamedTuple):
-    """How an operation is split.
+    """Says how an operation is split.
 
     Attributes:
         function: what each device runs, on its tiles of the operands.
-        operands: the tiles that it takes; the partitioner moves operands there.
-        results: the tiles that it returns.
+        operands: the tiles that the function takes; the partitioner moves operands there.
+        results: the tiles that the function returns.
     """
 
     function: Callable[..., Sequence[jax.Array]]
@@ -86,30 +87,30 @@ class Partition(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """How shardings propagate through an operation, in Shardy's notation.
+    """Says how shardings propagate through an operation, in Shardy's notation.
 
     Attributes:
-        text: factors of every dimension of operands and results, as in "b t (k g) d, b s k d -> b t (k g) d".
-        whole: the factors that are not to be sharded, in the order in which they appear first.
+        text: the factors of all dimensions of operands and results, as in "t (k g) d, s k d -> t (k g) d".
+        replicated: the factors that must not be sharded, in the order in which they first appear.
         sizes: the sizes of the factors that appear in compound ones alone.
     """
 
     text: str
-    whole: Sequence[str]
+    replicated: Sequence[str]
     sizes: dict[str, int]
 
 
 type Choose = Callable[[Sequence[Tiled], Sequence[Tiled]], Partition]
-"""From operands and results, as propagation has left them, to how the operation is split."""
+"""Decides how an operation is split, from its operands and results as propagation has left them."""
 
 
 def can_be_partitioned(primitive: Primitive) -> None:
-    """Has JAX tell lowering rules of this primitive for which devices they lower, which the partitioner asks for."""
+    """Has JAX tell the primitive's lowering rules for which devices they lower, as partitioning needs."""
     prim_requires_devices_during_lowering.add(primitive)
 
 
 def is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether the partitioner is going to split the program over devices at this place."""
+    """Returns whether the partitioner will split the program over devices at this place."""
     context = ctx.module_context.axis_context
     if isinstance(context, ShardingContext):
         return context.num_devices > 1 and context.device_assignment is not None
@@ -121,7 +122,10 @@ def is_within_shard_map(ctx: mlir.LoweringRuleContext) -> bool:
 
 
 def axis_sizes(ctx: mlir.LoweringRuleContext) -> dict[str, int]:
-    """The sizes of the mesh axes that the partitioner splits over, where there is a mesh: those that no shard_map maps."""
+    """Returns the sizes of the mesh axes that the partitioner splits over: those that no shard_map maps.
+
+    There are none where the program has devices but no mesh.
+    """
     context: Any = ctx.module_context.axis_context
     if isinstance(context, SPMDAxisContext):
         return {name: size for name, size in context.mesh.shape.items() if name not in context.manual_axes}
@@ -129,8 +133,16 @@ def axis_sizes(ctx: mlir.LoweringRuleContext) -> dict[str, int]:
     return {} if mesh is None else dict(mesh.shape)
 
 
+def axes_of_vmap() -> tuple[str, ...]:
+    """Returns the mesh axes over which a surrounding ``jax.vmap(..., spmd_axis_name=...)`` spreads examples.
+
+    A shard_map has to map over them too, or JAX cuts its operands to the wrong size (jax 0.12.0).
+    """
+    return tuple(get_axis_env().spmd_axis_names)
+
+
 def axes_along(tiles: Tiles, dim: int, sizes: dict[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh along which a dimension is cut."""
+    """Returns the mesh axes along which a dimension is cut."""
     places = np.unravel_index(tiles.devices, tuple(sizes.values()))
     return tuple(name for name, at in zip(sizes, places, strict=True) if (at != at.take([0], axis=dim)).any())
 
@@ -148,16 +160,16 @@ def lower_partitioned(
     """Lowers an operation to a call that the partitioner splits.
 
     Args:
-        ctx: what the lowering rule has got, likewise the operands.
-        operands: values of the program.
-        counts: for each of them the numbers from 0, int32, follow the operands: by its part of them a device knows
-            which tiles it has.
-        bind: binds the primitive to the operands alone, for the types of its results.
-        rule: how shardings propagate, the numbers included.
-        choose: how the operation is split.
-        identity: what tells the operation from others with such operands. It becomes an operand of the call, for JAX
-            knows programs that it has compiled before, on disk too, by their text, and neither the parameters nor
-            the function of such a call are in it.
+        ctx: the context that the lowering rule has got.
+        operands: the values that it has got.
+        counts: for each count the numbers 0 to count - 1, int32, follow the operands. The rule shards them,
+            so that a device knows by its numbers which tiles it has.
+        bind: binds the primitive to the operands alone. It tells the types of the results.
+        rule: how shardings propagate through operands, numbers and results.
+        choose: decides how the operation is split.
+        identity: anything whose ``repr`` tells the operation from others with operands of the same types. JAX
+            recognises a program that it has compiled before, also on disk, by its text, which contains
+            neither the parameters nor the function of such a call. So a hash of this becomes an operand.
     """
     context: Any = ctx.module_context.axis_context
     if is_within_shard_map(ctx):
@@ -187,7 +199,7 @@ def lower_partitioned(
 
         def function(digest: jax.Array, *shards: jax.Array) -> tuple[jax.Array, ...]:
             del digest
-            with jax.sharding.use_abstract_mesh(_NO_MESH):  # that of jax.set_mesh is not the device's
+            with jax.sharding.use_abstract_mesh(_NO_MESH):  # the mesh of jax.set_mesh is not the device's
                 return tuple(chosen.function(*shards))
 
         return mesh, function, result_shardings, tuple(operand_shardings)
@@ -196,7 +208,7 @@ def lower_partitioned(
         return split(operands, results)[2]
 
     text = f"digest, {rule.text}"
-    options = {"need_replication_factors": ("digest", *rule.whole), **rule.sizes}
+    options = {"need_replication_factors": ("digest", *rule.replicated), **rule.sizes}
     operation.def_partition(
         partition,
         infer_sharding_from_operands=infer,
@@ -211,7 +223,7 @@ def lower_partitioned(
 
 
 def _describe(x: Any) -> Tiled:
-    """An operand or a result as `custom_partitioning` gives it: with a shape and, if that is known, a sharding."""
+    """Describes what `custom_partitioning` gives: a shape and, where that is known, a sharding."""
     sharding = getattr(x, "sharding", None)
     hlo = None if sharding is None else sharding._to_xla_hlo_sharding(len(x.shape))
     if hlo is None or not hlo.is_tiled():

@@ -1,17 +1,17 @@
-"""The key heads of a device that has some of the query heads, where the mesh does not split both alike."""
+"""Selects a device's key heads where the mesh splits query heads, but not the key heads alike."""
 
 import jax
 import jax.numpy as jnp
 
 
 def heads_of(query_heads: jax.Array, first_key_head: jax.Array, group: int) -> jax.Array:
-    """The key heads that a device attends with, among those that it has.
+    """Returns which of its key heads a device attends with.
 
-    Attention pairs adjacent query heads with key heads in equal groups. Query heads of a device that begin or end
-    within a group get a key head each; such as lie within one group share one.
+    Attention pairs adjacent query heads with key heads in equal groups. Where all query heads of a device lie
+    in one group, they share that group's key head. Otherwise each query head gets a key head of its own.
 
     Args:
-        query_heads: int32 [N], the numbers of the device's query heads, N consecutive ones from a multiple of N.
+        query_heads: int32 [N], the numbers of the device's query heads: consecutive, from a multiple of N on.
         first_key_head: int32 [], the number of the first of its key heads.
         group: how many query heads share a key head.
 
@@ -23,11 +23,11 @@ def heads_of(query_heads: jax.Array, first_key_head: jax.Array, group: int) -> j
 
 
 def take_heads(x: jax.Array, heads: jax.Array) -> jax.Array:
-    """Keys or values [..., K, D] of these heads."""
+    """Returns keys or values [..., K, D] of these heads, [..., len(heads), D]."""
     return jnp.take(x, heads, axis=-2, mode="clip")
 
 
 def add_heads(gradient: jax.Array, heads: jax.Array, count: int) -> jax.Array:
-    """The transpose of `take_heads`: [..., len(heads), D] → [..., count, D], 0 for heads that were not taken."""
+    """Transposes `take_heads`: [..., len(heads), D] → [..., count, D], 0 for heads that were not taken."""
     zeros = jax.lax.full_like(gradient, 0, shape=(*gradient.shape[:-2], count, gradient.shape[-1]))
     return zeros.at[..., heads, :].add(gradient, mode="promise_in_bounds")

@@ -1,7 +1,7 @@
-"""How attention is split over devices by XLA's partitioner: by batch and heads, each device on its own.
+"""Splits attention over devices through XLA's partitioner, by batch and heads: each device works on its own.
 
-Query heads count as (key heads x group). Where devices split the key heads, they split both alike. Where there are
-more devices than that allows, those that share key heads have these as a whole, and add up their gradients.
+Query heads count as (key heads x group). Where the key heads can be split, query heads are split alike. Where
+there are more devices than key heads, devices that share a key head all have it, and add up its gradients.
 """
 
 import functools
@@ -32,11 +32,11 @@ from ._dtypes import accumulator_dtype
 from ._key_heads import add_heads, heads_of, take_heads
 
 type Kind = Literal["rows", "out", "keys", "values", "row_numbers", "bands", "query_heads", "key_heads"]
-"""Queries, outputs, keys, values, numbers per row and head, bands, numbers per query head and per key head."""
+"""Says what an array is; "row_numbers" are [*B, T, N], "query_heads" [N] and "key_heads" [K]."""
 
 
 class _Signature(NamedTuple):
-    """What the operands and the results of a primitive are. Previous results may follow the operands."""
+    """Lists what the operands and results of a primitive are. Previous results may follow the operands."""
 
     operands: tuple[Kind, ...]
     results: tuple[Kind, ...]
@@ -54,12 +54,12 @@ type _Rule = Callable[..., Any]
 
 
 def lowering(primitive: Primitive, function: _Function, implementation: Literal["ffi", "xla"]) -> _Rule:
-    """A lowering rule for a primitive, which is split over devices where the program is.
+    """Returns a lowering rule, which splits the primitive over devices where the program is split.
 
     Args:
         primitive: the forward or the backward primitive.
-        function: the primitive on one device, for one batch dimension.
-        implementation: which one that is.
+        function: computes the primitive on one device, for one batch dimension.
+        implementation: the name of what ``function`` is.
     """
     signature = _SIGNATURES[primitive.name]
     local = functools.partial(_fold_batch, function, signature)
@@ -84,7 +84,7 @@ def lowering(primitive: Primitive, function: _Function, implementation: Literal[
             axis_sizes=axis_sizes(ctx),
             within_shard_map=is_within_shard_map(ctx),
         )
-        extension = _native.extension("cuda")
+        kernels = getattr(_native.extension("cuda"), "sources", None)
         return lower_partitioned(
             ctx,
             operands,
@@ -92,16 +92,17 @@ def lowering(primitive: Primitive, function: _Function, implementation: Literal[
             bind=functools.partial(primitive.bind, implementation=implementation, **params),
             rule=operation.rule([x.shape for x in ctx.avals_in], [x.shape for x in ctx.avals_out]),
             choose=operation.choose,
-            identity=(primitive.name, implementation, params, extension and extension.sources),
+            identity=(primitive.name, implementation, params, kernels),
         )
 
     return rule
 
 
 def _copies_of_key_heads(ctx: mlir.LoweringRuleContext, signature: _Signature) -> int:
-    """How many of each the backward pass needs, inside of a shard_map, to be split as query heads may be.
+    """Returns how often each key head has to be repeated, so that key heads can be split like query heads.
 
-    There it is not known which devices would have to add up the gradients of what they share.
+    It is more than 1 for the backward pass inside of a shard_map alone: there the devices that would have to
+    add up gradients of a shared key head are not known.
     """
     if signature != _BACKWARD or not is_within_shard_map(ctx):
         return 1
@@ -121,7 +122,7 @@ def _with_copies_of_key_heads(
     grad_dtype: jnp.dtype,
     **params: Any,
 ) -> list[jax.Array]:
-    """The gradients by the backward primitive, with several copies of each key head, whose gradients are added up."""
+    """Computes gradients with several copies of each key head, and adds up the gradients of the copies."""
     key, value = (jnp.repeat(x, copies, axis=-2) for x in (key, value))
     wide = accumulator_dtype(query.dtype)
     dq, *copied = bind(query, key, value, *rest, grad_dtype=wide, **params)
@@ -130,7 +131,7 @@ def _with_copies_of_key_heads(
 
 
 def _without_shardings(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleContext:
-    """For one device, also where that is a mesh of Explicit axes."""
+    """Returns the context without shardings in its types: one device may be a mesh of Explicit axes."""
     if not any(any(x.sharding.spec) for x in ctx.avals_in):
         return ctx
     return ctx.replace(
@@ -139,7 +140,7 @@ def _without_shardings(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleContex
 
 
 def _with_previous(signature: _Signature, count: int) -> _Signature:
-    """The signature with the previous results among the operands, if there are so many."""
+    """Returns the signature with the previous results among the operands, if there are so many."""
     if count == len(signature.operands):
         return signature
     return signature._replace(operands=(*signature.operands, *signature.results))
@@ -165,31 +166,32 @@ def _fold(x: jax.Array, kind: Kind, batch: tuple[int, ...]) -> jax.Array:
 
 
 _WITH_HEADS = ("rows", "out", "keys", "values")
-_WHOLE = ("d", "e", "bands", "numbers", "one")  # the factors that are not to be sharded
+_REPLICATED = ("d", "e", "bands", "numbers", "one")  # beginnings of the factors that must not be sharded
 
 
 class _Operation(NamedTuple):
-    """A call of a primitive that is to be split.
+    """Holds a call of a primitive that is to be split.
 
-    Behind its operands it gets the numbers of all query heads and of all key heads: a device learns its own.
+    Behind its operands the call gets the numbers of all query heads and of all key heads. They are split like
+    the heads, and tell a device which heads it has.
     """
 
-    function: _Function  # on one device
+    function: _Function  # what one device runs
     params: dict[str, Any]
     signature: _Signature
     batch_dims: int
     heads: int
     key_heads: int
-    axis_sizes: dict[str, int]  # see there
+    axis_sizes: dict[str, int]  # the mesh axes that the partitioner splits over
     within_shard_map: bool
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """What the operands are."""
+        """Lists what the operands are."""
         return *self.signature.operands, "query_heads", "key_heads"
 
     def rule(self, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> Rule:
-        """How shardings propagate. Those of lengths do too, so that `choose` sees what has to be gathered."""
+        """Returns how shardings propagate. Those of lengths do too, and `choose` reports them."""
         operands = (*operands, (self.heads,), (self.key_heads,))
         sides = [
             [self._factors(*array) for array in zip(kinds, shapes, strict=True)]
@@ -198,10 +200,10 @@ class _Operation(NamedTuple):
         text = " -> ".join(", ".join(map(" ".join, side)) for side in sides)
         used = dict.fromkeys(factor for side in sides for factors in side for factor in factors)
         sizes = {"g": self.heads // self.key_heads} if "(k g)" in used else {}
-        return Rule(text, [factor for factor in used if factor.startswith(_WHOLE)], sizes)
+        return Rule(text, [factor for factor in used if factor.startswith(_REPLICATED)], sizes)
 
     def _factors(self, kind: Kind, shape: tuple[int, ...]) -> list[str]:
-        """The factors of the dimensions of an array."""
+        """Returns the factors of the dimensions of an array."""
         batch = [f"b{i}" if size > 1 else f"one{i}" for i, size in enumerate(shape[: self.batch_dims])]
         key_heads = "k" if self.key_heads > 1 else "one"
         heads = self._query_head_factors()
@@ -218,14 +220,14 @@ class _Operation(NamedTuple):
         return factors[kind]
 
     def _query_head_factors(self) -> str:
-        """Those of key heads and groups, if all mesh axes that can split the query heads can split these."""
+        """Returns the factors of key heads and groups if every mesh axis fits one of the two, else one."""
         if self.key_heads in (1, self.heads):
             return "g" if self.key_heads == 1 else "k"
         fit = (size % self.key_heads == 0 or self.key_heads % size == 0 for size in self.axis_sizes.values())
         return "(k g)" if all(fit) else "h"
 
     def choose(self, operands: Sequence[Tiled], results: Sequence[Tiled]) -> Partition:
-        """How the operation is split: as that operand or result which is cut into most tiles."""
+        """Splits the operation like that operand or result which is cut into most tiles."""
         for name, x in zip(("query", "key", "value"), operands, strict=False):
             if x.tiles.counts[self.batch_dims] > 1:
                 _warn_of_sharded_length(name, self._axes_of_length(x))
@@ -236,31 +238,31 @@ class _Operation(NamedTuple):
         return Partition(function, tiles[: len(operands)], tiles[len(operands) :])
 
     def _axes_of_length(self, x: Tiled) -> tuple[str, ...]:
-        """The mesh axes that the length is sharded over; inside of a shard_map, those that it may be."""
+        """Returns the mesh axes that the length is sharded over: inside of a shard_map, all candidates."""
         if self.within_shard_map:
             return tuple(self.axis_sizes)
         return axes_along(x.tiles, self.batch_dims, self.axis_sizes)
 
     def _split(self, arrays: Sequence[Tiled]) -> Tiles:
-        """Along each batch dimension, the key heads, and the query heads of a group: [*B, K, N // K, copies]."""
+        """Returns the tiles along batch dimensions, key heads and groups: [*B, K, N // K, copies]."""
         most = max(map(self._even_tiles, arrays), key=lambda tiles: tiles.count)
         *batch, heads, copies = most.devices.shape
         key_heads = math.gcd(heads, self.key_heads)
         split = Tiles(most.devices.reshape(*batch, key_heads, heads // key_heads, copies))
         if not self.within_shard_map or self.signature != _BACKWARD:
             return split
-        # Inside of a shard_map it is not known which devices would have to add up gradients.
+        # Inside of a shard_map the devices that would have to add up gradients are not known.
         dims = range(self.batch_dims + 1)
         return split.keep(*dims).embed(self.batch_dims + 2, dims)
 
     def _even_tiles(self, x: Tiled) -> Tiles:
-        """The tiles along batch and heads [*B, heads, copies], as far as all are of one size."""
+        """Returns the tiles along batch and heads [*B, heads, copies], as far as all are of one size."""
         dims = (*range(self.batch_dims), self.batch_dims + 1)
         even = [i for i in dims if x.shape[i] % x.tiles.counts[i] == 0]
         return x.tiles.keep(*even).embed(len(dims), [dims.index(i) for i in even])
 
     def _tiles(self, split: Tiles, kind: Kind, shape: tuple[int, ...]) -> Tiles:
-        """The tiles of an operand or a result."""
+        """Returns the tiles of an operand or a result."""
         batch = range(self.batch_dims)
         *counts, key_heads, group, copies = split.devices.shape
         heads = Tiles(split.devices.reshape(*counts, key_heads * group, copies))
@@ -279,7 +281,7 @@ class _Operation(NamedTuple):
                 return split.keep(self.batch_dims)
 
     def _run(self, split: Tiles, *shards: jax.Array) -> Sequence[jax.Array]:
-        """What each device computes."""
+        """Computes the operation on one device."""
         *operands, query_heads, key_heads = shards
         if split.counts[-1] == 1:
             return self.function(*operands, **self.params)
@@ -298,10 +300,11 @@ class _Operation(NamedTuple):
 
 @functools.cache
 def _warn_of_sharded_length(name: str, axes: tuple[str, ...]) -> None:
-    """Says it once for each operand and mesh axis."""
+    """Warns once for each operand and mesh axis."""
     warnings.warn(
-        f"jaxmagi.attention gathers {name}, which is sharded in its length over mesh axis {', '.join(axes)}: it works "
-        "on whole sequences. jaxmagi.context_attention spreads a sequence over a mesh axis, by a plan.",
+        f"jaxmagi.attention gathers {name}, which is sharded in its length over mesh axis "
+        f"{', '.join(axes)}: it works on whole sequences. jaxmagi.context_attention spreads a sequence over "
+        "a mesh axis, by a plan.",
         RuntimeWarning,
         stacklevel=1,
     )

@@ -1,9 +1,9 @@
 """The two primitives and their types.
 
-Operands have any number of batch dimensions *B: q [*B, T, N, D], k [*B, S, K, D], v [*B, S, K, Dv], bands int32
-[*B, C, 6], or with 1 for a dimension of *B whose examples share them, sinks [N]; then, to merge with, an output
-[*B, T, N, Dv] and its log-sum-exp [*B, T, N], or neither. "Accumulator dtype" is float64 for float64 operands and
-float32 for all others.
+Operands have any number of batch dimensions *B: q [*B, T, N, D], k [*B, S, K, D], v [*B, S, K, Dv]; bands
+int32 [*B, C, 6], with 1 for a dimension of *B whose examples share them; sinks [N]. An output [*B, T, N, Dv]
+and its log-sum-exp [*B, T, N], to merge with, may follow. "Accumulator dtype" is float64 for float64 operands
+and float32 for all others.
 """
 
 import functools
@@ -199,8 +199,8 @@ def attention_forward(
             the short ones before and after it; elsewhere without effect. Static.
 
     Returns:
-        The output [*B, T, N, Dv] and the log-sum-exp [*B, T, N] in accumulator dtype. A row that sees nothing,
-        or nothing but logits of -inf, has output 0 and log-sum-exp -inf, also where it has a sink.
+        The output [*B, T, N, Dv] and the log-sum-exp [*B, T, N] in accumulator dtype. A row that sees
+        nothing, or nothing but logits of -inf, has output 0 and log-sum-exp -inf, also where it has a sink.
 
     Raises:
         ValueError: for shapes, dtypes or numbers other than these.

@@ -1,7 +1,7 @@
-"""How batch and heads lie on meshes: Explicit axes in the types, and varying axes in those of gradients.
+"""Types of sharded attention: Explicit axes in those of results, and varying axes in those of gradients.
 
-Batch and heads are independent, so results and gradients are sharded like operands; `_partitioning` has what each
-device then runs.
+Batch and heads are independent, so results and gradients are sharded like operands. What each device then
+runs is in `_partitioning`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,10 @@ type MeshAxes = str | tuple[str, ...] | None
 
 
 def result_sharding(query: Any, key: Any, value: Any) -> NamedSharding:
-    """The sharding of the output over Explicit axes, from the types of ``[*B, T, N, D]`` and the like.
+    """Returns the sharding of the output over Explicit axes, from the types of query, key and value.
 
-    The length is sharded as that of the query. Batch and heads are sharded as in the first of the three that has them
-    sharded; the others follow.
+    The length is sharded like the query's. Batch and heads are sharded as in the first of the three that has
+    them sharded, and the others have to agree.
 
     Raises:
         ValueError: for a sharded head dimension, and for shardings that exclude each other.
@@ -42,7 +42,11 @@ def result_sharding(query: Any, key: Any, value: Any) -> NamedSharding:
 
 
 def _agreed(named: Mapping[str, Any], dimension: int, what: str) -> MeshAxes:
-    """The mesh axes of a dimension, None if all have it whole. Raises ValueError where operands disagree."""
+    """Returns the mesh axes of a dimension, None if no operand has it sharded.
+
+    Raises:
+        ValueError: operands disagree.
+    """
     found = [(name, axes) for name, x in named.items() if (axes := x.sharding.spec[dimension]) is not None]
     first, agreed = found[0] if found else ("", None)
     for name, axes in found:
@@ -52,7 +56,7 @@ def _agreed(named: Mapping[str, Any], dimension: int, what: str) -> MeshAxes:
 
 
 def like_operand(gradient: jax.Array | None, operand: jax.Array | None) -> jax.Array | None:
-    """A gradient as the operand lies: summed over the devices that share the operand, sharded like it."""
+    """Returns a gradient that lies like its operand: summed over devices that share it, sharded like it."""
     if gradient is None or operand is None:
         return None
     shared = tuple(sorted(varying_axes(gradient) - varying_axes(operand)))
@@ -62,5 +66,5 @@ def like_operand(gradient: jax.Array | None, operand: jax.Array | None) -> jax.A
 
 
 def axis_names(axes: MeshAxes | Sequence[str]) -> tuple[str, ...]:
-    """The names of the mesh axes that an entry of a PartitionSpec stands for."""
+    """Returns the names of the mesh axes that an entry of a PartitionSpec stands for."""
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)

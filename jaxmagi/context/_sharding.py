@@ -1,4 +1,4 @@
-"""Maps the distributed op over what the surrounding code has left to the compiler of the mesh."""
+"""Maps the distributed op over the mesh axes that the surrounding code has not mapped over yet."""
 
 import math
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from .._partitioning import axes_of_vmap
 from ..attention import MeshAxes, axis_names
 from ..planning import GroupCastSpec, RelayedSpec
 
@@ -92,10 +93,10 @@ def find_axis(axis_name: str) -> tuple[int, bool]:
 def find_layout(
     query: jax.Array, key: jax.Array, axis_name: str, batch_axis_name: Any, head_axis_name: Any
 ) -> Layout:
-    """How the operands are sharded: as the caller says, else as query is over Explicit axes.
+    """Returns how the operands are sharded: as the caller says, else as query is over Explicit axes.
 
-    What is left to map over are these axes and, outside of a shard_map over it, ``axis_name``. All other axes are left
-    to the compiler, which knows how to split attention and transfers over them.
+    The op is to be mapped over these axes and, outside of a shard_map over it, over ``axis_name``. Other axes
+    are left to XLA's partitioner, which splits attention over them.
 
     Raises:
         ValueError: shardings that cannot work.
@@ -118,13 +119,13 @@ def find_layout(
     for axes in batch:
         _check_divides("batch", query.shape[0], axes)
     _check_divides("number of query heads", query.shape[-2], heads)
-    ones = [name for name in mesh.auto_axes if mesh.shape[name] == 1]
+    others = [*axes_of_vmap(), *(name for name in mesh.auto_axes if mesh.shape[name] == 1)]
     return Layout(
         batch=batch,
         tokens=None if inside else axis_name,
         heads=heads,
         key_heads=None if key.shape[-2] % _size(heads) else heads,
-        mapped=frozenset(names if inside else [*names, axis_name, *ones]),
+        mapped=frozenset(names if inside else [*names, axis_name, *others]),
         check_vma=_checks_vma(),
     )
 
@@ -150,8 +151,8 @@ def _given_axes(argument: str, given: Any, axis_name: str) -> tuple[str, ...]:
     for name in names:
         if name == axis_name or name not in mesh.axis_names:
             raise ValueError(
-                f"{argument}={given!r} must be mesh axes other than {axis_name!r}, which is for the tokens; the mesh has "
-                f"{tuple(mesh.axis_names)}."
+                f"{argument}={given!r} must be mesh axes other than {axis_name!r}, which is for the tokens; "
+                f"the mesh has {tuple(mesh.axis_names)}."
             )
     return names
 
