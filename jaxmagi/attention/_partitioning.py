@@ -230,7 +230,7 @@ class _Operation(NamedTuple):
         """Splits the operation like that operand or result which is cut into most tiles."""
         for name, x in zip(("query", "key", "value"), operands, strict=False):
             if x.tiles.counts[self.batch_dims] > 1:
-                _warn_of_sharded_length(name, self._axes_of_length(x))
+                warn_of_sharded_length(name, self._axes_of_length(x))
         arrays = list(zip((*self.kinds, *self.signature.results), (*operands, *results), strict=True))
         split = self._split([x for kind, x in arrays if kind in _WITH_HEADS])
         tiles = [self._tiles(split, kind, x.shape) for kind, x in arrays]
@@ -299,7 +299,7 @@ class _Operation(NamedTuple):
 
 
 @functools.cache
-def _warn_of_sharded_length(name: str, axes: tuple[str, ...]) -> None:
+def warn_of_sharded_length(name: str, axes: tuple[str, ...]) -> None:
     """Warns once for each operand and mesh axis."""
     warnings.warn(
         f"jaxmagi.attention gathers {name}, which is sharded in its length over mesh axis "
