@@ -100,6 +100,25 @@ class Rule(NamedTuple):
     sizes: dict[str, int]
 
 
+def make_rule(
+    operands: Sequence[Sequence[str]],
+    results: Sequence[Sequence[str]],
+    is_replicated: Callable[[str], bool],
+    sizes: dict[str, int] | None = None,
+) -> Rule:
+    """Returns the rule of arrays with these factors, each a name or several as in "(k g)".
+
+    Args:
+        operands: the factors of each operand's dimensions.
+        results: the factors of each result's dimensions.
+        is_replicated: whether a factor must not be sharded.
+        sizes: the sizes of the factors that appear in compound ones alone.
+    """
+    text = " -> ".join(", ".join(map(" ".join, side)) for side in (operands, results))
+    used = dict.fromkeys(factor for factors in (*operands, *results) for factor in factors)
+    return Rule(text, [*filter(is_replicated, used)], sizes or {})
+
+
 type Choose = Callable[[Sequence[Tiled], Sequence[Tiled]], Partition]
 """Decides how an operation is split, from its operands and results as propagation has left them."""
 

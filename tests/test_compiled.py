@@ -37,3 +37,13 @@ def test_others() -> None:
 
 def test_nothing_is_sent() -> None:
     assert not collectives(compiled(lambda x: x + 1, P("x"), 8, 3))
+
+
+def test_many_arrays_in_one() -> None:
+    shapes = "f32[2]{0}, f32[3]{0}, f32[4]{0}, f32[5]{0}, f32[6]{0}, /*index=5*/f32[7]{0}"
+    assert collectives(f"  %a = ({shapes}) all-gather(%b)").total() == 6
+
+
+def test_in_two_halves() -> None:
+    text = "  %a = (f32[2]{0}, f32[8]{0}) all-gather-start(%b)\n  %c = f32[8]{0} all-gather-done(%a)"
+    assert collectives(text) == {"all-gather f32[8]": 1}

@@ -27,6 +27,7 @@ from .._partitioning import (
     is_partitioned,
     is_within_shard_map,
     lower_partitioned,
+    make_rule,
 )
 from ._dtypes import accumulator_dtype
 from ._key_heads import add_heads, heads_of, take_heads
@@ -197,10 +198,8 @@ class _Operation(NamedTuple):
             [self._factors(*array) for array in zip(kinds, shapes, strict=True)]
             for kinds, shapes in ((self.kinds, operands), (self.signature.results, results))
         ]
-        text = " -> ".join(", ".join(map(" ".join, side)) for side in sides)
-        used = dict.fromkeys(factor for side in sides for factors in side for factor in factors)
-        sizes = {"g": self.heads // self.key_heads} if "(k g)" in used else {}
-        return Rule(text, [factor for factor in used if factor.startswith(_REPLICATED)], sizes)
+        sizes = {"g": self.heads // self.key_heads} if self._query_head_factors() == "(k g)" else {}
+        return make_rule(*sides, is_replicated=lambda factor: factor.startswith(_REPLICATED), sizes=sizes)
 
     def _factors(self, kind: Kind, shape: tuple[int, ...]) -> list[str]:
         """Returns the factors of the dimensions of an array."""

@@ -29,9 +29,8 @@ def group_cast[Tree](
     over x, over the spec or over both. The arrays of one pytree travel together.
 
     "native" and "nccl" are custom calls for GPUs: over NVLink straight into the memory of peers on the same
-    host, and by NCCL to any peer, for up to 64 ranks. They see what a device has: where x is sharded over a
-    mesh axis of Explicit type that ``shard_map`` leaves out they do not fit, and over one of Auto type XLA
-    gathers it.
+    host, and by NCCL to any peer, for up to 64 ranks. Mesh axes that ``shard_map`` leaves out, Auto or
+    Explicit, may shard x along any dimension but its rows: each device then exchanges its part of them.
 
     With a spec by `GroupCastSpec.by_host` rows travel in two steps and cross to another host once. Its
     transpose rounds sums of 16-bit floats twice, to their dtype: inside the host, and at the end.

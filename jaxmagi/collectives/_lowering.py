@@ -11,6 +11,7 @@ from jax.interpreters import mlir
 
 from .._refusal import refusal
 from ._groups import replica_groups
+from ._partitioning import lower
 from ._process import tell_memory_limits
 from ._route import Route
 
@@ -30,23 +31,22 @@ def register(primitive: Primitive, portable: _Function, compiled: _Function, mis
     """
     otherwise = _portable_rule(primitive, portable, misfit)
     mlir.register_lowering(primitive, _portable_rule(primitive, portable, _no_kernel))
-    mlir.register_lowering(primitive, _cuda_rule(compiled, misfit, otherwise), platform="cuda")
+    mlir.register_lowering(primitive, _cuda_rule(primitive, compiled, misfit, otherwise), platform="cuda")
 
 
 def _portable_rule(primitive: Primitive, function: _Function, misfit: _Misfit) -> _Rule:
     """Lowers the function, unless something else was asked for."""
-    lower = mlir.lower_fun(function, multiple_results=True)
 
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, route: Route, **params: Any) -> Any:
         if route.implementation in (None, "xla"):
-            return lower(ctx, *operands, route=route, **params)
+            return lower(ctx, primitive, function, *operands, route=route, **params)
         reason = misfit(ctx.avals_in, cp_size=_groups(ctx, route).shape[1], **params)
         raise refusal(ctx, primitive, route.implementation, reason)
 
     return rule
 
 
-def _cuda_rule(function: _Function, misfit: _Misfit, otherwise: _Rule) -> _Rule:
+def _cuda_rule(primitive: Primitive, function: _Function, misfit: _Misfit, otherwise: _Rule) -> _Rule:
     """Lowers the function, which makes custom calls, where they fit and are not declined."""
 
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, route: Route, **params: Any) -> Any:
@@ -57,8 +57,7 @@ def _cuda_rule(function: _Function, misfit: _Misfit, otherwise: _Rule) -> _Rule:
         tell_memory_limits()  # this process is likely to run the program
         # Functions to be lowered do not see the context.
         on_groups = functools.partial(function, groups=groups)
-        lower = mlir.lower_fun(on_groups, multiple_results=True)
-        return lower(ctx, *operands, route=route, **params)
+        return lower(ctx, primitive, on_groups, *operands, route=route, **params)
 
     return rule
 

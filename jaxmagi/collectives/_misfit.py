@@ -21,7 +21,7 @@ def cast_misfit(operands: Sequence[Any], *, cp_size: int, **_: Any) -> str | Non
     *xs, _, _ = operands
     packed = [x.dtype.name for x in xs if x.dtype.name in _PACKED]
     reason = f"{packed[0]} takes less than a byte" if packed else None
-    return platform_misfit() or _size_misfit(cp_size) or _sharded_misfit(operands) or reason
+    return platform_misfit() or _size_misfit(cp_size) or reason
 
 
 def reduce_misfit(
@@ -30,7 +30,7 @@ def reduce_misfit(
     """Why the custom calls cannot reduce these operands here; None if they can."""
     *xs, _, _ = operands
     sum_misfit = _sum_misfit([x.dtype for x in xs], out_dtypes)
-    return platform_misfit() or _size_misfit(cp_size) or _sharded_misfit(operands) or sum_misfit
+    return platform_misfit() or _size_misfit(cp_size) or sum_misfit
 
 
 def platform_misfit() -> str | None:
@@ -46,16 +46,6 @@ def platform_misfit() -> str | None:
 def _size_misfit(cp_size: int) -> str | None:
     if cp_size > _MOST_RANKS:
         return f"the mesh axis has {cp_size} ranks, and the custom calls are for {_MOST_RANKS} at most"
-    return None
-
-
-def _sharded_misfit(operands: Sequence[Any]) -> str | None:
-    for x in operands:
-        if any(x.sharding.spec):
-            return (
-                f"an array {x.shape} is sharded over Explicit mesh axes, {x.sharding.spec}, which a custom "
-                "call would gather: map over them too"
-            )
     return None
 
 

@@ -64,13 +64,16 @@ class OneStep(NamedTuple):
         return flight.then(lambda ys: [y[0] for y in ys])
 
     def _moves(self, xs: Sequence[jax.Array]) -> bool:
-        """Whether two halves make sense: there is something to move in each array, all of it in one call.
+        """Returns whether two halves make sense.
 
-        Without jit they would be in two programs.
+        There has to be something to move in each array, all of it in one call. Without jit the halves would
+        be in two programs. Where a shard_map leaves mesh axes to XLA's partitioner, it cannot split them.
         """
         rows = self.input_rows, self.output_rows, self.route.pair_rows
         sizes = *rows, *(x.size for x in (self.sends, self.receives, *xs))
-        return 0 not in sizes and len(xs) <= MOST_ARRAYS and not jax.config.jax_disable_jit
+        mesh = jax.sharding.get_abstract_mesh()
+        is_one_program = not jax.config.jax_disable_jit and len(mesh.manual_axes) == len(mesh.axis_names)
+        return 0 not in sizes and len(xs) <= MOST_ARRAYS and is_one_program
 
     def counts(self) -> jax.Array:
         """int32 [input_rows]: to how many places each row goes."""

@@ -119,7 +119,7 @@ def find_layout(
     for axes in batch:
         _check_divides("batch", query.shape[0], axes)
     _check_divides("number of query heads", query.shape[-2], heads)
-    others = [*axes_of_vmap(), *(name for name in mesh.auto_axes if mesh.shape[name] == 1)]
+    others = [*axes_of_vmap(), *(name for name, size in mesh.shape.items() if size == 1)]
     return Layout(
         batch=batch,
         tokens=None if inside else axis_name,

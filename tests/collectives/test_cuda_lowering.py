@@ -304,21 +304,6 @@ def test_sums_that_the_kernels_do_not_make() -> None:
         assert _misfit._sum_misfit([pair[0]], [pair[1]]) is None
 
 
-def test_arrays_sharded_over_explicit_axes() -> None:
-    mesh = jax.make_mesh((2, 2), (AXIS, "tensor"))
-    with jax.set_mesh(mesh):
-        sharding = jax.NamedSharding(mesh, P(AXIS, "tensor"))
-        x = jax.ShapeDtypeStruct((2 * ROWS, 4, 8), jnp.float32, sharding=sharding)
-
-        def mapped(implementation: Any) -> Any:
-            local = functools.partial(cast, axis_name=AXIS, implementation=implementation)
-            return jax.shard_map(local, in_specs=P(AXIS), out_specs=P(AXIS), axis_names={AXIS})
-
-        assert not custom_calls(lower(mapped(None), x))
-        with pytest.raises(NotImplementedError, match=r"sharded over Explicit mesh axes, .*'tensor'"):
-            lower(mapped("native"), x)
-
-
 def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
     handlers = {_cuda.CAST: {}, _cuda.REDUCE: {}, _cuda.DONE: {}}
     fewer = {_cuda.CAST: {}, _cuda.REDUCE: {}}

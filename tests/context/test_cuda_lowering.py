@@ -147,11 +147,12 @@ def test_one_stage_has_nothing_beside_it() -> None:
 
 
 def test_axes_that_are_left_to_the_compiler() -> None:
-    """XLA cannot partition programs whose calls have side effects."""
+    """Nothing is in halves, whose side effects XLA could not partition: 2 casts, then 2 casts and 2 sums."""
     mesh = jax.make_mesh((2, RANKS), ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
     text = program(3, mesh=mesh)
-    check_whole(Order(text, FORWARD), 2)
-    check_whole(Order(text, BACKWARD), 4)
+    assert "has_side_effect = true" not in text
+    attention = 3 + 3
+    assert text.count("custom_call @CustomSPMDPartitioning") == attention + 2 + 2 + 2
 
 
 def test_no_examples() -> None:

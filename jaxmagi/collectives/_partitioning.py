@@ -1,0 +1,82 @@
+"""Splits transfers over the mesh axes that a shard_map leaves to XLA's partitioner, which would gather rows.
+
+A transfer treats all elements of a row alike, so every dimension but the rows may be split: a device
+exchanges its part of the rows with the same parts of its peers.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from .._partitioning import Partition, Rule, Tiled, Tiles, is_partitioned, lower_partitioned, make_rule
+
+type _Function = Callable[..., Sequence[jax.Array]]
+
+_ROWS = 1  # the dimension of rows of an array [G, rows, ...]
+
+
+def lower(
+    ctx: mlir.LoweringRuleContext, primitive: Primitive, function: _Function, *operands: Any, **params: Any
+) -> Any:
+    """Lowers a primitive, split over devices where the program is.
+
+    Args:
+        ctx: the context that the lowering rule has got, likewise operands and params.
+        primitive: a cast or a reduction in one step. The halves of one stand where nothing is split.
+        function: computes the primitive on one device.
+    """
+    if not is_partitioned(ctx):
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, **params)
+    return lower_partitioned(
+        ctx,
+        operands,
+        bind=functools.partial(primitive.bind, **params),
+        rule=_rule([x.ndim for x in ctx.avals_out]),
+        choose=functools.partial(_choose, functools.partial(function, **params)),
+        identity=(primitive.name, params),
+    )
+
+
+def _rule(ranks: Sequence[int]) -> Rule:
+    """Returns how shardings propagate from arrays of these ranks to the results."""
+    others = [[f"x{i}d{dim}" for dim in range(_ROWS + 1, rank)] for i, rank in enumerate(ranks)]
+    arrays, results = ([["g", rows, *dims] for dims in others] for rows in ("rows", "out_rows"))
+    tables = [["g", "sends", "send_numbers"], ["g", "receives", "receive_numbers"]]
+    return make_rule([*arrays, *tables], results, is_replicated=lambda factor: factor[0] not in "gx")
+
+
+def _choose(function: _Function, operands: Sequence[Tiled], results: Sequence[Tiled]) -> Partition:
+    """Splits each array like its operand or its result, whichever is cut into more tiles."""
+    *xs, sends, receives = operands
+    tiles = [
+        max(map(_even_tiles, pair), key=lambda tiles: tiles.count) for pair in zip(xs, results, strict=True)
+    ]
+    transfers = [x.keep(0) for x in tiles]
+    if any(not _are_equal(x, transfers[0]) for x in transfers):
+        tiles = [_along(x, range(2, len(x.counts))) for x in tiles]
+        transfers = [x.keep(0) for x in tiles]
+    tables = [transfers[0].embed(len(x.shape), (0,)) for x in (sends, receives)]
+    return Partition(function, [*tiles, *tables], tiles)
+
+
+def _even_tiles(x: Tiled) -> Tiles:
+    """Returns the tiles along all dimensions but the rows, as far as all are of one size."""
+    dims = (
+        i for i, (size, count) in enumerate(zip(x.shape, x.tiles.counts, strict=True)) if size % count == 0
+    )
+    return _along(x.tiles, [i for i in dims if i != _ROWS])
+
+
+def _along(tiles: Tiles, dims: Sequence[int]) -> Tiles:
+    """Returns the tiles of an array of the same rank that is cut along these dimensions alone."""
+    return tiles.keep(*dims).embed(len(tiles.counts), dims)
+
+
+def _are_equal(a: Tiles, b: Tiles) -> bool:
+    """Returns whether each tile is on the same devices."""
+    return np.array_equal(np.sort(a.devices, axis=-1), np.sort(b.devices, axis=-1))

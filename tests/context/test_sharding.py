@@ -1,0 +1,181 @@
+"""Batch and heads sharded over a data x context x tensor mesh: rows of keys travel, and nothing else.
+
+The collectives of a program are read from what XLA has compiled. In plain JAX rows travel by all-to-all.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
+
+from jaxmagi import AttnMask, ContextPlan, attention, context_attention, dispatch, masks, undispatch
+
+from ..cases import FP64_TOLERANCE
+from ..compiled import collective_names, collectives
+from .harness import AXIS, CAPACITY, make_plan
+
+BATCH, LENGTH, HEADS, KV_HEADS, DIM = 4, 64, 4, 2, 8
+MASKS = [masks.documents([30, 20, 14]), masks.sliding_window(LENGTH, 20)] * 2
+BY_ARGUMENTS = {"batch_axis_name": "data", "head_axis_name": "tensor"}
+KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+
+
+class Problem(NamedTuple):
+    """A batch in the order of its tokens, and the plan of each example, or one for all."""
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    sinks: np.ndarray
+    plans: list[ContextPlan]
+
+    @property
+    def is_stacked(self) -> bool:
+        return len(self.plans) > 1
+
+    @property
+    def plan(self) -> ContextPlan:
+        return ContextPlan.stack(self.plans) if self.is_stacked else self.plans[0]
+
+    @property
+    def mask(self) -> AttnMask:
+        return AttnMask.stack(MASKS) if self.is_stacked else MASKS[0]
+
+    def reorder(self, move: Any, x: Any) -> np.ndarray:
+        """Returns each example of x, dispatched or undispatched by its plan."""
+        plans = self.plans if self.is_stacked else self.plans * BATCH
+        return np.stack([move(one, plan) for one, plan in zip(np.asarray(x), plans, strict=True)])
+
+    def place(self, mesh: Mesh) -> tuple[Any, ...]:
+        """Returns the operands, dispatched and sharded over all three axes as far as these divide them."""
+        heads = [P("data", AXIS, "tensor" if x.shape[2] > 1 else None) for x in self[:3]]
+        rows = [self.reorder(dispatch, x) for x in self[:3]]
+        return jax.device_put(
+            (*rows, self.sinks), tuple(jax.NamedSharding(mesh, spec) for spec in (*heads, P("tensor")))
+        )
+
+
+def make_problem(
+    rng: np.random.Generator, *, stacked: bool, kv_heads: int = KV_HEADS, num_stages: int = 1
+) -> Problem:
+    query, key, value = (rng.normal(size=(BATCH, LENGTH, n, DIM)) for n in (HEADS, kv_heads, kv_heads))
+    chosen = MASKS if stacked else MASKS[:1]
+    plans = [make_plan(mask, 2, num_stages, chunk_size=4) for mask in chosen]
+    return Problem(query, key, value, rng.normal(size=HEADS), plans)
+
+
+def gradients(attend: Any) -> Any:
+    def loss(*operands: Any) -> Any:
+        out, lse = attend(*operands)
+        return (out * jnp.cos(out)).sum() + jnp.sin(lse).sum(), (out, lse)
+
+    return jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
+
+
+@jax.jit
+def solve_on_one_device(query: Any, key: Any, value: Any, sinks: Any, mask: AttnMask) -> Any:
+    def attend(query: Any, key: Any, value: Any, sinks: Any) -> Any:
+        return attention(query, key, value, mask, sinks=sinks, return_residual=True)
+
+    return gradients(attend)(query, key, value, sinks)
+
+
+def check(problem: Problem, kind: AxisType, wrap: Any = None, **options: Any) -> str | None:
+    """Checks values and gradients; returns the compiled program of both passes.
+
+    Args:
+        problem: the batch.
+        kind: of all mesh axes.
+        wrap: turns a function of the operands and the plan into another that does the same.
+        options: of `context_attention`.
+    """
+    mesh = jax.make_mesh((2, 2, 2), ("data", AXIS, "tensor"), (kind,) * 3)
+
+    def call(query: Any, key: Any, value: Any, sinks: Any, plan: ContextPlan) -> Any:
+        return context_attention(
+            query, key, value, plan, axis_name=AXIS, sinks=sinks, return_residual=True, **options
+        )
+
+    attend = wrap(call) if wrap else call
+    with jax.set_mesh(mesh):
+        operands = (*problem.place(mesh), problem.plan)
+        compiled = jax.jit(gradients(attend)).lower(*operands).compile()
+        (dq, dk, dv, dsinks), (out, lse) = compiled(*operands)
+    assert out.sharding.spec[:3] == dq.sharding.spec[:3] == ("data", AXIS, "tensor")
+    back = functools.partial(problem.reorder, undispatch)
+    got = (back(dq), back(dk), back(dv), dsinks), (back(out), back(lse))
+    want = solve_on_one_device(*problem[:4], problem.mask)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=FP64_TOLERANCE)
+    return compiled.as_text()
+
+
+def check_collectives(text: str | None) -> None:
+    """Rows of keys and values of a device's heads and examples travel, and sums of the sinks; nothing else."""
+    sums, rows = [], []
+    for key in collectives(text):
+        name, shape = key.split("[")
+        (rows if name == "all-to-all f64" else sums).append(shape)
+        assert name in ("all-to-all f64", "all-reduce f64"), key
+    assert sums == [f"{HEADS // 2}]"]
+    for shape in rows:  # of a pair of ranks, keys beside values, or their gradients
+        size = math.prod(map(int, shape[:-1].split(",")))
+        assert size == CAPACITY.pair_rows * (BATCH // 2) * (KV_HEADS // 2) * 2 * DIM, shape
+
+
+@KINDS
+@pytest.mark.parametrize("stacked", [False, True], ids=["one_plan", "stacked"])
+def test_axes_by_arguments(kind: AxisType, stacked: bool, x64: None, rng: np.random.Generator) -> None:
+    check_collectives(check(make_problem(rng, stacked=stacked), kind, **BY_ARGUMENTS))
+
+
+@KINDS
+@pytest.mark.parametrize("stacked", [False, True], ids=["one_plan", "stacked"])
+def test_axes_as_they_are(kind: AxisType, stacked: bool, x64: None, rng: np.random.Generator) -> None:
+    """Explicit axes are seen in the types, and Auto ones by XLA's partitioner."""
+    check_collectives(check(make_problem(rng, stacked=stacked), kind))
+
+
+@KINDS
+@pytest.mark.parametrize("options", [{}, BY_ARGUMENTS], ids=["as_they_are", "by_arguments"])
+def test_inside_a_shard_map_over_the_tokens(
+    kind: AxisType, options: Any, x64: None, rng: np.random.Generator
+) -> None:
+    def wrap(call: Any) -> Any:
+        rows = P(None, AXIS)
+        return jax.shard_map(call, in_specs=(rows, rows, rows, P(), P()), out_specs=rows, axis_names={AXIS})
+
+    check_collectives(check(make_problem(rng, stacked=False), kind, wrap, **options))
+
+
+@pytest.mark.parametrize("options", [{}, BY_ARGUMENTS], ids=["as_they_are", "by_arguments"])
+def test_heads_in_a_shard_map_over_the_batch(options: Any, x64: None, rng: np.random.Generator) -> None:
+    def wrap(call: Any) -> Any:
+        rows = P("data")
+        return jax.shard_map(call, in_specs=(rows, rows, rows, P(), P()), out_specs=rows, axis_names={"data"})
+
+    check_collectives(check(make_problem(rng, stacked=False), AxisType.Auto, wrap, **options))
+
+
+@pytest.mark.parametrize("options", [{}, BY_ARGUMENTS], ids=["as_they_are", "by_arguments"])
+def test_more_devices_than_key_heads(options: Any, x64: None, rng: np.random.Generator) -> None:
+    """All devices along "tensor" have the one key head, and add up its gradients."""
+    problem = make_problem(rng, stacked=False, kv_heads=1)
+    names = collective_names(check(problem, AxisType.Auto, **options))
+    assert names.keys() == {"all-to-all", "all-reduce"}
+
+
+def test_heads_over_two_axes(x64: None, rng: np.random.Generator) -> None:
+    problem, options = make_problem(rng, stacked=False), {"head_axis_name": ("data", "tensor")}
+    mesh = jax.make_mesh((2, 2, 2), ("data", AXIS, "tensor"), (AxisType.Auto,) * 3)
+    with jax.set_mesh(mesh):
+        attend = functools.partial(context_attention, axis_name=AXIS, **options)
+        out = jax.jit(attend)(*(problem.reorder(dispatch, x) for x in problem[:3]), problem.plan)
+    assert out.sharding.spec[:3] == (None, AXIS, ("data", "tensor"))
+    single = attention(*map(jnp.asarray, problem[:3]), problem.mask)
+    np.testing.assert_allclose(problem.reorder(undispatch, out), single, atol=FP64_TOLERANCE)
