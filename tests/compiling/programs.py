@@ -1,4 +1,4 @@
-"""Compiles a program for four H200s that are not there, and prints the custom calls in it.
+"""Compiles a program for four H200s that are not there, and prints its custom calls and collectives.
 
     python -m tests.compiling.programs NAME
 
@@ -6,6 +6,7 @@ With XLA's compiler for GPUs on the path (``jax-cuda13-plugin``) that needs no G
 jaxmagi say what they would say on one, at the sizes of a real model. Nothing can run.
 """
 
+import functools
 import re
 import sys
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jaxmagi
 from jaxmagi import GroupCastSpec, attention, context_attention, group_cast, group_reduce, masks, plan_context
+
+from .. import compiled
 
 TOKENS, HEADS, KV_HEADS = 4096, 64, 8
 AXIS = "context"
@@ -93,9 +96,36 @@ def collectives(kind: AxisType, implementation: str | None, **options: Any) -> P
     return Program(mesh, run, (like(x, mesh, both), like(spec, mesh)))
 
 
-def collectives_beside_an_auto_axis() -> Program:
+def sharded(kind: AxisType, kv_heads: int = KV_HEADS, shape: tuple[int, int] = (2, 2)) -> Program:
+    """Two layers under one mask and their gradients, with batch over "data" and heads over "tensor"."""
+    mesh = h200s(shape, ("data", "tensor"), kind)
+    both = P("data", None, "tensor")
+    keys = both if kv_heads % shape[1] == 0 else P("data")
+    mask = masks.documents([TOKENS // 2 - 100, TOKENS // 2 + 100])
+
+    def loss(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        query = attention(query, key, value, mask)
+        return attention(query, key, value, mask).astype(jnp.float32).sum()
+
+    operands = (rows(mesh, HEADS, 128, both, 2), *[rows(mesh, kv_heads, 128, keys, 2)] * 2)
+    return Program(mesh, jax.grad(loss, argnums=(0, 1, 2)), operands)
+
+
+def sharded_context(kind: AxisType, **options: Any) -> Program:
+    """Context attention and its gradients, outside of shard_map, beside a sharded batch."""
+    mesh = h200s((2, 2), ("data", AXIS), kind)
+    plan = plan_context(masks.documents([TOKENS - 1000, 1000]), 2, num_stages=2)
+
+    def loss(query: jax.Array, key: jax.Array, value: jax.Array, plan: Any) -> jax.Array:
+        return context_attention(query, key, value, plan, axis_name=AXIS, **options).astype(jnp.float32).sum()
+
+    operands = [rows(mesh, heads, 128, P("data", AXIS), 2) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return Program(mesh, jax.grad(loss, argnums=(0, 1, 2)), (*operands, like(plan, mesh)))
+
+
+def collectives_beside_another_axis(kind: AxisType) -> Program:
     """The batch is sharded over an axis that shard_map leaves to the compiler."""
-    mesh = h200s((2, 2), ("data", AXIS))
+    mesh = h200s((2, 2), ("data", AXIS), kind)
     spec = GroupCastSpec.from_splits([[64], [64]], [[[1]], [[0]]], [[64], [64]], [[1], [0]])
 
     def local_cast(x: jax.Array, spec: GroupCastSpec) -> jax.Array:
@@ -133,8 +163,9 @@ def context(num_stages: int, *, layers: int = 1) -> Program:
 def flax_layer() -> Program:
     """The README's five lines, and the gradients of the parameters."""
     mesh = h200s((2, 2), ("data", AXIS))
+    attention_fn = functools.partial(jaxmagi.nn.attention_fn, batch_axis_name="data")
     layer = nnx.MultiHeadAttention(
-        HEADS, 2048, dtype=jnp.bfloat16, attention_fn=jaxmagi.nn.attention_fn, decode=False, rngs=nnx.Rngs(0)
+        HEADS, 2048, dtype=jnp.bfloat16, attention_fn=attention_fn, decode=False, rngs=nnx.Rngs(0)
     )
     graph, state = nnx.split(layer)
     plan = plan_context(masks.causal(TOKENS), 2, num_stages=2)
@@ -157,22 +188,37 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "native collectives, Explicit": lambda: collectives(AxisType.Explicit, "native"),
     "collectives by NCCL": lambda: collectives(AxisType.Explicit, "nccl"),
     "collectives of hosts with one rank": lambda: collectives(AxisType.Auto, None, ranks_per_host=1),
-    "collectives beside an Auto axis": collectives_beside_an_auto_axis,
+    "collectives beside an Auto axis": lambda: collectives_beside_another_axis(AxisType.Auto),
+    "collectives beside an Explicit axis": lambda: collectives_beside_another_axis(AxisType.Explicit),
+    "attention, Auto": lambda: sharded(AxisType.Auto),
+    "attention, Explicit": lambda: sharded(AxisType.Explicit),
+    "attention, more devices than key heads": lambda: sharded(AxisType.Auto, 2, (1, 4)),
     "context, one stage": lambda: context(1),
     "context, three stages, two layers": lambda: context(3, layers=2),
+    "context beside data, Auto": lambda: sharded_context(AxisType.Auto),
+    "context beside data, Explicit": lambda: sharded_context(AxisType.Explicit),
+    "context beside data, by arguments": lambda: sharded_context(AxisType.Auto, batch_axis_name="data"),
     "flax": flax_layer,
 }
 
 
-def custom_calls(name: str) -> list[str]:
-    """All custom calls of jaxmagi in the order of the compiled program: targets, and numbers of transfers."""
+def compile_program(name: str) -> str:
+    """Returns the text of a compiled program."""
     mesh, function, arguments = PROGRAMS[name]()
     with jax.set_mesh(mesh):
-        compiled = jax.jit(function).lower(*arguments).compile().as_text()
-    assert compiled is not None
-    calls = re.findall(r'custom_call_target="(jaxmagi\w+)"(?:.*transfer = (\d+))?', compiled)
+        text = jax.jit(function).lower(*arguments).compile().as_text()
+    assert text is not None
+    return text
+
+
+def custom_calls(text: str) -> list[str]:
+    """Lists all custom calls of jaxmagi in the order of the program: targets, and numbers of transfers."""
+    calls = re.findall(r'custom_call_target="(jaxmagi\w+)"(?:.*transfer = (\d+))?', text)
     return [" ".join(call) for call in calls]
 
 
 if __name__ == "__main__":
-    print(*custom_calls(sys.argv[1]), sep="\n")
+    program = compile_program(sys.argv[1])
+    print(*custom_calls(program), sep="\n")
+    for collective, count in compiled.collectives(program).items():
+        print(count, "x", collective)

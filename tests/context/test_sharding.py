@@ -116,7 +116,7 @@ def check(problem: Problem, kind: AxisType, wrap: Any = None, **options: Any) ->
 
 
 def check_collectives(text: str | None) -> None:
-    """Rows of keys and values of a device's heads and examples travel, and sums of the sinks; nothing else."""
+    """Rows of keys and values travel, for a device's heads and examples, and sums of sinks: nothing else."""
     sums, rows = [], []
     for key in collectives(text):
         name, shape = key.split("[")
