@@ -17,6 +17,9 @@ class Config:
     """Sizes of the model. Even layers see a sliding window, odd layers the whole document.
 
     Attributes:
+        batch_axis_name: mesh axis over which the batch is sharded; None on one device.
+        tensor_axis_name: mesh axis over which heads and hidden units are sharded, as in Megatron (Shoeybi et
+            al., arXiv:1909.08053); None keeps all weights whole.
         attention_dtype: what attention casts its operands to; None for that of the parameters.
         implementation: of attention, see `jaxmagi.attention`.
     """
@@ -24,12 +27,26 @@ class Config:
     vocabulary: int
     layers: int = 4
     width: int = 128
+    hidden: int = 341
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
     batch_axis_name: str | None = None
+    tensor_axis_name: str | None = None
     attention_dtype: jax.typing.DTypeLike | None = None
     implementation: str | None = None
+
+    @property
+    def key_axis_name(self) -> str | None:
+        """The tensor axis where it divides the key heads, else None: every device then has all of them."""
+        axis = self.tensor_axis_name
+        return axis if axis and self.kv_heads % jax.sharding.get_abstract_mesh().shape[axis] == 0 else None
+
+
+def kernel_init(*axes: str | None) -> nnx.Initializer:
+    """Returns the initializer of a kernel, which creates it with its dimensions sharded over mesh axes."""
+    init = nnx.initializers.lecun_normal()
+    return nnx.with_partitioning(init, axes) if any(axes) else init
 
 
 def rope(x: jax.Array, positions: jax.Array) -> jax.Array:
@@ -51,32 +68,36 @@ class Attention(nnx.Module):
     """Grouped-query attention with rotary positions."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
+        axis, key_axis = config.tensor_axis_name, config.key_axis_name
+        heads, key_heads = (config.heads, config.head_dim), (config.kv_heads, config.head_dim)
         project = functools.partial(nnx.LinearGeneral, use_bias=False, rngs=rngs)
-        self.query = project(config.width, (config.heads, config.head_dim))
-        self.key = project(config.width, (config.kv_heads, config.head_dim))
-        self.value = project(config.width, (config.kv_heads, config.head_dim))
-        self.out = project((config.heads, config.head_dim), config.width, axis=(-2, -1))
-        self.batch_axis_name = config.batch_axis_name
+        self.query = project(config.width, heads, kernel_init=kernel_init(None, axis, None))
+        self.key = project(config.width, key_heads, kernel_init=kernel_init(None, key_axis, None))
+        self.value = project(config.width, key_heads, kernel_init=kernel_init(None, key_axis, None))
+        self.out = project(heads, config.width, axis=(-2, -1), kernel_init=kernel_init(axis, None, None))
         self.attention_fn = functools.partial(
-            jaxmagi.nn.attention_fn, dtype=config.attention_dtype, implementation=config.implementation
+            jaxmagi.nn.attention_fn,
+            dtype=config.attention_dtype,
+            implementation=config.implementation,
+            batch_axis_name=config.batch_axis_name,
+            head_axis_name=axis,
         )
 
     def __call__(self, x: jax.Array, mask: Mask, positions: jax.Array) -> jax.Array:
         query, key = rope(self.query(x), positions), rope(self.key(x), positions)
         # An AttnMask is applied on each device; a ContextPlan runs over the mesh's "context" axis.
-        batch_axis_name = self.batch_axis_name if isinstance(mask, jaxmagi.ContextPlan) else None
-        mixed = self.attention_fn(query, key, self.value(x), mask=mask, batch_axis_name=batch_axis_name)
-        return self.out(mixed)
+        return self.out(self.attention_fn(query, key, self.value(x), mask=mask))
 
 
 class SwiGLU(nnx.Module):
     """Gated feed-forward network (Shazeer, arXiv:2002.05202)."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
-        hidden = 8 * config.width // 3
-        self.gate = nnx.Linear(config.width, hidden, use_bias=False, rngs=rngs)
-        self.up = nnx.Linear(config.width, hidden, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(hidden, config.width, use_bias=False, rngs=rngs)
+        axis = config.tensor_axis_name
+        project = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
+        self.gate = project(config.width, config.hidden, kernel_init=kernel_init(None, axis))
+        self.up = project(config.width, config.hidden, kernel_init=kernel_init(None, axis))
+        self.down = project(config.hidden, config.width, kernel_init=kernel_init(axis, None))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(nnx.silu(self.gate(x)) * self.up(x))
@@ -100,6 +121,7 @@ class Transformer(nnx.Module):
     """Maps tokens to logits."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
+        # Embedding and head are replicated: 257 is prime, and so the loss needs nothing from other devices.
         self.embed = nnx.Embed(config.vocabulary, config.width, rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)

@@ -21,9 +21,9 @@ SIZES = {
 SMALL = [f"--{name}={value}" for name, value in SIZES.items()]
 
 
-@pytest.mark.parametrize(("data", "context"), [(1, 2), (2, 4)])
-def test_train_lm_agrees_with_one_device(tmp_path: Path, data: int, context: int) -> None:
-    mesh = ["--data", str(data), "--context", str(context)]
+@pytest.mark.parametrize(("data", "context", "tensor"), [(1, 2, 1), (2, 4, 1), (1, 2, 2)])
+def test_train_lm_agrees_with_one_device(tmp_path: Path, data: int, context: int, tensor: int) -> None:
+    mesh = [f"--{data=}", f"--{context=}", f"--{tensor=}"]
     command = [sys.executable, "examples/train_lm.py", *SMALL, *mesh, "--check", "--out", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
