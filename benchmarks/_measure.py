@@ -79,7 +79,7 @@ def _nccl() -> str | None:
 
 def built_hash() -> str | None:
     """The hash of the sources that the CUDA module was built from; None without the module."""
-    return getattr(_native.extension("cuda"), "sources", None)
+    return _native.kernel_sources()
 
 
 def gpu_environment() -> dict[str, Any]:

@@ -35,6 +35,11 @@ def extension(platform: str) -> ModuleType | None:
     return _EXTENSIONS.get(platform)
 
 
+def kernel_sources() -> str | None:
+    """The hash of the sources that the CUDA kernels were built from, None without kernels."""
+    return getattr(extension("cuda"), "sources", None)
+
+
 def has_handler(target: str, platform: str) -> bool:
     """Whether the custom call ``target`` can run on ``platform``."""
     compiled = extension(platform)

@@ -19,11 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.core import get_axis_env
 from jax._src.dispatch import prim_requires_devices_during_lowering
-from jax._src.lib import xla_client
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.sharding_impls import GSPMDSharding, ShardingContext, SPMDAxisContext
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+
+from . import _native
 
 DEVICES = "devices"
 """Names a mesh axis of all devices: outside of shard_map a `Partition.function` may communicate over it."""
@@ -47,7 +49,7 @@ class Tiles(NamedTuple):
         return self.devices.shape[:-1]
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         return math.prod(self.counts)
 
     def keep(self, *dims: int) -> "Tiles":
@@ -188,14 +190,16 @@ def lower_partitioned(
         choose: decides how the operation is split.
         identity: anything whose ``repr`` tells the operation from others with operands of the same types. JAX
             recognises a program that it has compiled before, also on disk, by its text, which contains
-            neither the parameters nor the function of such a call. So a hash of this becomes an operand.
+            neither the parameters nor the function of such a call, nor what its kernels were built from. So a
+            hash of all that becomes an operand.
     """
     context: Any = ctx.module_context.axis_context
     if is_within_shard_map(ctx):
         mesh = context.mesh
     else:
         mesh = jax.sharding.AbstractMesh((context.num_devices,), (DEVICES,))
-    digest = np.frombuffer(hashlib.sha256(repr(identity).encode()).digest(), np.int32)
+    known_by = repr((identity, _native.kernel_sources()))
+    digest = np.frombuffer(hashlib.sha256(known_by.encode()).digest(), np.int32)
 
     @custom_partitioning
     def operation(digest: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -252,7 +256,7 @@ def _describe(x: Any) -> Tiled:
 
 
 def _to_sharding(tiles: Tiles) -> GSPMDSharding:
-    if tiles.count == 1:
+    if tiles.total == 1:
         return GSPMDSharding(jax.devices(), xla_client.HloSharding.replicate())
     copies = [xla_client.OpSharding.Type.REPLICATED]
     hlo = xla_client.HloSharding.subgroup_with_device_ordering(np.ascontiguousarray(tiles.devices), copies)

@@ -12,7 +12,12 @@ from typing import Any
 import jax
 import pytest
 
-ALONE = ("tests/collectives/", "tests/context/", "tests/calibration/test_gpu_calibrate.py")
+ALONE = (
+    "tests/attention/test_gpu_sharding.py",
+    "tests/calibration/test_gpu_calibrate.py",
+    "tests/collectives/",
+    "tests/context/",
+)
 """Where tests need several GPUs, or quiet ones: other work would have GPUs wait for each other."""
 LARGE = "tests/attention/test_gpu_large.py"
 """Where tests need most of the memory of a GPU, which their process then keeps."""

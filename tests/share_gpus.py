@@ -4,8 +4,9 @@
 
 For machines with fewer GPUs than ranks: it shows that results are right, not that they are fast, for a GPU
 turns from one process to the next every few milliseconds (10,000 calls of four ranks take four minutes). NCCL
-allows it from version 2.30 on. By default of the tests of the collectives and of context_attention, those run
-that take all of the ranks. The first failure ends the run: the ranks would no longer be at the same place.
+allows it from version 2.30 on. By default those tests of sharded attention, of the collectives and of
+context_attention run that take all of the ranks. The first failure ends the run: the ranks would no longer be
+at the same place.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from benchmarks import gpu_log
 from .collectives.memory import arena_bytes
 from .launcher import launch, leave_memory_to_processes
 
-PLACES = "tests/collectives tests/context"
+PLACES = "tests/attention/test_gpu_sharding.py tests/collectives tests/context"
 OPTIONS = (
     *("-m", "gpu", "-v", "-x", "--durations=10", f"--override-ini=testpaths={PLACES}"),
     *("-p", "no:cacheprovider", "-p", "no:xdist"),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 
-def heads_of(query_heads: jax.Array, first_key_head: jax.Array, group: int) -> jax.Array:
+def heads_of(query_heads: jax.Array, first_key_head: jax.Array | int, group: int) -> jax.Array:
     """Returns which of its key heads a device attends with.
 
     Attention pairs adjacent query heads with key heads in equal groups. Where all query heads of a device lie

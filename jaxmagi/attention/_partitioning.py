@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from .. import _native
 from .._partitioning import (
     DEVICES,
     Partition,
@@ -67,14 +66,16 @@ def lowering(primitive: Primitive, function: _Function, implementation: Literal[
     lower = mlir.lower_fun(local, multiple_results=True)
 
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-        query, key, *_ = ctx.avals_in
-        if not is_partitioned(ctx) or any(0 in x.shape for x in ctx.avals_in):
+        avals: Sequence[Any] = ctx.avals_in
+        query, key, *_ = avals
+        if not is_partitioned(ctx) or any(0 in x.shape for x in avals):
             return lower(_without_shardings(ctx), *operands, **params)
-        copies = _copies_of_key_heads(ctx, signature)
+        copies = _copies_of_key_heads(ctx, query.shape[-2], key.shape[-2]) if signature == _BACKWARD else 1
         if copies > 1:
             bind = functools.partial(primitive.bind, implementation=implementation)
             repeated = functools.partial(_with_copies_of_key_heads, bind, copies)
             return mlir.lower_fun(repeated, multiple_results=True)(ctx, *operands, **params)
+        results: Sequence[Any] = ctx.avals_out
         operation = _Operation(
             function=local,
             params=params,
@@ -85,29 +86,27 @@ def lowering(primitive: Primitive, function: _Function, implementation: Literal[
             axis_sizes=axis_sizes(ctx),
             within_shard_map=is_within_shard_map(ctx),
         )
-        kernels = getattr(_native.extension("cuda"), "sources", None)
         return lower_partitioned(
             ctx,
             operands,
             counts=(operation.heads, operation.key_heads),
             bind=functools.partial(primitive.bind, implementation=implementation, **params),
-            rule=operation.rule([x.shape for x in ctx.avals_in], [x.shape for x in ctx.avals_out]),
+            rule=operation.rule([x.shape for x in avals], [x.shape for x in results]),
             choose=operation.choose,
-            identity=(primitive.name, implementation, params, kernels),
+            identity=(primitive.name, implementation, params),
         )
 
     return rule
 
 
-def _copies_of_key_heads(ctx: mlir.LoweringRuleContext, signature: _Signature) -> int:
-    """Returns how often each key head has to be repeated, so that key heads can be split like query heads.
+def _copies_of_key_heads(ctx: mlir.LoweringRuleContext, heads: int, key_heads: int) -> int:
+    """Returns how often the backward pass has to repeat each key head, to be split like the query heads.
 
-    It is more than 1 for the backward pass inside of a shard_map alone: there the devices that would have to
-    add up gradients of a shared key head are not known.
+    It is more than 1 inside of a shard_map alone: there the devices that would have to add up gradients of a
+    shared key head are not known.
     """
-    if signature != _BACKWARD or not is_within_shard_map(ctx):
+    if not is_within_shard_map(ctx):
         return 1
-    heads, key_heads = (x.shape[-2] for x in ctx.avals_in[:2])
     sizes = [size for size in axis_sizes(ctx).values() if heads % size == 0]
     copies = math.lcm(*(size // math.gcd(size, key_heads) for size in sizes))
     return copies if heads // key_heads % copies == 0 else 1
@@ -133,10 +132,11 @@ def _with_copies_of_key_heads(
 
 def _without_shardings(ctx: mlir.LoweringRuleContext) -> mlir.LoweringRuleContext:
     """Returns the context without shardings in its types: one device may be a mesh of Explicit axes."""
-    if not any(any(x.sharding.spec) for x in ctx.avals_in):
+    avals: Sequence[Any] = ctx.avals_in
+    if not any(any(x.sharding.spec) for x in avals):
         return ctx
     return ctx.replace(
-        avals_in=[x.update(sharding=x.sharding.update(spec=jax.P(*[None] * x.ndim))) for x in ctx.avals_in]
+        avals_in=[x.update(sharding=x.sharding.update(spec=jax.P(*[None] * x.ndim))) for x in avals]
     )
 
 
@@ -244,7 +244,7 @@ class _Operation(NamedTuple):
 
     def _split(self, arrays: Sequence[Tiled]) -> Tiles:
         """Returns the tiles along batch dimensions, key heads and groups: [*B, K, N // K, copies]."""
-        most = max(map(self._even_tiles, arrays), key=lambda tiles: tiles.count)
+        most = max(map(self._even_tiles, arrays), key=lambda tiles: tiles.total)
         *batch, heads, copies = most.devices.shape
         key_heads = math.gcd(heads, self.key_heads)
         split = Tiles(most.devices.reshape(*batch, key_heads, heads // key_heads, copies))

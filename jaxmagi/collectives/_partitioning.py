@@ -14,6 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from .._partitioning import Partition, Rule, Tiled, Tiles, is_partitioned, lower_partitioned, make_rule
+from ._process import timeout_ms
 
 type _Function = Callable[..., Sequence[jax.Array]]
 
@@ -38,7 +39,7 @@ def lower(
         bind=functools.partial(primitive.bind, **params),
         rule=_rule([x.ndim for x in ctx.avals_out]),
         choose=functools.partial(_choose, functools.partial(function, **params)),
-        identity=(primitive.name, params),
+        identity=(primitive.name, params, timeout_ms()),
     )
 
 
@@ -54,7 +55,7 @@ def _choose(function: _Function, operands: Sequence[Tiled], results: Sequence[Ti
     """Splits each array like its operand or its result, whichever is cut into more tiles."""
     *xs, sends, receives = operands
     tiles = [
-        max(map(_even_tiles, pair), key=lambda tiles: tiles.count) for pair in zip(xs, results, strict=True)
+        max(map(_even_tiles, pair), key=lambda tiles: tiles.total) for pair in zip(xs, results, strict=True)
     ]
     transfers = [x.keep(0) for x in tiles]
     if any(not _are_equal(x, transfers[0]) for x in transfers):

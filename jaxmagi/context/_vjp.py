@@ -27,7 +27,7 @@ def _over_batch(function: Any, operands: Operands, *rows: Any) -> Any:
 
 
 def _key_heads(operands: Operands, layout: Layout) -> jax.Array:
-    """Those that go with a device's query heads, where it has all key heads: see `heads_of`."""
+    """Returns the key heads of a device's query heads by `heads_of`, where it has all key heads."""
     count, rank = operands.query.shape[-2], jax.lax.axis_index(axis_names(layout.heads))
     group = count * jax.lax.axis_size(axis_names(layout.heads)) // operands.key.shape[-2]
     return heads_of(count * rank + jnp.arange(count, dtype=jnp.int32), 0, group)

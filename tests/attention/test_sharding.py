@@ -199,16 +199,15 @@ def map_over(axis_name: str, case: Case) -> Any:
     def kept(spec: P) -> P:
         return P(*(axis if axis == axis_name else None for axis in spec))
 
-    def local(*operands: Any) -> Any:
-        *operands, bands = operands
-        return attend(*operands, mask=AttnMask(bands, LENGTH, LENGTH))
+    def local(query: Any, key: Any, value: Any, sinks: Any, bands: Any) -> Any:
+        return attend(query, key, value, sinks, mask=AttnMask(bands, LENGTH, LENGTH))
 
     def mapped(*operands: Any) -> Any:
         if jax.sharding.get_abstract_mesh().empty:  # on one device
             return attend(*operands, mask=PER_EXAMPLE)
         query, key = kept(case.query), kept(case.key)
         in_specs = (query, key, key, kept(P("tensor")), kept(P("data")))
-        run = jax.shard_map(local, in_specs=in_specs, out_specs=query, axis_names={axis_name})
+        run: Any = jax.shard_map(local, in_specs=in_specs, out_specs=query, axis_names={axis_name})
         return run(*operands, PER_EXAMPLE.bands)
 
     return mapped
@@ -224,8 +223,8 @@ def test_vmap(axis: int, sinks_of_a_device: str, x64: None, rng: np.random.Gener
         if axis == 0:
             one = functools.partial(attend, sinks=sinks)
             return jax.vmap(lambda *x: one(*x))(query, key, value)
-        pairs = [x.reshape(*x.shape[:2], 4, 2, DIM) for x in (query, key, value)]
-        out, lse = jax.vmap(attend, (2, 2, 2, 0), (2, 2))(*pairs, sinks.reshape(4, 2))
+        query_, key, value = (x.reshape(*x.shape[:2], 4, 2, DIM) for x in (query, key, value))
+        out, lse = jax.vmap(attend, (2, 2, 2, 0), (2, 2))(query_, key, value, sinks.reshape(4, 2))
         return out.reshape(query.shape), lse.reshape(query.shape[:3])
 
     check(case, mapped, case.operands(rng), case.mesh())
@@ -259,7 +258,9 @@ def test_scan_over_rematerialised_layers(policy: str | None, x64: None, rng: np.
     assert placed[0].is_deleted()
     assert_same(got, want)
     text = compiled.as_text()
-    assert collectives(text) == {"all-reduce f64[2]": 1}  # of the sinks, in the body of the loop
+    assert text is not None and collectives(text) == {
+        "all-reduce f64[2]": 1
+    }  # of the sinks, in the body of the loop
     if has_kernels():
         calls = "jaxmagi_attention_forward", "jaxmagi_attention_backward"
         assert [text.count(f'custom_call_target="{call}"') for call in calls] == [1 if policy else 2, 1]

@@ -177,5 +177,6 @@ def test_heads_over_two_axes(x64: None, rng: np.random.Generator) -> None:
         attend = functools.partial(context_attention, axis_name=AXIS, **options)
         out = jax.jit(attend)(*(problem.reorder(dispatch, x) for x in problem[:3]), problem.plan)
     assert out.sharding.spec[:3] == (None, AXIS, ("data", "tensor"))
-    single = attention(*map(jnp.asarray, problem[:3]), problem.mask)
+    query, key, value = map(jnp.asarray, problem[:3])
+    single = attention(query, key, value, problem.mask)
     np.testing.assert_allclose(problem.reorder(undispatch, out), single, atol=FP64_TOLERANCE)
