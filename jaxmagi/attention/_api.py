@@ -84,10 +84,13 @@ def attention(
     A query that sees nothing has output exactly 0, residual exactly -inf and gradient exactly 0. NaN in keys
     that no query sees, and in queries that see nothing, stays where it is.
 
-    Under a mesh with Explicit axes, batch and heads may be sharded: the op then runs on each shard alone.
-    Under Auto axes the result is right, but XLA cannot see into the custom call and gathers its operands:
-    wrap it in ``jax.shard_map``. Policies of ``jax.checkpoint`` can save the output and the residual by the
-    names "jaxmagi_out" and "jaxmagi_lse"; then the forward pass is not run again.
+    Batch and heads stay sharded over a mesh, whether by Auto axes under ``jax.jit``, by Explicit axes or
+    inside ``jax.shard_map``: each device runs the kernels on its own part. Key heads are split like the query
+    heads where they can be; devices with query heads of one group all have its key head. Attention works on
+    whole sequences: a sharded length is gathered, with a warning; `jaxmagi.context_attention` spreads it.
+
+    Policies of ``jax.checkpoint`` can save the output and the residual by the names "jaxmagi_out" and
+    "jaxmagi_lse"; then the forward pass is not run again.
 
     Args:
         query: [T, N, D] or [B, T, N, D], float64, float32, bfloat16 or float16.
@@ -113,9 +116,9 @@ def attention(
         float32 (float64 for float64 operands).
 
     Raises:
-        ValueError: for arguments that do not fit together, and for a sharded length or head dimension.
-        NotImplementedError: for "ffi" where it does not fit, for key heads that cannot be split over the mesh
-            as the query heads are, and for second derivatives.
+        ValueError: for arguments that do not fit together, and for Explicit shardings that exclude each other
+            or split the head dimension.
+        NotImplementedError: for "ffi" where it does not fit, and for second derivatives.
     """
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     sinks = None if sinks is None else jnp.asarray(sinks)

@@ -71,13 +71,14 @@ def context_attention(
     fixed order. The meaning of all other arguments, and what queries get that see nothing, is that of
     `jaxmagi.attention`. Padding sees nothing and nothing sees it. Derivatives are in reverse mode and once,
     as there. On GPUs rows travel while the rank computes with those that are there, stage by stage of the
-    plan; not so where a ``shard_map`` of yours leaves Auto axes to the compiler.
+    plan; one after the other where mesh axes are left to XLA's partitioner.
 
     Inside ``jax.shard_map`` over ``axis_name`` the arrays are the local shards. Outside, with the mesh of
     ``jax.set_mesh``, they are global arrays in dispatched order, and the function maps itself over the mesh.
-    Query heads and the batch may then be sharded over Explicit axes. Shardings over Auto axes it cannot see,
-    nor that of an axis that ``jax.vmap`` took away: XLA then gathers the arrays. There use ``jax.shard_map``;
-    with Auto axes ``jax.vmap(..., spmd_axis_name=...)`` helps too.
+    Batch and query heads may be sharded over other mesh axes, and stay so: nothing is gathered, and of each
+    row that a rank needs a device gets the part that belongs to its heads. Over Explicit axes their sharding
+    is seen in the types. Over Auto axes XLA's partitioner sees it; or name the axes, and they are mapped over
+    as well.
 
     ``jax.vmap`` works over the arrays, the plan (`ContextPlan.stack`) or both. Policies of ``jax.checkpoint``
     can save the output and the residual by the names "jaxmagi_out" and "jaxmagi_lse".
@@ -93,6 +94,9 @@ def context_attention(
         plan: by `jaxmagi.plan_context`, whole or sharded by ``PartitionSpec(axis_name)``. With a batch, one
             for all or a stacked one.
         axis_name: mesh axis over which the tokens are spread.
+        batch_axis_name: mesh axis, or axes, over which the batch is sharded. None: as query is. Static.
+        head_axis_name: mesh axis, or axes, over which the query heads are sharded, and the key heads if it
+            divides these; otherwise each device along it gets all key heads. None: as query is. Static.
         scale: factor of q·k, finite, D**-0.5 by default. Static.
         logits_soft_cap: c, to use c · tanh(logits / c) as logits. Static.
         sinks: ``[N]``, per head a logit that takes part in the softmax and has no value.
@@ -106,10 +110,9 @@ def context_attention(
         float32 (float64 for float64 operands).
 
     Raises:
-        ValueError: the axis is unknown, the plan is for another number of ranks or another length, or
-            arguments do not fit together.
-        NotImplementedError: for an explicit implementation that does not fit, for key heads that cannot be
-            split over the mesh as the query heads are, and for second derivatives.
+        ValueError: an axis is unknown, named twice or does not divide what it is to shard, the plan is for
+            another number of ranks or another length, or arguments do not fit together.
+        NotImplementedError: for an explicit implementation that does not fit, and for second derivatives.
     """
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     sinks = None if sinks is None else jnp.asarray(sinks)

@@ -73,8 +73,9 @@ def attention_fn(
         deterministic_gradients: gradients are bitwise equal from run to run.
         implementation: see `jaxmagi.attention`.
         axis_name: mesh axis over which a plan distributes the sequence.
-        batch_axis_name: mesh axis over which the batch ``[B, T, N, D]`` is sharded; with a plan only. Needed
-            over Auto axes, where the sharding of query cannot be seen; else the batch is gathered.
+        batch_axis_name: mesh axis, or axes, over which the batch ``[B, T, N, D]`` is sharded, see
+            `jaxmagi.context_attention`; with a plan only. None: as query is.
+        head_axis_name: likewise for the heads.
         **kwargs: what newer versions of Flax may pass; anything but None raises.
 
     Returns:
@@ -110,7 +111,7 @@ def attention_fn(
     for name, given in axes.items():
         if given is not None:
             raise ValueError(
-                f"{name}={given!r} goes with a ContextPlan; an AttnMask is applied on each device"
+                f"{name}={given!r} goes with a ContextPlan; under an AttnMask both stay as they are"
             )
     return _local(query, key, value, mask, options)
 

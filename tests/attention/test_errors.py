@@ -124,14 +124,17 @@ BACKWARD = {name: x for name, x in FORWARD.items() if name not in ("sinks", "out
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"q": zeros(8, 4, 16)}, r"query must have rank 4.*\(8, 4, 16\)"),
+        (
+            {"q": zeros(8, 4, 16)},
+            r"key must be \[\*B, T, N, D\], like query \(8, 4, 16\), but has shape \(2,",
+        ),
         ({"q": zeros(2, 8, 3, 16)}, r"query heads 3 is no multiple of that of key heads 2"),
         ({"q": zeros(2, 8, 4, 16, dtype=jnp.int32)}, r"dtype of query must be one of .*int32"),
         ({"k": zeros(2, 9, 2, 15)}, r"key must be float32\[2, 9, 2, 16\], but is float32\[2, 9, 2, 15\]"),
         ({"v": zeros(1, 9, 2, 12)}, r"must be float32\[2, 9, 2, 12\]"),
         (
             {"bands": zeros(3, 8, 6, dtype=jnp.int32)},
-            r"int32\[1, C, 6\] or int32\[2, C, 6\].*int32\[3, 8, 6\]",
+            r"int32\[2, C, 6\], or with 1 for a batch dimension that shares.*int32\[3, 8, 6\]",
         ),
         ({"bands": zeros(1, 8, 6)}, r"bands must be .*float32\[1, 8, 6\]"),
         ({"sinks": zeros(4, dtype=jnp.bfloat16)}, r"sinks must be float32\[4\], but is bfloat16\[4\]"),

@@ -63,6 +63,7 @@ def random_case(seed: int) -> tuple[np.ndarray, int, int, int]:
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_not_worse_than_largest_first(seed: int) -> None:
+    """Ranks receive more rows than with largest first only where the areas are balanced better."""
     bands, length, cp_size, chunk = random_case(seed)
     owner = owners_of(bands, length, cp_size, chunk)
     counts = np.bincount(owner, minlength=cp_size)
@@ -71,9 +72,10 @@ def test_not_worse_than_largest_first(seed: int) -> None:
     areas, needed = chunk_areas(bands, chunk, len(owner)), needs(bands, length, chunk, len(owner))
     lpt = largest_first_owners(areas, cp_size)
     mean = areas.sum() / cp_size
-    largest = load(lpt, areas, cp_size).max()
-    assert load(owner, areas, cp_size).max() <= max(largest, 1.047 * mean)
-    assert received_rows(owner, needed, chunk, cp_size) <= received_rows(lpt, needed, chunk, cp_size)
+    largest, largest_of_lpt = (load(x, areas, cp_size).max() for x in (owner, lpt))
+    assert largest <= max(largest_of_lpt, 1.047 * mean)
+    rows, rows_of_lpt = (received_rows(x, needed, chunk, cp_size) for x in (owner, lpt))
+    assert rows <= rows_of_lpt or largest < largest_of_lpt
 
 
 @pytest.mark.parametrize("seed", range(60))
