@@ -1,7 +1,7 @@
 """Maps the distributed op over the mesh axes that the surrounding code has not mapped over yet."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -105,20 +105,15 @@ def find_layout(
     inside = axis_name in mesh.manual_axes
     batch, heads = _seen_axes(query, axis_name, inside)
     if batch_axis_name is not None:
-        batch = (_given_axes("batch_axis_name", batch_axis_name, axis_name),)
         if query.ndim != 4:
             raise ValueError(f"{batch_axis_name=} needs query [B, T, N, D], but it has shape {query.shape}.")
+        batch = (_given_axes("batch_axis_name", batch_axis_name, axis_name),)
     if head_axis_name is not None:
         heads = _given_axes("head_axis_name", head_axis_name, axis_name)
     batch, heads = tuple(map(_not_mapped, batch)), _not_mapped(heads)
     names = [name for axes in (*batch, heads) for name in axis_names(axes)]
-    if len(set(names)) < len(names):
-        raise ValueError(
-            f"Batch and heads cannot be sharded over the same mesh axis: {batch[0]!r} and {heads!r}."
-        )
-    for axes in batch:
-        _check_divides("batch", query.shape[0], axes)
-    _check_divides("number of query heads", query.shape[-2], heads)
+    _check_axes(query, batch, heads, names)
+    # Axes of size 1 need no partitioner, and transfers run beside attention where nothing is left to it.
     others = [*axes_of_vmap(), *(name for name, size in mesh.shape.items() if size == 1)]
     return Layout(
         batch=batch,
@@ -155,6 +150,16 @@ def _given_axes(argument: str, given: Any, axis_name: str) -> tuple[str, ...]:
                 f"the mesh has {tuple(mesh.axis_names)}."
             )
     return names
+
+
+def _check_axes(query: jax.Array, batch: tuple[MeshAxes, ...], heads: MeshAxes, names: Sequence[str]) -> None:
+    """Raises ValueError unless each mesh axis is named once and all divide what they shard."""
+    if len(set(names)) < len(names):
+        over = "".join(f"batch is over {axes!r} and " for axes in batch)
+        raise ValueError(f"A mesh axis can shard one dimension, and once: {over}heads are over {heads!r}.")
+    for axes in batch:
+        _check_divides("batch", query.shape[0], axes)
+    _check_divides("number of query heads", query.shape[-2], heads)
 
 
 def _not_mapped(axes: MeshAxes) -> MeshAxes:

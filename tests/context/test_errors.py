@@ -122,3 +122,34 @@ def test_explicit_shardings_that_cannot_work() -> None:
         call(P(None, None, "tensor"))
     with expect("query has its batch or heads sharded over 'context'"):
         call(P(None, AXIS))
+
+
+MISNAMED = "must be mesh axes other than 'context', which is for the tokens; the mesh has ('data', 'context')"
+TWICE = "A mesh axis can shard one dimension, and once: batch is over"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_axis_name": "dta"}, f"batch_axis_name='dta' {MISNAMED}"),
+        ({"head_axis_name": ("data", "tensor")}, f"head_axis_name=('data', 'tensor') {MISNAMED}"),
+        ({"batch_axis_name": AXIS}, f"batch_axis_name='context' {MISNAMED}"),
+        ({"head_axis_name": ("data", AXIS)}, f"head_axis_name=('data', 'context') {MISNAMED}"),
+        ({"batch_axis_name": "data", "head_axis_name": "data"}, f"{TWICE} 'data' and heads are over 'data'"),
+        ({"batch_axis_name": ("data", "data")}, f"{TWICE} ('data', 'data')"),
+        ({"head_axis_name": "data"}, "The number of query heads 3 cannot be sharded over mesh axis 'data'"),
+        ({"batch_axis_name": "data"}, "The batch 3 cannot be sharded over mesh axis 'data' of size 2"),
+    ],
+)
+def test_axes_that_cannot_work(options: dict[str, Any], message: str) -> None:
+    x = jnp.zeros((3, 32, 3, 8))
+    mesh = jax.make_mesh((2, 4), ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), expect(message):
+        context_attention(x, x, x, PLAN, axis_name=AXIS, **options)
+
+
+def test_a_batch_axis_without_a_batch() -> None:
+    x = jnp.zeros((32, 4, 8))
+    mesh = jax.make_mesh((2, 4), ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), expect("batch_axis_name='data' needs query [B, T, N, D]"):
+        context_attention(x, x, x, PLAN, axis_name=AXIS, batch_axis_name="data")
