@@ -4,6 +4,7 @@ The collectives of a program are read from what XLA has compiled.
 """
 
 import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -297,3 +298,20 @@ def test_older_partitioner(x64: None, rng: np.random.Generator) -> None:
         check(case, functools.partial(attend, mask=case.mask), case.operands(rng), case.mesh())
     finally:
         jax.config.update("jax_use_shardy_partitioner", True)
+
+
+def test_what_a_program_is_known_by(rng: np.random.Generator) -> None:
+    """JAX finds compiled programs by their text without pointers, so parameters have to be in it."""
+    case = CASES["batch and heads"]
+    mesh = case.mesh()
+    with jax.set_mesh(mesh):
+        query, key, value, _ = case.place(mesh, case.operands(rng))
+
+        def text(scale: float, implementation: str) -> str:
+            attend = functools.partial(attention, mask=SHARED, scale=scale, implementation=implementation)
+            lowered = jax.jit(lambda *rows: attend(*rows)).lower(query, key, value).as_text()
+            return re.sub(r'backend_config = "\d+"', "", lowered)
+
+        assert text(0.5, "xla") == text(0.5, "xla") != text(0.25, "xla")
+        if has_kernels():
+            assert text(0.5, "ffi") != text(0.5, "xla")
