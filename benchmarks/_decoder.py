@@ -162,7 +162,7 @@ def _rotate(x: jax.Array) -> jax.Array:
 
 
 class State(NamedTuple):
-    """What training carries from step to step."""
+    """Holds what training carries from step to step."""
 
     parameters: Decoder[jax.Array]
     optimizer: Any

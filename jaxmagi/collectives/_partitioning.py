@@ -27,9 +27,11 @@ def lower(
     """Lowers a primitive, split over devices where the program is.
 
     Args:
-        ctx: the context that the lowering rule has got, likewise operands and params.
-        primitive: a cast or a reduction in one step. The halves of one stand where nothing is split.
+        ctx: the context that the lowering rule has got.
+        primitive: a cast or a reduction. The halves of one are never split: see `OneStep.start_cast`.
         function: computes the primitive on one device.
+        operands: the values that the lowering rule has got.
+        params: the parameters of the primitive.
     """
     if not is_partitioned(ctx):
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, **params)
@@ -58,6 +60,7 @@ def _choose(function: _Function, operands: Sequence[Tiled], results: Sequence[Ti
         max(map(_even_tiles, pair), key=lambda tiles: tiles.total) for pair in zip(xs, results, strict=True)
     ]
     transfers = [x.keep(0) for x in tiles]
+    # All arrays have to split the transfers G alike, as their tables are split.
     if any(not _are_equal(x, transfers[0]) for x in transfers):
         tiles = [_along(x, range(2, len(x.counts))) for x in tiles]
         transfers = [x.keep(0) for x in tiles]

@@ -14,7 +14,7 @@ from ..planning import GroupCastSpec, RelayedSpec
 
 
 class Stages(NamedTuple):
-    """What ranks compute and fetch: the arrays of a `ContextPlan` that travel to the devices."""
+    """Holds what ranks compute and fetch: the arrays of a `ContextPlan` that travel to the devices."""
 
     bands: Any  # int32 [cp, num_stages, C, 6]
     transfers: tuple[GroupCastSpec | RelayedSpec, ...]
@@ -22,7 +22,7 @@ class Stages(NamedTuple):
 
     @property
     def stacked(self) -> bool:
-        """Whether there is one for each example."""
+        """Returns whether each example has its own."""
         return self.bands.ndim == 5
 
 
@@ -37,37 +37,37 @@ class Operands(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The mesh axes over which the dimensions of the operands are sharded, and those to map over. Static."""
+    """Holds the mesh axes that shard the dimensions of the operands, and those to map over. Static."""
 
     batch: tuple[MeshAxes, ...]  # of length 0 or 1
     tokens: MeshAxes  # None inside a shard_map over the tokens
     heads: MeshAxes
-    key_heads: MeshAxes  # those of the heads, or None where they do not divide the key heads
+    key_heads: MeshAxes  # like heads, or None where these do not divide the key heads
     mapped: frozenset[str]
     check_vma: bool
 
     @property
     def rows(self) -> P:
-        """Of query and output."""
+        """Returns the spec of query and output."""
         return P(*self.batch, self.tokens, self.heads, None)
 
     @property
     def row_numbers(self) -> P:
-        """Of a number per row and head."""
+        """Returns the spec of an array with a number per row and head."""
         return P(*self.batch, self.tokens, self.heads)
 
     @property
     def shares_key_heads(self) -> bool:
-        """Whether devices that split the query heads have all key heads."""
+        """Returns whether devices that split the query heads have all key heads."""
         return self.key_heads != self.heads
 
     @property
     def sharers(self) -> tuple[str, ...]:
-        """The axes whose devices share the sinks of a head."""
+        """Returns the axes whose devices share the sinks of a head."""
         return tuple(name for axes in (*self.batch, self.tokens) for name in axis_names(axes))
 
     def specs(self, operands: Operands) -> Operands:
-        """Of all operands."""
+        """Returns the specs of all operands."""
         keys = P(*self.batch, self.tokens, self.key_heads, None)
         ranks = P(*self.batch, self.tokens) if operands.stages.stacked else P(self.tokens)
         stages = jax.tree.map(lambda leaf: ranks, operands.stages)
@@ -76,7 +76,7 @@ class Layout(NamedTuple):
 
 
 def find_axis(axis_name: str) -> tuple[int, bool]:
-    """The size of a mesh axis, and whether the call stands inside a shard_map over it.
+    """Returns the size of a mesh axis, and whether the call stands inside a shard_map over it.
 
     Raises:
         ValueError: there is no such axis.
@@ -126,7 +126,7 @@ def find_layout(
 
 
 def _seen_axes(query: jax.Array, axis_name: str, inside: bool) -> tuple[tuple[MeshAxes, ...], MeshAxes]:
-    """The Explicit axes that batch and heads are sharded over."""
+    """Returns the Explicit axes that batch and heads are sharded over."""
     spec = tuple(jax.typeof(query).sharding.spec)
     *batch, tokens, heads, dim = spec
     allowed = (None,) if inside else (None, axis_name, (axis_name,))
@@ -141,7 +141,7 @@ def _seen_axes(query: jax.Array, axis_name: str, inside: bool) -> tuple[tuple[Me
 
 
 def _given_axes(argument: str, given: Any, axis_name: str) -> tuple[str, ...]:
-    """Mesh axes that the caller has named."""
+    """Returns the mesh axes that the caller has named. Raises ValueError for one that cannot be meant."""
     mesh, names = jax.sharding.get_abstract_mesh(), axis_names(given)
     for name in names:
         if name == axis_name or name not in mesh.axis_names:
@@ -163,7 +163,7 @@ def _check_axes(query: jax.Array, batch: tuple[MeshAxes, ...], heads: MeshAxes, 
 
 
 def _not_mapped(axes: MeshAxes) -> MeshAxes:
-    """Mesh axes without those of a surrounding shard_map: over them the arrays are local already."""
+    """Returns mesh axes without those of a surrounding shard_map, over which arrays are local already."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     left = tuple(name for name in axis_names(axes) if name not in manual)
     return left if len(left) > 1 else left[0] if left else None
@@ -182,7 +182,7 @@ def _check_divides(what: str, count: int, axes: MeshAxes) -> None:
 
 
 def _checks_vma() -> bool:
-    """Whether the surrounding shard_map checks what varies over its axes, as one inside of it then has to.
+    """Returns whether the surrounding shard_map checks what varies over its axes: inside of it one has to too.
 
     Without a surrounding one there is no need, and jax.vmap with a spmd_axis_name fails with it (jax 0.11.2).
     """
@@ -191,7 +191,7 @@ def _checks_vma() -> bool:
 
 
 def place(operands: Operands, layout: Layout) -> Operands:
-    """The operands sharded by the layout over Explicit axes. Auto axes are left to the compiler."""
+    """Shards the operands by the layout, over Explicit axes alone: Auto ones are sharded by shard_map."""
     explicit = set(jax.sharding.get_abstract_mesh().explicit_axes)
 
     def put(x: Any, spec: P) -> jax.Array:
@@ -206,7 +206,7 @@ def place(operands: Operands, layout: Layout) -> Operands:
 def map_over_mesh[**Args, Result](
     function: Callable[Args, Result], layout: Layout, in_specs: Any, out_specs: Any
 ) -> Callable[Args, Result]:
-    """``function`` on every device's part, over the axes that the surroundings have not mapped over yet."""
+    """Maps a function over the axes of the layout, unless the surroundings have mapped over all of them."""
     if not layout.mapped:
         return function
     return jax.shard_map(

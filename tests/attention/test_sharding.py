@@ -144,7 +144,7 @@ def test_implementations(
 
 
 def test_constraints_inside_of_a_program(x64: None, rng: np.random.Generator) -> None:
-    """As in MaxText: operands are computed, and sharded by annotations."""
+    """Operands are computed, and sharded by annotations, as MaxText does it."""
     case = CASES["batch and heads"]
     operands, mesh = case.operands(rng), case.mesh()
 

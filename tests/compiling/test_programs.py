@@ -52,7 +52,7 @@ COLLECTIVES = {
     ],
     "flax": ["2 x all-reduce bf16[12589056]", "2 x all-reduce bf16[64,32,2048]"],  # gradients of parameters
 }
-"""What XLA sends beside the transfers of jaxmagi. All other programs send nothing."""
+"""Lists what XLA sends beside the transfers of jaxmagi. All other programs send nothing."""
 
 
 def test_all_programs_are_expected() -> None:

@@ -59,7 +59,7 @@ def logical(*axes: str) -> Any:
 
 
 class LinenBlock(linen.Module):
-    """The same with logical axes, which `RULES` map to those of the mesh."""
+    """`NnxBlock` with logical axes, which `RULES` map to those of the mesh."""
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
