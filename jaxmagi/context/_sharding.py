@@ -182,7 +182,7 @@ def _check_divides(what: str, count: int, axes: MeshAxes) -> None:
 
 
 def _checks_vma() -> bool:
-    """Returns whether the surrounding shard_map checks what varies over its axes: inside of it one has to too.
+    """Returns whether the surrounding shard_map checks what varies over its axes. One inside has to as well.
 
     Without a surrounding one there is no need, and jax.vmap with a spmd_axis_name fails with it (jax 0.11.2).
     """
