@@ -29,7 +29,7 @@ type Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a decoder; query heads together are as wide as the residual stream."""
+    """Holds the sizes of a decoder; query heads together are as wide as the residual stream."""
 
     layers: int
     width: int
@@ -39,17 +39,17 @@ class Sizes:
 
     @property
     def dim(self) -> int:
-        """The dimension of a head."""
+        """Returns the dimension of a head."""
         return self.width // self.heads
 
     @property
     def hidden(self) -> int:
-        """The width inside of an MLP: 8/3 of that outside, rounded up to a multiple of 256."""
+        """Returns the width inside of an MLP: 8/3 of that outside, rounded up to a multiple of 256."""
         return 256 * math.ceil(8 * self.width / (3 * 256))
 
 
 class Layer[Leaf](NamedTuple):
-    """The parameters of a layer, or something for each of them."""
+    """Holds the parameters of a layer, or something for each of them."""
 
     attention_norm: Leaf  # [W]
     qkv: Leaf  # [W, K, N / K + 2, D], for each key head its query heads, the key and the value
@@ -60,7 +60,7 @@ class Layer[Leaf](NamedTuple):
 
 
 class Decoder[Leaf](NamedTuple):
-    """The parameters of a decoder, or something for each of them."""
+    """Holds the parameters of a decoder, or something for each of them."""
 
     embedding: Leaf  # [V, W]
     layers: tuple[Layer[Leaf], ...]

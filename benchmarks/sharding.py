@@ -70,7 +70,7 @@ IMPLEMENTATIONS = {DOCUMENTS: (OURS,), CAUSAL: (OURS, CUDNN)}
 
 @dataclass(frozen=True)
 class Setup:
-    """How many devices the batch and the heads are split over, and the examples of all devices."""
+    """Says how many devices the batch and the heads are split over, and the examples of all devices."""
 
     name: str
     data: int
@@ -94,7 +94,7 @@ def setups(gpus: int, batch: int) -> list[Setup]:
 
 @dataclass(frozen=True)
 class Case:
-    """A training step to be measured."""
+    """Names a training step to be measured."""
 
     mask: str
     setup: Setup
@@ -111,7 +111,7 @@ class Case:
 
 @dataclass
 class Trainer:
-    """A compiled training step, and its state, which each step donates and replaces."""
+    """Holds a compiled training step and its state, which each step donates and replaces."""
 
     case: Case
     program: jax.stages.Compiled
@@ -143,7 +143,7 @@ def make_trainer(case: Case, mask: AttnMask, sizes: Sizes) -> Trainer:
 
 @dataclass(frozen=True)
 class Row:
-    """A training step.
+    """Holds what was measured of a training step.
 
     tokens: of all GPUs.
     loss: of the first step.

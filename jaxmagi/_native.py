@@ -36,7 +36,7 @@ def extension(platform: str) -> ModuleType | None:
 
 
 def kernel_sources() -> str | None:
-    """The hash of the sources that the CUDA kernels were built from, None without kernels."""
+    """Returns the hash of the sources that the CUDA kernels were built from, None without kernels."""
     return getattr(extension("cuda"), "sources", None)
 
 

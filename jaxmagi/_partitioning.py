@@ -9,9 +9,11 @@ group of the others, in an order that no mesh has to have. No other module depen
 partitioning.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -45,11 +47,12 @@ class Tiles(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many tiles each dimension is cut into."""
+        """Returns how many tiles each dimension is cut into."""
         return self.devices.shape[:-1]
 
     @property
     def total(self) -> int:
+        """Returns how many tiles there are."""
         return math.prod(self.counts)
 
     def keep(self, *dims: int) -> "Tiles":
@@ -139,6 +142,7 @@ def is_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
 
 
 def is_within_shard_map(ctx: mlir.LoweringRuleContext) -> bool:
+    """Returns whether a shard_map surrounds this place."""
     return isinstance(ctx.module_context.axis_context, SPMDAxisContext)
 
 
@@ -163,7 +167,9 @@ def axes_of_vmap() -> tuple[str, ...]:
 
 
 def axes_along(tiles: Tiles, dim: int, sizes: dict[str, int]) -> tuple[str, ...]:
-    """Returns the mesh axes along which a dimension is cut."""
+    """Returns the mesh axes along which a dimension is cut, none where there is no mesh."""
+    if not sizes:
+        return ()
     places = np.unravel_index(tiles.devices, tuple(sizes.values()))
     return tuple(name for name, at in zip(sizes, places, strict=True) if (at != at.take([0], axis=dim)).any())
 
@@ -190,59 +196,77 @@ def lower_partitioned(
         choose: decides how the operation is split.
         identity: anything whose ``repr`` tells the operation from others with operands of the same types. JAX
             recognises a program that it has compiled before, also on disk, by its text, which contains
-            neither the parameters nor the function of such a call, nor what its kernels were built from. So a
-            hash of all that becomes an operand.
+            neither the parameters nor the function of such a call. So a hash of this, and of the sources of
+            jaxmagi, becomes an operand.
     """
-    context: Any = ctx.module_context.axis_context
-    if is_within_shard_map(ctx):
-        mesh = context.mesh
-    else:
-        mesh = jax.sharding.AbstractMesh((context.num_devices,), (DEVICES,))
-    known_by = repr((identity, _native.kernel_sources()))
-    digest = np.frombuffer(hashlib.sha256(known_by.encode()).digest(), np.int32)
 
     @custom_partitioning
     def operation(digest: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
         del digest
         return tuple(bind(*operands[: len(operands) - len(counts)]))
 
-    def split(
-        operands: Sequence[Any], results: Sequence[Any]
-    ) -> tuple[Partition, list[Any], tuple[Any, ...]]:
-        chosen = choose([*map(_describe, operands[1:])], [*map(_describe, results)])
-        everywhere = Tiles(np.zeros((1, 0), np.int64))
-        return (
-            chosen,
-            [_to_sharding(x) for x in (everywhere, *chosen.operands)],
-            (*map(_to_sharding, chosen.results),),
-        )
+    callbacks = _Callbacks(_mesh(ctx), choose)
+    options = {"need_replication_factors": ("digest", *rule.replicated), **rule.sizes}
+    operation.def_partition(
+        callbacks.partition,
+        infer_sharding_from_operands=callbacks.infer,
+        sharding_rule=lambda *_: (f"digest, {rule.text}", options),
+        decode_shardings=False,  # parts of axes cannot be
+    )
 
-    def partition(_: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-        chosen, operand_shardings, result_shardings = split(operands, results)
+    def call(*operands: jax.Array) -> Any:
+        numbers = (jnp.arange(count, dtype=jnp.int32) for count in counts)
+        return operation(_digest(identity), *operands, *numbers)
+
+    return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+
+
+class _Callbacks(NamedTuple):
+    """Answers what `custom_partitioning` asks while XLA partitions a program."""
+
+    mesh: Any
+    choose: Choose
+
+    def partition(self, _: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the mesh and the function of each device, and the shardings of results and operands."""
+        chosen = self._choose(operands, results)
 
         def function(digest: jax.Array, *shards: jax.Array) -> tuple[jax.Array, ...]:
             del digest
             with jax.sharding.use_abstract_mesh(_NO_MESH):  # the mesh of jax.set_mesh is not the device's
                 return tuple(chosen.function(*shards))
 
-        return mesh, function, result_shardings, tuple(operand_shardings)
+        everywhere = Tiles(np.zeros((1, 0), np.int64))
+        of_operands, of_results = (everywhere, *chosen.operands), chosen.results
+        return self.mesh, function, (*map(_to_sharding, of_results),), (*map(_to_sharding, of_operands),)
 
-    def infer(_: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-        return split(operands, results)[2]
+    def infer(self, _: Any, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the shardings of results, for the partitioner before Shardy."""
+        return (*map(_to_sharding, self._choose(operands, results).results),)
 
-    text = f"digest, {rule.text}"
-    options = {"need_replication_factors": ("digest", *rule.replicated), **rule.sizes}
-    operation.def_partition(
-        partition,
-        infer_sharding_from_operands=infer,
-        sharding_rule=lambda *_: (text, options),
-        decode_shardings=False,  # parts of axes cannot be
-    )
+    def _choose(self, operands: Sequence[Any], results: Sequence[Any]) -> Partition:
+        return self.choose([*map(_describe, operands[1:])], [*map(_describe, results)])
 
-    def call(*operands: jax.Array) -> Any:
-        return operation(digest, *operands, *(jnp.arange(count, dtype=jnp.int32) for count in counts))
 
-    return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
+def _mesh(ctx: mlir.LoweringRuleContext) -> Any:
+    """Returns the mesh over which the function of a `Partition` may communicate."""
+    context: Any = ctx.module_context.axis_context
+    if is_within_shard_map(ctx):
+        return context.mesh
+    return jax.sharding.AbstractMesh((context.num_devices,), (DEVICES,))
+
+
+def _digest(identity: object) -> np.ndarray:
+    """Returns a hash of an operation and of the sources of jaxmagi, int32 [8]."""
+    return np.frombuffer(hashlib.sha256(repr((identity, *_sources())).encode()).digest(), np.int32)
+
+
+@functools.cache
+def _sources() -> tuple[str | None, str]:
+    """Returns hashes of what the kernels were built from, and of the package's Python files."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    python = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return _native.kernel_sources(), python
 
 
 def _describe(x: Any) -> Tiled:
@@ -256,6 +280,7 @@ def _describe(x: Any) -> Tiled:
 
 
 def _to_sharding(tiles: Tiles) -> GSPMDSharding:
+    """Returns tiles as `custom_partitioning` takes them. It reads no devices but those in the tiles."""
     if tiles.total == 1:
         return GSPMDSharding(jax.devices(), xla_client.HloSharding.replicate())
     copies = [xla_client.OpSharding.Type.REPLICATED]

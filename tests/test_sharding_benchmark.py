@@ -36,7 +36,7 @@ def make_trainer(data: int, tensor: int) -> Trainer:
 
 
 def test_set_ups_train_alike() -> None:
-    """Losses of several steps agree, and so do gradients and updates; devices send each other sums alone."""
+    """Losses of several steps agree, and devices send each other sums alone."""
     trainers = [make_trainer(*shape) for shape in ((1, 1), (2, 1), (1, 2))]
     one, batch, heads = ([each.first_loss, *(float(each.step()) for _ in range(3))] for each in trainers)
     assert one[0] == pytest.approx(np.log(SIZES.vocabulary), rel=0.02) and one[-1] < one[0] - 0.005

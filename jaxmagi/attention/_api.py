@@ -88,6 +88,8 @@ def attention(
     inside ``jax.shard_map``: each device runs the kernels on its own part. Key heads are split like the query
     heads where they can be; devices with query heads of one group all have its key head. Attention works on
     whole sequences: a sharded length is gathered, with a warning; `jaxmagi.context_attention` spreads it.
+    Where Auto axes could shard length or heads, as with sequence-parallel layers, XLA may choose the length:
+    constrain query, key and value by ``jax.lax.with_sharding_constraint``.
 
     Policies of ``jax.checkpoint`` can save the output and the residual by the names "jaxmagi_out" and
     "jaxmagi_lse"; then the forward pass is not run again.

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.sharding import AxisType, NamedSharding
 
 from .._partitioning import (
     DEVICES,
@@ -30,6 +31,7 @@ from .._partitioning import (
 )
 from ._dtypes import accumulator_dtype
 from ._key_heads import add_heads, heads_of, take_heads
+from ._sharding import axis_names
 
 type Kind = Literal["rows", "out", "keys", "values", "row_numbers", "bands", "query_heads", "key_heads"]
 """Says what an array is; "row_numbers" are [*B, T, N], "query_heads" [N] and "key_heads" [K]."""
@@ -70,11 +72,11 @@ def lowering(primitive: Primitive, function: _Function, implementation: Literal[
         query, key, *_ = avals
         if not is_partitioned(ctx) or any(0 in x.shape for x in avals):
             return lower(_without_shardings(ctx), *operands, **params)
-        copies = _copies_of_key_heads(ctx, query.shape[-2], key.shape[-2]) if signature == _BACKWARD else 1
+        copies = _copies_of_key_heads(ctx, query, key) if signature == _BACKWARD else 1
         if copies > 1:
             bind = functools.partial(primitive.bind, implementation=implementation)
             repeated = functools.partial(_with_copies_of_key_heads, bind, copies)
-            return mlir.lower_fun(repeated, multiple_results=True)(ctx, *operands, **params)
+            return _lower_over_auto_axes(repeated, ctx, *operands, **params)
         results: Sequence[Any] = ctx.avals_out
         operation = _Operation(
             function=local,
@@ -99,17 +101,38 @@ def lowering(primitive: Primitive, function: _Function, implementation: Literal[
     return rule
 
 
-def _copies_of_key_heads(ctx: mlir.LoweringRuleContext, heads: int, key_heads: int) -> int:
+def _copies_of_key_heads(ctx: mlir.LoweringRuleContext, query: Any, key: Any) -> int:
     """Returns how often the backward pass has to repeat each key head, to be split like the query heads.
 
     It is more than 1 inside of a shard_map alone: there the devices that would have to add up gradients of a
-    shared key head are not known.
+    shared key head are not known. Over Explicit axes the types tell how query heads are split, and each of
+    the Auto axes may split them.
     """
     if not is_within_shard_map(ctx):
         return 1
-    sizes = [size for size in axis_sizes(ctx).values() if heads % size == 0]
-    copies = math.lcm(*(size // math.gcd(size, key_heads) for size in sizes))
+    heads, key_heads, sizes = query.shape[-2], key.shape[-2], axis_sizes(ctx)
+    seen = math.prod(sizes[name] for name in axis_names(query.sharding.spec[-2]))
+    ways = [seen, *(sizes[name] for name in query.sharding.mesh.auto_axes)]
+    copies = math.lcm(*(way // math.gcd(way, key_heads) for way in ways if heads % way == 0))
     return copies if heads // key_heads % copies == 0 else 1
+
+
+def _lower_over_auto_axes(
+    function: _Function, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
+) -> Any:
+    """Lowers a function as if Explicit mesh axes were Auto: XLA's partitioner then knows how to split it."""
+    avals: Sequence[Any] = ctx.avals_in
+    mesh = avals[0].sharding.mesh
+    mesh = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
+
+    def over_auto_axes(*operands: jax.Array, **params: Any) -> Sequence[jax.Array]:
+        with jax.sharding.use_abstract_mesh(mesh):
+            return function(*operands, **params)
+
+    unsharded = [x.update(sharding=NamedSharding(mesh, jax.P(*[None] * x.ndim))) for x in avals]
+    return mlir.lower_fun(over_auto_axes, multiple_results=True)(
+        ctx.replace(avals_in=unsharded), *operands, **params
+    )
 
 
 def _with_copies_of_key_heads(
@@ -228,19 +251,18 @@ class _Operation(NamedTuple):
     def choose(self, operands: Sequence[Tiled], results: Sequence[Tiled]) -> Partition:
         """Splits the operation like that operand or result which is cut into most tiles."""
         for name, x in zip(("query", "key", "value"), operands, strict=False):
-            if x.tiles.counts[self.batch_dims] > 1:
-                warn_of_sharded_length(name, self._axes_of_length(x))
+            for dim, what in ((self.batch_dims, "length"), (self.batch_dims + 2, "head dimension")):
+                if x.tiles.counts[dim] > 1:
+                    warn_of_gather(name, what, self._axes_along(x, dim))
         arrays = list(zip((*self.kinds, *self.signature.results), (*operands, *results), strict=True))
         split = self._split([x for kind, x in arrays if kind in _WITH_HEADS])
         tiles = [self._tiles(split, kind, x.shape) for kind, x in arrays]
         function = functools.partial(self._run, split)
         return Partition(function, tiles[: len(operands)], tiles[len(operands) :])
 
-    def _axes_of_length(self, x: Tiled) -> tuple[str, ...]:
-        """Returns the mesh axes that the length is sharded over: inside of a shard_map, all candidates."""
-        if self.within_shard_map:
-            return tuple(self.axis_sizes)
-        return axes_along(x.tiles, self.batch_dims, self.axis_sizes)
+    def _axes_along(self, x: Tiled, dim: int) -> tuple[str, ...]:
+        """Returns the mesh axes that a dimension is sharded over: inside of a shard_map, all candidates."""
+        return tuple(self.axis_sizes) if self.within_shard_map else axes_along(x.tiles, dim, self.axis_sizes)
 
     def _split(self, arrays: Sequence[Tiled]) -> Tiles:
         """Returns the tiles along batch dimensions, key heads and groups: [*B, K, N // K, copies]."""
@@ -298,12 +320,13 @@ class _Operation(NamedTuple):
 
 
 @functools.cache
-def warn_of_sharded_length(name: str, axes: tuple[str, ...]) -> None:
-    """Warns once for each operand and mesh axis."""
+def warn_of_gather(name: str, what: str, axes: tuple[str, ...]) -> None:
+    """Warns once for each operand, dimension and mesh axis."""
+    over = f" over mesh axis {', '.join(axes)}" if axes else ""
     warnings.warn(
-        f"jaxmagi.attention gathers {name}, which is sharded in its length over mesh axis "
-        f"{', '.join(axes)}: it works on whole sequences. jaxmagi.context_attention spreads a sequence over "
-        "a mesh axis, by a plan.",
+        f"jaxmagi.attention gathers {name}, which is sharded in its {what}{over}: it works on whole "
+        "sequences and heads. To have its batch or heads sharded instead, constrain query, key and value by "
+        "jax.lax.with_sharding_constraint; jaxmagi.context_attention spreads a sequence over a mesh axis.",
         RuntimeWarning,
         stacklevel=1,
     )

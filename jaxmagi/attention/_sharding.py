@@ -19,7 +19,7 @@ def result_sharding(query: Any, key: Any, value: Any) -> NamedSharding:
     """Returns the sharding of the output over Explicit axes, from the types of query, key and value.
 
     The length is sharded like the query's. Batch and heads are sharded as in the first of the three that has
-    them sharded, and the others have to agree.
+    them sharded; the others have them whole, or over the same axes, or the first of these.
 
     Raises:
         ValueError: for a sharded head dimension, and for shardings that exclude each other.
@@ -50,7 +50,7 @@ def _agreed(named: Mapping[str, Any], dimension: int, what: str) -> MeshAxes:
     found = [(name, axes) for name, x in named.items() if (axes := x.sharding.spec[dimension]) is not None]
     first, agreed = found[0] if found else ("", None)
     for name, axes in found:
-        if axes != agreed:
+        if axis_names(axes) != axis_names(agreed)[: len(axis_names(axes))]:
             raise ValueError(f"{name} has its {what} sharded over {axes!r}, but {first} over {agreed!r}.")
     return agreed
 

@@ -39,7 +39,7 @@ def _portable_rule(primitive: Primitive, function: _Function, misfit: _Misfit) -
 
     def rule(ctx: mlir.LoweringRuleContext, *operands: Any, route: Route, **params: Any) -> Any:
         if route.implementation in (None, "xla"):
-            return lower(ctx, primitive, function, *operands, route=route, **params)
+            return lower(ctx, primitive, function, "portable", *operands, route=route, **params)
         reason = misfit(ctx.avals_in, cp_size=_groups(ctx, route).shape[1], **params)
         raise refusal(ctx, primitive, route.implementation, reason)
 
@@ -57,7 +57,7 @@ def _cuda_rule(primitive: Primitive, function: _Function, misfit: _Misfit, other
         tell_memory_limits()  # this process is likely to run the program
         # Functions to be lowered do not see the context.
         on_groups = functools.partial(function, groups=groups)
-        return lower(ctx, primitive, on_groups, *operands, route=route, **params)
+        return lower(ctx, primitive, on_groups, "compiled", *operands, route=route, **params)
 
     return rule
 

@@ -6,7 +6,7 @@ exchanges its part of the rows with the same parts of its peers.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -22,7 +22,12 @@ _ROWS = 1  # the dimension of rows of an array [G, rows, ...]
 
 
 def lower(
-    ctx: mlir.LoweringRuleContext, primitive: Primitive, function: _Function, *operands: Any, **params: Any
+    ctx: mlir.LoweringRuleContext,
+    primitive: Primitive,
+    function: _Function,
+    kind: Literal["portable", "compiled"],
+    *operands: Any,
+    **params: Any,
 ) -> Any:
     """Lowers a primitive, split over devices where the program is.
 
@@ -30,6 +35,7 @@ def lower(
         ctx: the context that the lowering rule has got.
         primitive: a cast or a reduction. The halves of one are never split: see `OneStep.start_cast`.
         function: computes the primitive on one device.
+        kind: what the function is.
         operands: the values that the lowering rule has got.
         params: the parameters of the primitive.
     """
@@ -41,7 +47,7 @@ def lower(
         bind=functools.partial(primitive.bind, **params),
         rule=_rule([x.ndim for x in ctx.avals_out]),
         choose=functools.partial(_choose, functools.partial(function, **params)),
-        identity=(primitive.name, params, timeout_ms()),
+        identity=(primitive.name, kind, params, timeout_ms()),
     )
 
 

@@ -94,7 +94,8 @@ def context_attention(
         plan: by `jaxmagi.plan_context`, whole or sharded by ``PartitionSpec(axis_name)``. With a batch, one
             for all or a stacked one.
         axis_name: mesh axis over which the tokens are spread.
-        batch_axis_name: mesh axis, or axes, over which the batch is sharded. None: as query is. Static.
+        batch_axis_name: mesh axis, or axes, over which the batch is sharded. None: as query is. Static. Where
+            an Auto axis does not divide the key heads, naming it spares the backward pass copies of these.
         head_axis_name: mesh axis, or axes, over which the query heads are sharded, and the key heads if it
             divides these; otherwise each device along it gets all key heads. None: as query is. Static.
         scale: factor of q·k, finite, D**-0.5 by default. Static.

@@ -114,13 +114,13 @@ def find_layout(
     names = [name for axes in (*batch, heads) for name in axis_names(axes)]
     _check_axes(query, batch, heads, names)
     # Axes of size 1 need no partitioner, and transfers run beside attention where nothing is left to it.
-    others = [*axes_of_vmap(), *(name for name, size in mesh.shape.items() if size == 1)]
+    mapped = names if inside else [*names, axis_name, *(name for name, n in mesh.shape.items() if n == 1)]
     return Layout(
         batch=batch,
         tokens=None if inside else axis_name,
         heads=heads,
         key_heads=None if key.shape[-2] % _size(heads) else heads,
-        mapped=frozenset(names if inside else [*names, axis_name, *others]),
+        mapped=frozenset([*mapped, *axes_of_vmap()] if mapped else []),
         check_vma=_checks_vma(),
     )
 
@@ -197,7 +197,7 @@ def place(operands: Operands, layout: Layout) -> Operands:
     def put(x: Any, spec: P) -> jax.Array:
         if not explicit:
             return jnp.asarray(x)
-        kept = P(*(axes if set(axis_names(axes)) <= explicit else None for axes in spec))
+        kept = P(*(tuple(name for name in axis_names(axes) if name in explicit) or None for axes in spec))
         return jax.sharding.reshard(jnp.asarray(x), kept)
 
     return jax.tree.map(put, operands, layout.specs(operands))

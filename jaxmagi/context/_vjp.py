@@ -34,7 +34,7 @@ def _key_heads(operands: Operands, layout: Layout) -> jax.Array:
 
 
 def _take_key_heads(operands: Operands, layout: Layout) -> Operands:
-    """The operands with the key heads that a device attends with."""
+    """Returns the operands with the key heads that a device attends with."""
     if not layout.shares_key_heads:
         return operands
     heads = _key_heads(operands, layout)
@@ -43,7 +43,7 @@ def _take_key_heads(operands: Operands, layout: Layout) -> Operands:
 
 
 def _add_key_heads(gradients: Operands, operands: Operands, layout: Layout) -> Operands:
-    """The gradients of all key heads, of which devices have some."""
+    """Returns the gradients of all key heads, added up over the devices that have some of them."""
     if not layout.shares_key_heads:
         return gradients
     heads = _key_heads(operands, layout)

@@ -24,6 +24,7 @@ from .helpers import make_inputs, max_error
 BATCH, LENGTH, DIM = 4, 40, 8
 SHARED = masks.documents([25, 15])
 PER_EXAMPLE = AttnMask.stack([SHARED, masks.causal(LENGTH), masks.full(LENGTH), SHARED])
+KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 
 
 class Case(NamedTuple):
@@ -133,7 +134,7 @@ def test_auto_axes(name: str, x64: None, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("name", ["batch and heads", "more devices than key heads"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@KINDS
 def test_implementations(
     name: str, kind: AxisType, implementation: str, x64: None, rng: np.random.Generator
 ) -> None:
@@ -181,17 +182,51 @@ def test_heads_out_of_sharded_columns(x64: None, rng: np.random.Generator) -> No
     assert_same(got, want)
 
 
+@KINDS
 @pytest.mark.parametrize("axis_name", ["data", "tensor"])
-def test_inside_a_shard_map_over_other_axes(axis_name: str, x64: None, rng: np.random.Generator) -> None:
+def test_inside_a_shard_map_over_other_axes(
+    kind: AxisType, axis_name: str, x64: None, rng: np.random.Generator
+) -> None:
     """Attention stays sharded over the axis that the shard_map leaves to the compiler."""
     case = CASES["batch and heads"]
-    check(case, map_over(axis_name, case), case.operands(rng), case.mesh())
+    check(case, map_over(axis_name, case), case.operands(rng), case.mesh(kind))
 
 
-def test_inside_a_shard_map_with_more_devices_than_key_heads(x64: None, rng: np.random.Generator) -> None:
+@KINDS
+def test_inside_a_shard_map_with_more_devices_than_key_heads(
+    kind: AxisType, x64: None, rng: np.random.Generator
+) -> None:
     """Devices that share a key head are not known there: the backward pass repeats each key head."""
     case = CASES["more devices than key heads"]
-    check(case, map_over("data", case), case.operands(rng), case.mesh())
+    check(case, map_over("data", case), case.operands(rng), case.mesh(kind))
+
+
+@KINDS
+def test_inside_a_shard_map_beside_an_axis_that_does_not_divide_key_heads(
+    kind: AxisType, x64: None, rng: np.random.Generator
+) -> None:
+    case = Case({"data": 2, "tensor": 2}, BOTH, BOTH, {"all-reduce f64[4]": 1}, kv_heads=2, mask=PER_EXAMPLE)
+    mesh = jax.make_mesh((1, 2, 2, 2), ("other", "data", "tensor", "idle"), (kind,) * 4)
+    check(case, map_over("data", case), case.operands(rng), mesh)
+
+
+@pytest.mark.parametrize("keys", [P("data", None, "tensor"), P("data")], ids=["first_axis", "whole"])
+def test_key_heads_over_the_first_of_the_axes_of_query_heads(
+    keys: P, x64: None, rng: np.random.Generator
+) -> None:
+    """Over Explicit axes, outside of shard_map and inside of one over the batch."""
+    rows = P("data", None, ("tensor", "expert"))
+    axes = {"data": 2, "tensor": 2, "expert": 2}
+    case = Case(axes, rows, keys, {}, kv_heads=2, mask=PER_EXAMPLE)
+    operands, mesh = case.operands(rng), case.mesh(AxisType.Explicit)
+    function = functools.partial(attend, mask=PER_EXAMPLE)
+    want = jax.jit(gradients(function))(*operands)
+    with jax.set_mesh(mesh):
+        for run in (function, map_over("data", case)):
+            compiled = jax.jit(gradients(run)).lower(*case.place(mesh, operands)).compile()
+            assert_same(compiled(*case.place(mesh, operands)), want)
+            assert {key.split()[0] for key in collectives(compiled.as_text())} <= {"all-reduce", "all-gather"}
+            assert "f64[2,40,8,8]" not in str(collectives(compiled.as_text()))  # of query and output
 
 
 def map_over(axis_name: str, case: Case) -> Any:
@@ -209,7 +244,10 @@ def map_over(axis_name: str, case: Case) -> Any:
         query, key = kept(case.query), kept(case.key)
         in_specs = (query, key, key, kept(P("tensor")), kept(P("data")))
         run: Any = jax.shard_map(local, in_specs=in_specs, out_specs=query, axis_names={axis_name})
-        return run(*operands, PER_EXAMPLE.bands)
+        bands = jnp.asarray(PER_EXAMPLE.bands)
+        if jax.sharding.get_abstract_mesh().explicit_axes:
+            bands = jax.sharding.reshard(bands, in_specs[-1])
+        return run(*operands, bands)
 
     return mapped
 
@@ -271,10 +309,10 @@ def has_kernels() -> bool:
     return _native.has_handler("jaxmagi_attention_forward", "cpu")
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@KINDS
 def test_sharded_length(kind: AxisType, x64: None, rng: np.random.Generator) -> None:
     """The result is right, and a warning, once, names the axis and what does not gather."""
-    _partitioning.warn_of_sharded_length.cache_clear()
+    _partitioning.warn_of_gather.cache_clear()
     case = CASES["heads"]._replace(query=P(None, "tensor"), key=P(None, "tensor"))
     operands, mesh = case.operands(rng), case.mesh(kind)
     placed = case.place(mesh, operands)
@@ -315,3 +353,15 @@ def test_what_a_program_is_known_by(rng: np.random.Generator) -> None:
         assert text(0.5, "xla") == text(0.5, "xla") != text(0.25, "xla")
         if has_kernels():
             assert text(0.5, "ffi") != text(0.5, "xla")
+
+
+def test_sharded_head_dimension(x64: None, rng: np.random.Generator) -> None:
+    _partitioning.warn_of_gather.cache_clear()
+    case = CASES["heads"]._replace(query=P(None, None, None, "tensor"), key=P())
+    operands, mesh = case.operands(rng), case.mesh()
+    query, key, value, sinks = operands
+    with jax.set_mesh(mesh), pytest.warns(RuntimeWarning) as caught:
+        got = jax.jit(attend)(jax.device_put(query, NamedSharding(mesh, case.query)), key, value, sinks)
+    message = "gathers query, which is sharded in its head dimension over mesh axis tensor"
+    assert any(message in str(warning.message) for warning in caught)
+    assert_same(got, jax.jit(attend)(*operands))
