@@ -25,7 +25,8 @@ def lower(
     ctx: mlir.LoweringRuleContext,
     primitive: Primitive,
     function: _Function,
-    kind: Literal["portable", "compiled"],
+    variant: Literal["portable", "compiled"],
+    /,
     *operands: Any,
     **params: Any,
 ) -> Any:
@@ -35,7 +36,7 @@ def lower(
         ctx: the context that the lowering rule has got.
         primitive: a cast or a reduction. The halves of one are never split: see `OneStep.start_cast`.
         function: computes the primitive on one device.
-        kind: what the function is.
+        variant: what the function is.
         operands: the values that the lowering rule has got.
         params: the parameters of the primitive.
     """
@@ -47,7 +48,7 @@ def lower(
         bind=functools.partial(primitive.bind, **params),
         rule=_rule([x.ndim for x in ctx.avals_out]),
         choose=functools.partial(_choose, functools.partial(function, **params)),
-        identity=(primitive.name, kind, params, timeout_ms()),
+        identity=(primitive.name, variant, params, timeout_ms()),
     )
 
 
