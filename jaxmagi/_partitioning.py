@@ -76,6 +76,10 @@ class Tiled(NamedTuple):
     shape: tuple[int, ...]
     tiles: Tiles
 
+    def even(self, dims: Sequence[int]) -> list[int]:
+        """Returns those of some dimensions whose tiles are all of one size."""
+        return [i for i in dims if self.shape[i] % self.tiles.counts[i] == 0]
+
 
 class Partition(NamedTuple):
     """Says how an operation is split.

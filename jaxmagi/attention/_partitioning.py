@@ -279,7 +279,7 @@ class _Operation(NamedTuple):
     def _even_tiles(self, x: Tiled) -> Tiles:
         """Returns the tiles along batch and heads [*B, heads, copies], as far as all are of one size."""
         dims = (*range(self.batch_dims), self.batch_dims + 1)
-        even = [i for i in dims if x.shape[i] % x.tiles.counts[i] == 0]
+        even = x.even(dims)
         return x.tiles.keep(*even).embed(len(dims), [dims.index(i) for i in even])
 
     def _tiles(self, split: Tiles, kind: Kind, shape: tuple[int, ...]) -> Tiles:

@@ -77,10 +77,7 @@ def _choose(function: _Function, operands: Sequence[Tiled], results: Sequence[Ti
 
 def _even_tiles(x: Tiled) -> Tiles:
     """Returns the tiles along all dimensions but the rows, as far as all are of one size."""
-    dims = (
-        i for i, (size, count) in enumerate(zip(x.shape, x.tiles.counts, strict=True)) if size % count == 0
-    )
-    return _along(x.tiles, [i for i in dims if i != _ROWS])
+    return _along(x.tiles, x.even([i for i in range(len(x.shape)) if i != _ROWS]))
 
 
 def _along(tiles: Tiles, dims: Sequence[int]) -> Tiles:
