@@ -1,7 +1,7 @@
 #include "xla_ffi/attention_cuda.h"
 
-#include "csrc/attention/sm90/backward.h"
-#include "csrc/attention/sm90/forward.h"
+#include "csrc/attention/sm90/backward/backward.h"
+#include "csrc/attention/sm90/forward/forward.h"
 #include "xla_ffi/attention_cuda_checks.h"
 
 // Handlers come in two stages of one signature: Initialize checks the call and loads its kernels, Execute checks and
@@ -12,42 +12,42 @@ namespace {
 
 // --- the plan ---
 
-constexpr const char* kPlanTarget = "jaxmagi_attention_plan";
+constexpr const char* kPlanTarget = "jaxmagi_attention_tile_schedule";
 
-sm90::PlanParams to_plan_params(const Argument& bands, const Argument& sorted, const Argument& tiles,
+sm90::TileScheduleParams to_plan_params(const Argument& bands, const Argument& sorted, const Argument& tiles,
                                 const Argument& workspace, int64_t q_len, int64_t kv_len, bool by_keys, int64_t dim,
                                 int64_t v_dim) {
     check_type("bands", bands, ffi::S32);
     check_rank("bands", bands, 3);
     const Shape shape = shape_of(bands);
-    check(shape[2] == 6, "bands must have shape [plans, capacity, 6], got " + to_string(shape));
+    check(shape[2] == 6, "bands must have shape [num_masks, capacity, 6], got " + to_string(shape));
     const sm90::TileShape tile = tile_of(by_keys ? sm90::backward_tile : sm90::forward_tile, dim, v_dim);
-    const sm90::PlanParams params{
+    const sm90::TileScheduleParams params{
         .bands = data_of<const int32_t>("bands", bands, 2 * sizeof(int32_t)),
-        .plans = to_int("the number of plans", shape[0], 1),
+        .num_masks = to_int("the number of num_masks", shape[0], 1),
         .capacity = to_int("the number of bands", shape[1]),
         .q_len = to_int("q_len", q_len),
         .kv_len = to_int("kv_len", kv_len),
         .by_keys = by_keys,
         .tile_rows = by_keys ? tile.keys : tile.rows,
         .block_keys = by_keys ? tile.rows : tile.keys,
-        .sorted = data_of<sm90::PlannedBand>("sorted", sorted),
-        .tiles = data_of<sm90::PlannedTile>("tiles", tiles),
-        .workspace = data_of<uint64_t>("workspace", workspace, alignof(sm90::PlannedTile))};
+        .sorted = data_of<sm90::ScheduledBand>("sorted", sorted),
+        .tiles = data_of<sm90::ScheduledTile>("tiles", tiles),
+        .workspace = data_of<uint64_t>("workspace", workspace, alignof(sm90::ScheduledTile))};
     const int length = by_keys ? params.kv_len : params.q_len;
     check_shape_and_type("sorted", sorted, {shape[0], shape[1], 8}, ffi::S32);
     check_shape_and_type("tiles", tiles, {shape[0], ceil_div(length, params.tile_rows), 4}, ffi::S32);
-    const int64_t words = sm90::plan_workspace_words(params.plans, params.capacity, length, params.tile_rows);
+    const int64_t words = sm90::tile_schedule_workspace_words(params.num_masks, params.capacity, length, params.tile_rows);
     check_shape_and_type("workspace", workspace, {words, 2}, ffi::S32);
     return params;
 }
 
-void initialize_plan(const sm90::PlanParams&, cudaStream_t) {
-    check_cuda(sm90::preload_plan(), "loading the kernels");
+void initialize_plan(const sm90::TileScheduleParams&, cudaStream_t) {
+    check_cuda(sm90::preload_tile_schedule(), "loading the kernels");
 }
 
-void execute_plan(const sm90::PlanParams& params, cudaStream_t stream) {
-    check_cuda(sm90::make_plan(params, stream), "launching the kernels");
+void execute_plan(const sm90::TileScheduleParams& params, cudaStream_t stream) {
+    check_cuda(sm90::make_tile_schedule(params, stream), "launching the kernels");
 }
 
 template <auto kRun>
@@ -141,10 +141,10 @@ sm90::ForwardParams to_forward_params(const ForwardOperands& operands, const For
             .q = data_of<const void>("q", operands.q, kTensorAlignment),
             .k = data_of<const void>("k", operands.k, kTensorAlignment),
             .v = data_of<const void>("v", operands.v, kTensorAlignment),
-            .plans = static_cast<int>(bands[0]),
+            .num_masks = static_cast<int>(bands[0]),
             .capacity = to_int("the number of bands", bands[1]),
-            .bands = data_of<const sm90::PlannedBand>("bands", operands.bands),
-            .tiles = data_of<const sm90::PlannedTile>("tiles", operands.tiles),
+            .bands = data_of<const sm90::ScheduledBand>("bands", operands.bands),
+            .tiles = data_of<const sm90::ScheduledTile>("tiles", operands.tiles),
             .sinks = data_of<const float>("sinks", operands.sinks),
             .previous_out = data_or_null<const void>("previous_out", operands.previous_out, kTensorAlignment),
             .previous_lse = data_or_null<const float>("previous_lse", operands.previous_lse, alignof(float)),
@@ -202,7 +202,7 @@ XLA_FFI_DEFINE_HANDLER(kExecuteForward, forward_stage<execute_forward>, bind_for
 
 }  // namespace
 
-CudaHandlers attention_plan_cuda() {
+CudaHandlers attention_tile_schedule_cuda() {
     return {kInitializePlan, kExecutePlan};
 }
 

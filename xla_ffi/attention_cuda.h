@@ -9,7 +9,7 @@ struct CudaHandlers {
     XLA_FFI_Handler *initialize, *execute;
 };
 
-CudaHandlers attention_plan_cuda();
+CudaHandlers attention_tile_schedule_cuda();
 CudaHandlers attention_forward_cuda();
 CudaHandlers attention_backward_cuda();
 

@@ -1,4 +1,4 @@
-#include "csrc/attention/sm90/backward.h"
+#include "csrc/attention/sm90/backward/backward.h"
 
 #include "xla_ffi/attention_cuda.h"
 #include "xla_ffi/attention_cuda_checks.h"
@@ -65,8 +65,8 @@ sm90::BackwardParams to_backward_params(const BackwardOperands& operands, const 
     check_number_of_tiles("q", query, 64);  // row blocks, none of which is shorter
     const sm90::BackwardShape shape = to_backward_shape(query, value);
     const Shape bands = shape_of(operands.bands);
-    const int plans = static_cast<int>(bands[0]);
-    const int64_t bytes = sm90::backward_workspace_bytes(shape, plans, numbers.deterministic);
+    const int num_masks = static_cast<int>(bands[0]);
+    const int64_t bytes = sm90::backward_workspace_bytes(shape, num_masks, numbers.deterministic);
     check_shape_and_type("workspace", results.workspace, {bytes / 16, 4}, ffi::S32);
     return {.dtype = dtype,
             .gradients_f32 = results.dq.element_type() == ffi::F32,
@@ -74,10 +74,10 @@ sm90::BackwardParams to_backward_params(const BackwardOperands& operands, const 
             .q = data_of<const void>("q", operands.q, kTensorAlignment),
             .k = data_of<const void>("k", operands.k, kTensorAlignment),
             .v = data_of<const void>("v", operands.v, kTensorAlignment),
-            .plans = plans,
+            .num_masks = num_masks,
             .capacity = to_int("the number of bands", bands[1]),
-            .bands = data_of<const sm90::PlannedBand>("bands", operands.bands),
-            .tiles = data_of<const sm90::PlannedTile>("tiles", operands.tiles),
+            .bands = data_of<const sm90::ScheduledBand>("bands", operands.bands),
+            .tiles = data_of<const sm90::ScheduledTile>("tiles", operands.tiles),
             .dout = data_of<const void>("dout", operands.dout, kTensorAlignment),
             .lse = data_of<const float>("lse", operands.lse),
             .delta = data_of<const float>("delta", operands.delta),

@@ -3,7 +3,7 @@
 #include <numbers>
 #include <optional>
 
-#include "csrc/attention/sm90/forward.h"
+#include "csrc/attention/sm90/forward/forward.h"
 #include "csrc/common/math.h"
 #include "csrc/mask/band.h"
 #include "xla_ffi/cuda_checks.h"

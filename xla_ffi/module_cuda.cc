@@ -5,9 +5,9 @@
 
 #include <string>
 
-#include "csrc/attention/sm90/backward.h"
-#include "csrc/attention/sm90/forward.h"
-#include "csrc/attention/sm90/plan.h"
+#include "csrc/attention/sm90/backward/backward.h"
+#include "csrc/attention/sm90/forward/forward.h"
+#include "csrc/attention/sm90/tile_schedule.h"
 #include "csrc/collectives/peers.h"
 #include "csrc/collectives/shared_buffers.h"
 #include "sources.h"
@@ -39,7 +39,7 @@ nb::dict stages(jaxmagi::CollectiveHandlers handlers) {
 
 nb::dict registrations() {
     nb::dict targets;
-    targets["jaxmagi_attention_plan"] = stages(jaxmagi::attention_plan_cuda());
+    targets["jaxmagi_attention_tile_schedule"] = stages(jaxmagi::attention_tile_schedule_cuda());
     targets["jaxmagi_attention_forward"] = stages(jaxmagi::attention_forward_cuda());
     targets["jaxmagi_attention_backward"] = stages(jaxmagi::attention_backward_cuda());
     targets["jaxmagi_group_cast_start"] = stages(jaxmagi::group_cast_cuda());
@@ -97,7 +97,7 @@ NB_MODULE(_cuda, m) {
     m.def("backward_workspace_bytes", backward_workspace_bytes, nb::arg("batch"), nb::arg("q_len"), nb::arg("kv_len"),
           nb::arg("heads"), nb::arg("dim"), nb::arg("v_dim"), nb::arg("plans"), nb::arg("deterministic"),
           "Workspace of the backward pass, a multiple of 16.");
-    m.def("plan_workspace_words", jaxmagi::sm90::plan_workspace_words, nb::arg("plans"), nb::arg("capacity"),
+    m.def("tile_schedule_workspace_words", jaxmagi::sm90::tile_schedule_workspace_words, nb::arg("plans"), nb::arg("capacity"),
           nb::arg("length"), nb::arg("tile_rows"), "Workspace of the plan in words of 8 bytes.");
     m.def("pair_buffer_bytes", pair_buffer_bytes, nb::arg("transfers"), nb::arg("cp_size"), nb::arg("pair_rows"),
           nb::arg("row_bytes"), "Workspace of a group collective for pairs of ranks over NCCL, a multiple of 16.");

@@ -19,7 +19,7 @@ import numpy as np
 from .. import _hopper, _native
 from ._dtypes import is_positive_normal
 
-PLAN = "jaxmagi_attention_plan"
+PLAN = "jaxmagi_attention_tile_schedule"
 FORWARD = "jaxmagi_attention_forward"
 BACKWARD = "jaxmagi_attention_backward"
 

@@ -77,7 +77,7 @@ def test_what_is_taken_out_of_the_loop_is_noticed() -> None:
         ("%y = f32[4] ragged-all-to-all(%x, %z)", True),
         ('%y = f32[4] custom-call(%x), custom_call_target="jaxmagi_group_cast_start"', True),
         ('%y = f32[4] custom-call(%x), custom_call_target="jaxmagi_group_done"', False),
-        ('%y = f32[4] custom-call(%x), custom_call_target="jaxmagi_attention_plan"', False),
+        ('%y = f32[4] custom-call(%x), custom_call_target="jaxmagi_attention_tile_schedule"', False),
         ('%y = f32[4] add(%x, %x), metadata={op_name="jit(f)/jaxmagi_group_cast_start"}', False),
         ("%y = ((f32[2]), f32[2]) call-start(%x), to_apply=%f", True),
         ("%y = f32[4] call(%x), to_apply=%f", False),

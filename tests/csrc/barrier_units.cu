@@ -60,11 +60,11 @@ __global__ void __launch_bounds__(4 * kWarpgroupThreads, 1) take_turns(int* orde
         count = 0;
     __syncthreads();
     if (worker < 0) {
-        give_registers<32>();
+        warpgroup_reg_dealloc<32>();
         named_barrier_arrive(kFirst, kPair);
         return;
     }
-    take_registers<160>();
+    warpgroup_reg_alloc<160>();
     for (int turn = 0; turn < kTurns; ++turn) {
         named_barrier_sync(kFirst + worker, kPair);
         if (threadIdx.x % kWarpgroupThreads == 0) {

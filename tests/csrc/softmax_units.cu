@@ -1,6 +1,6 @@
 // What surrounds the products of the forward kernel: tanh, references of the softmax, visible columns, transposes.
 
-#include "csrc/attention/sm90/forward_epilogue.cuh"
+#include "csrc/attention/sm90/forward/epilogue.cuh"
 #include "tests/csrc/check.h"
 
 namespace jaxmagi::test {

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) multiply(const __grid_constant__ CUt
             load_fragment(fragments[step], a, step);
     }
     const SwizzledOperand operand_a(shared_a, Form::kAPanelBytes), operand_b(shared_b, Form::kBPanelBytes);
-    pin(sums);
+    fence_operand(sums);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kDepth / 16; ++step) {
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads) multiply(const __grid_constant__ CUt
     }
     wgmma_commit();
     wgmma_wait<0>();
-    pin(sums);
+    fence_operand(sums);
     const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int i = 0; i < Form::kColumns / 2; ++i)

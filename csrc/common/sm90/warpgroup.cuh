@@ -24,7 +24,7 @@ __device__ __forceinline__ int uniform(int value) {
 
 // The same, but for the compiler another number: what follows from it is found again, instead of kept in registers, for
 // which ptxas would spill others.
-template <typename Number> __device__ __forceinline__ Number anew(Number number) {
+template <typename Number> __device__ __forceinline__ Number opaque(Number number) {
     static_assert(sizeof(Number) == 4);
     asm volatile("" : "+r"(number));
     return number;
@@ -57,10 +57,10 @@ __device__ __forceinline__ bool elect_lane() {
 }
 
 // By all warps of a warpgroup. The sum over the CTA may not exceed what it was launched with.
-template <int kRegisters> __device__ __forceinline__ void take_registers() {
+template <int kRegisters> __device__ __forceinline__ void warpgroup_reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-template <int kRegisters> __device__ __forceinline__ void give_registers() {
+template <int kRegisters> __device__ __forceinline__ void warpgroup_reg_dealloc() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 

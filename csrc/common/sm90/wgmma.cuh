@@ -51,7 +51,7 @@ template <int kPending> __device__ __forceinline__ void wgmma_wait() {
 }
 
 // Keeps the compiler from moving uses of accumulators across a fence or wait.
-template <int kCount> __device__ __forceinline__ void pin(float (&registers)[kCount]) {
+template <int kCount> __device__ __forceinline__ void fence_operand(float (&registers)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
         asm volatile("" : "+f"(registers[i])::"memory");

@@ -1,0 +1,50 @@
+#include "csrc/attention/sm90/backward/backward.h"
+
+#include "csrc/attention/sm90/backward/kernels.h"
+#include "csrc/attention/sm90/backward/passes.h"
+
+namespace jaxmagi::sm90 {
+namespace {
+
+// The smallest kernel that holds both dimensions, or nullptr.
+const BackwardKernel* find_kernel(int dim, int v_dim) {
+    const BackwardKernel* const kernels[] = {&kBackwardD64,      &kBackwardD96,  &kBackwardD128,
+                                             &kBackwardD192V128, &kBackwardD192, &kBackwardD256};
+    if (dim < 8 or v_dim < 8 or dim % 8 != 0 or v_dim % 8 != 0)
+        return nullptr;
+    for (const BackwardKernel* kernel : kernels)
+        if (dim <= kernel->dim and v_dim <= kernel->v_dim)
+            return kernel;
+    return nullptr;
+}
+
+}  // namespace
+
+std::optional<TileShape> backward_tile(int dim, int v_dim) {
+    const BackwardKernel* kernel = find_kernel(dim, v_dim);
+    return kernel != nullptr ? std::optional(kernel->tile) : std::nullopt;
+}
+
+int64_t backward_workspace_bytes(const BackwardShape& shape, int num_masks, bool deterministic) {
+    const BackwardKernel* kernel = find_kernel(shape.dim, shape.v_dim);
+    return lay_out(nullptr, shape, kernel->tile, kernel->dim, num_masks, deterministic).bytes;
+}
+
+cudaError_t attention_backward(const BackwardParams& params, cudaStream_t stream) {
+    const BackwardKernel* kernel = find_kernel(params.shape.dim, params.shape.v_dim);
+    const BackwardWorkspace workspace = lay_out(static_cast<char*>(params.workspace), params.shape, kernel->tile,
+                                                kernel->dim, params.num_masks, params.deterministic);
+    cudaError_t error = prepare_backward(params, workspace, kernel->tile, stream);
+    if (error == cudaSuccess)
+        error = kernel->launch(params, workspace, stream);
+    return error == cudaSuccess ? convert_dq(params, workspace, kernel->dim, stream) : error;
+}
+
+cudaError_t preload_backward(DType dtype, int dim, int v_dim, bool soft_cap) {
+    cudaError_t error = preload_prepare();
+    if (error == cudaSuccess)
+        error = preload_convert();
+    return error == cudaSuccess ? find_kernel(dim, v_dim)->load(dtype, soft_cap) : error;
+}
+
+}  // namespace jaxmagi::sm90

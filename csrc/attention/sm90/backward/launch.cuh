@@ -1,0 +1,76 @@
+#pragma once
+
+#include <algorithm>
+
+#include "csrc/attention/sm90/backward/kernel.cuh"
+#include "csrc/common/sm90/tensor_map.h"
+
+// Host side of one backward kernel.
+
+namespace jaxmagi::sm90 {
+
+inline BackwardArguments make_arguments(const BackwardParams& params, const BackwardWorkspace& workspace,
+                                        int tile_keys) {
+    const BackwardShape& shape = params.shape;
+    const bool capped = params.soft_cap > 0;
+    return {.schedule = make_schedule(shape, params.num_masks, tile_keys, params.num_sms, params.deterministic),
+            .workspace = workspace,
+            .bands = params.bands,
+            .tiles = params.tiles,
+            .capacity = params.capacity,
+            .q_len = shape.q_len,
+            .kv_len = shape.kv_len,
+            .heads = shape.heads,
+            .kv_heads = shape.kv_heads,
+            .dim = shape.dim,
+            .v_dim = shape.v_dim,
+            .dk = params.dk,
+            .dv = params.dv,
+            .gradients_f32 = params.gradients_f32,
+            .deterministic = params.deterministic,
+            .logit_scale = capped ? params.scale / params.soft_cap : params.scale * kLog2E,
+            .cap_log2 = params.soft_cap * kLog2E,
+            .scale = params.scale};
+}
+
+// Static shared memory would lie before the dynamic one, which has to be aligned: see BackwardMemory.
+template <typename Config> cudaError_t load_backward() {
+    using Memory = BackwardMemory<Config>;
+    cudaFuncAttributes attributes;
+    if (const cudaError_t error = cudaFuncGetAttributes(&attributes, backward_kernel<Config>); error != cudaSuccess)
+        return error;
+    if (attributes.sharedSizeBytes % Memory::kAlignment != 0)
+        return cudaErrorMisalignedAddress;
+    return cudaFuncSetAttribute(backward_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize, Memory::kBytes);
+}
+
+template <typename Config> cudaError_t encode_maps(const BackwardParams& params, BackwardTensorMaps* maps) {
+    const auto type =
+        params.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    const auto [batch, q_len, kv_len, heads, kv_heads, dim, v_dim] = params.shape;
+    const struct {
+        HeadsTensor tensor;
+        int rows;
+        CUtensorMap* map;
+    } all[] = {{{params.q, type, batch, q_len, heads, dim}, Config::kRows, &maps->q},
+               {{params.dout, type, batch, q_len, heads, v_dim}, Config::kRows, &maps->dout},
+               {{params.k, type, batch, kv_len, kv_heads, dim}, Config::kKeys, &maps->k},
+               {{params.v, type, batch, kv_len, kv_heads, v_dim}, Config::kKeys, &maps->v}};
+    for (const auto& [tensor, rows, map] : all)
+        if (const cudaError_t error = encode_panel_map(tensor, 1, rows, map); error != cudaSuccess)
+            return error;
+    return cudaSuccess;
+}
+
+template <typename Config>
+cudaError_t launch_backward(const BackwardParams& params, const BackwardWorkspace& workspace, cudaStream_t stream) {
+    BackwardTensorMaps maps;
+    if (const cudaError_t error = encode_maps<Config>(params, &maps); error != cudaSuccess)
+        return error;
+    const BackwardArguments args = make_arguments(params, workspace, Config::kKeys);
+    const int grid = std::min(params.num_sms, args.schedule.num_items);
+    backward_kernel<Config><<<grid, Config::kThreads, BackwardMemory<Config>::kBytes, stream>>>(maps, args);
+    return cudaGetLastError();
+}
+
+}  // namespace jaxmagi::sm90

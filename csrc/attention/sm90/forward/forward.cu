@@ -1,0 +1,35 @@
+#include "csrc/attention/sm90/forward/forward.h"
+
+#include "csrc/attention/sm90/forward/kernels.h"
+
+namespace jaxmagi::sm90 {
+namespace {
+
+// The smallest kernel that holds both dimensions, or nullptr.
+const ForwardKernel* find_kernel(int dim, int v_dim) {
+    const ForwardKernel* const kernels[] = {&kForwardD64,      &kForwardD96,  &kForwardD128,
+                                            &kForwardD192V128, &kForwardD192, &kForwardD256};
+    if (dim < 8 or v_dim < 8 or dim % 8 != 0 or v_dim % 8 != 0)
+        return nullptr;
+    for (const ForwardKernel* kernel : kernels)
+        if (dim <= kernel->dim and v_dim <= kernel->v_dim)
+            return kernel;
+    return nullptr;
+}
+
+}  // namespace
+
+std::optional<TileShape> forward_tile(int dim, int v_dim) {
+    const ForwardKernel* kernel = find_kernel(dim, v_dim);
+    return kernel != nullptr ? std::optional(kernel->tile) : std::nullopt;
+}
+
+cudaError_t attention_forward(const ForwardParams& params, cudaStream_t stream) {
+    return find_kernel(params.dim, params.v_dim)->launch(params, stream);
+}
+
+cudaError_t preload_forward(DType dtype, int dim, int v_dim, bool soft_cap) {
+    return find_kernel(dim, v_dim)->load(dtype, soft_cap);
+}
+
+}  // namespace jaxmagi::sm90

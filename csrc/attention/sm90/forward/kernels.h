@@ -1,0 +1,19 @@
+#pragma once
+
+#include "csrc/attention/sm90/forward/forward.h"
+
+// The kernels that exist, one source file each. Of the tiles that registers and shared memory allow, the fastest that
+// were measured.
+
+namespace jaxmagi::sm90 {
+
+struct ForwardKernel {
+    int dim, v_dim;
+    TileShape tile;
+    cudaError_t (*load)(DType dtype, bool soft_cap);
+    cudaError_t (*launch)(const ForwardParams& params, cudaStream_t stream);
+};
+
+extern const ForwardKernel kForwardD64, kForwardD96, kForwardD128, kForwardD192V128, kForwardD192, kForwardD256;
+
+}  // namespace jaxmagi::sm90

@@ -1,0 +1,77 @@
+#pragma once
+
+#include <algorithm>
+
+#include "csrc/attention/sm90/forward/kernel.cuh"
+#include "csrc/common/sm90/tensor_map.h"
+
+// Host side of one forward kernel.
+
+namespace jaxmagi::sm90 {
+
+inline ForwardArguments make_arguments(const ForwardParams& params, int tile_rows) {
+    const bool capped = params.soft_cap > 0;
+    return {.schedule = make_schedule(params, tile_rows),
+            .bands = params.bands,
+            .tiles = params.tiles,
+            .counter = params.counter,
+            .capacity = params.capacity,
+            .q_len = params.q_len,
+            .kv_len = params.kv_len,
+            .heads = params.heads,
+            .kv_heads = params.kv_heads,
+            .v_dim = params.v_dim,
+            .sinks = params.sinks,
+            .previous_out = params.previous_out,
+            .previous_lse = params.previous_lse,
+            .out = params.out,
+            .lse = params.lse,
+            .out_f32 = params.out_f32,
+            .logit_scale = capped ? params.scale / params.soft_cap : params.scale * kLog2E,
+            .cap_log2 = params.soft_cap * kLog2E};
+}
+
+template <typename Config> cudaError_t load_forward() {
+    return cudaFuncSetAttribute(forward_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                ForwardMemory<Config>::kBytes);
+}
+
+template <typename Config>
+cudaError_t encode_maps(const ForwardParams& params, int pack, ForwardTensorMaps* maps) {
+    const auto type =
+        params.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    const HeadsTensor q{params.q, type, params.batch, params.q_len, params.heads, params.dim};
+    const HeadsTensor k{params.k, type, params.batch, params.kv_len, params.kv_heads, params.dim};
+    const HeadsTensor v{params.v, type, params.batch, params.kv_len, params.kv_heads, params.v_dim};
+    const HeadsTensor out{params.out, type, params.batch, params.q_len, params.heads, params.v_dim};
+    const struct {
+        const HeadsTensor& tensor;
+        int heads, positions;
+        CUtensorMap* map;
+    } boxes[] = {{q, pack, Config::kRows / pack, &maps->q},
+                 {k, 1, Config::kKeys, &maps->k},
+                 {v, 1, Config::kKeys, &maps->v},
+                 {k, 1, kPartKeys, &maps->k_part},
+                 {v, 1, kPartKeys, &maps->v_part}};
+    for (const auto& [tensor, heads, positions, map] : boxes)
+        if (const cudaError_t error = encode_panel_map(tensor, heads, positions, map); error != cudaSuccess)
+            return error;
+    if (Config::kStagesOut and not params.out_f32)
+        return encode_panel_map(out, pack, 64 / pack, &maps->out);
+    return cudaSuccess;
+}
+
+template <typename Config> cudaError_t launch_forward(const ForwardParams& params, cudaStream_t stream) {
+    const ForwardArguments args = make_arguments(params, Config::kRows);
+    ForwardTensorMaps maps{};
+    cudaError_t error = encode_maps<Config>(params, args.schedule.pack, &maps);
+    const int grid = std::min(params.num_sms, args.schedule.num_items);
+    if (error == cudaSuccess and grid < args.schedule.num_items)
+        error = cudaMemsetAsync(params.counter, 0, sizeof(int), stream);
+    if (error != cudaSuccess)
+        return error;
+    forward_kernel<Config><<<grid, Config::kThreads, ForwardMemory<Config>::kBytes, stream>>>(maps, args);
+    return cudaGetLastError();
+}
+
+}  // namespace jaxmagi::sm90

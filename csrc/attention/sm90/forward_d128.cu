@@ -1,7 +1,0 @@
-#include "csrc/attention/sm90/forward_instance.cuh"
-
-namespace jaxmagi::sm90 {
-
-const ForwardKernel kForwardD128 = ForwardInstance<128, 128, 3, 80, 64>::kKernel;
-
-}  // namespace jaxmagi::sm90
