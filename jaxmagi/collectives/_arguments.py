@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from .._checks import integer
 from .._varying import varying_axes
-from ..masks._validation import integer
 from ..planning import GroupCastSpec, RelayedSpec
 from ._route import IMPLEMENTATIONS, MOST_SMS, NUM_SMS, Route
 from ._transfer import OneStep, Transfer, TwoSteps

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from .._checks import integer
 from ._geometry import UNBOUNDED
 from ._mask import AttnMask
-from ._validation import integer, integer_array, lengths as checked_lengths
+from ._validation import integer_array, lengths as checked_lengths
 
 _MAX_PAIRS = 2**22
 

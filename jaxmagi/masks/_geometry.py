@@ -9,7 +9,9 @@ back as int32.
 
 import numpy as np
 
-UNBOUNDED = 2**30
+from .._checks import MAX_LENGTH
+
+UNBOUNDED = MAX_LENGTH
 """The largest length, and the limit ``hi`` (or ``-lo``) that restricts nothing."""
 
 type Index = int | np.integer | np.ndarray

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 import numpy as np
 
+from .._checks import integer
 from . import _geometry, _validation
 from ._geometry import UNBOUNDED
 
@@ -126,7 +127,7 @@ class AttnMask:
                 or have another shape, for lengths out of bounds, and for shared cells; with the indices and
                 the values.
         """
-        q_len, kv_len = _validation.integer(q_len, "q_len"), _validation.integer(kv_len, "kv_len")
+        q_len, kv_len = integer(q_len, "q_len"), integer(kv_len, "kv_len")
         array = _validation.integer_array(bands, "bands", columns=6)
         _validation.check_ranges(array[:, 0:2], "query", q_len)
         _validation.check_ranges(array[:, 2:4], "key", kv_len)
@@ -149,7 +150,7 @@ class AttnMask:
         q_ends, k_ends = (
             np.cumsum(sizes) for sizes in zip(*((m.q_len, m.kv_len) for m in masks), strict=True)
         )
-        q_len, kv_len = _validation.integer(q_ends[-1], "q_len"), _validation.integer(k_ends[-1], "kv_len")
+        q_len, kv_len = integer(q_ends[-1], "q_len"), integer(k_ends[-1], "kv_len")
         parts = [
             _geometry.shift(array, q_end - mask.q_len, k_end - mask.kv_len)
             for array, mask, q_end, k_end in zip(arrays, masks, q_ends, k_ends, strict=True)
@@ -199,7 +200,7 @@ class AttnMask:
         """
         bands = self._host_bands()
         used = 1 + np.flatnonzero(bands.any(axis=-1).reshape(-1, bands.shape[-2]).any(axis=0)).max(initial=-1)
-        capacity = _validation.integer(capacity, "capacity")
+        capacity = integer(capacity, "capacity")
         if capacity < used:
             raise ValueError(f"capacity {capacity} is too small: the mask's bands take {used} rows.")
         return dataclasses.replace(self, bands=_pad(bands[..., :used, :], capacity))

@@ -1,22 +1,16 @@
 """Turns what users pass into int64 arrays and ints, or raises a ValueError with the offending values."""
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
+from .._checks import integer, is_traced
 from ._geometry import UNBOUNDED
 from ._overlap import find_overlap
 
 _LARGEST = np.iinfo(np.int64).max
-
-
-def is_traced(tree: Any) -> bool:
-    """Whether a leaf of the pytree is traced, so that it has no values on the host."""
-    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
 
 
 def host_array(value: Any, name: str) -> np.ndarray:
@@ -41,22 +35,6 @@ def integer_array(value: Any, name: str, *, columns: int | None = None) -> np.nd
         expected = "[n]" if columns is None else f"[n, {columns}]"
         raise ValueError(f"{name} must have shape {expected}, but its shape is {array.shape}.")
     return array.astype(np.int64)
-
-
-def integer(value: Any, name: str, *, minimum: int = 0, maximum: int = UNBOUNDED) -> int:
-    """``value`` as an int between ``minimum`` and ``maximum``."""
-    if is_traced(value):
-        raise ValueError(f"{name} is traced: masks and plans are built on the host, from Python integers.")
-    refusal = f"{name} must be an integer, but it is {value!r}."
-    if isinstance(value, bool):
-        raise ValueError(refusal)
-    try:
-        number = operator.index(value)
-    except TypeError as error:
-        raise ValueError(refusal) from error
-    if not minimum <= number <= maximum:
-        raise ValueError(f"{name} must be between {minimum} and {maximum}, but it is {number}.")
-    return number
 
 
 def _check_int64(value: Any, array: np.ndarray, name: str) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..masks._validation import integer
+from .._checks import integer
 
 _MINIMUM = 8
 _SIZES = ("bands", "copies", "pair_rows", "output_rows")

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..masks._validation import integer, is_traced
+from .._checks import integer, is_traced
 from ..masks.geometry import UNBOUNDED
 from ._balance import WeightedBands, balanced_owners
 from ._compiled import planner

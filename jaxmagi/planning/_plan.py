@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from ..masks._validation import is_traced
+from .._checks import is_traced
 from ._capacity import SAME_STAGES, PlanCapacity, StageCounts, frozen, resize_axis, used_length
 from ._cost import CostModel
 from ._draw import draw_plan

@@ -6,8 +6,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
+from .._checks import integer, is_traced
 from ..masks import AttnMask
-from ..masks._validation import integer, is_traced
 from ._balance import WeightedBands
 from ._capacity import PlanCapacity, StageCounts, counts_of_passes, frozen
 from ._compiled import planner

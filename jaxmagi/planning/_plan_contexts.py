@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from .._checks import integer
 from ..masks import AttnMask
-from ..masks._validation import integer
 from ._balance import WeightedBands
 from ._capacity import StageCounts
 from ._cost import CostModel

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import jax
 
-from ..masks._validation import integer
+from .._checks import integer
 from ._plan import ContextPlan
 
 THREAD_NAME = "jaxmagi.prefetch_plans"

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..masks._validation import integer, is_traced
+from .._checks import integer, is_traced
 from ..masks.geometry import UNBOUNDED
 from ._capacity import PlanCapacity, bucket, resize_axis, used_length
 from ._compiled import planner
