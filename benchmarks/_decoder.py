@@ -24,12 +24,12 @@ OPTIMIZER = optax.adamw(1e-4)
 DATA, TENSOR = "data", "tensor"  # mesh axes
 
 type Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""Makes the output [B, T, N, D] from query [B, T, N, D], key [B, T, K, D] and value [B, T, K, D]."""
+"""Returns the output [B, T, N, D] from query [B, T, N, D], key [B, T, K, D] and value [B, T, K, D]."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Holds the sizes of a decoder; query heads together are as wide as the residual stream."""
+    """The sizes of a decoder; query heads together are as wide as the residual stream."""
 
     layers: int
     width: int
@@ -49,7 +49,7 @@ class Sizes:
 
 
 class Layer[Leaf](NamedTuple):
-    """Holds the parameters of a layer, or something for each of them."""
+    """The parameters of a layer, or something for each of them."""
 
     attention_norm: Leaf  # [W]
     qkv: Leaf  # [W, K, N / K + 2, D], for each key head its query heads, the key and the value
@@ -60,7 +60,7 @@ class Layer[Leaf](NamedTuple):
 
 
 class Decoder[Leaf](NamedTuple):
-    """Holds the parameters of a decoder, or something for each of them."""
+    """The parameters of a decoder, or something for each of them."""
 
     embedding: Leaf  # [V, W]
     layers: tuple[Layer[Leaf], ...]
@@ -68,47 +68,30 @@ class Decoder[Leaf](NamedTuple):
     head: Leaf  # [W, V]
 
 
-def shapes(sizes: Sizes) -> Decoder[jax.ShapeDtypeStruct]:
-    """Returns the shape of each parameter."""
-    width = sizes.width
+def parameters(sizes: Sizes, mesh: Mesh) -> Decoder[jax.ShapeDtypeStruct]:
+    """Returns the shapes of all parameters and Megatron's layout of them.
 
-    def array(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
+    Heads, the inside of MLPs and the vocabulary are split; norms are whole everywhere.
+    """
+    width, columns, rows, whole = sizes.width, P(None, TENSOR), P(TENSOR), P()
+
+    def array(spec: P, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
 
     layer = Layer(
-        attention_norm=array(width),
-        qkv=array(width, sizes.key_heads, sizes.heads // sizes.key_heads + 2, sizes.dim),
-        out=array(sizes.heads, sizes.dim, width),
-        mlp_norm=array(width),
-        gate_up=array(width, 2, sizes.hidden),
-        down=array(sizes.hidden, width),
+        attention_norm=array(whole, width),
+        qkv=array(columns, width, sizes.key_heads, sizes.heads // sizes.key_heads + 2, sizes.dim),
+        out=array(rows, sizes.heads, sizes.dim, width),
+        mlp_norm=array(whole, width),
+        gate_up=array(P(None, None, TENSOR), width, 2, sizes.hidden),
+        down=array(rows, sizes.hidden, width),
     )
-    layers = (layer,) * sizes.layers
-    return Decoder(array(sizes.vocabulary, width), layers, array(width), array(width, sizes.vocabulary))
-
-
-def megatron(sizes: Sizes) -> Decoder[P]:
-    """Splits heads, the inside of MLPs and the vocabulary; norms are whole everywhere."""
-    columns, rows, whole = P(None, TENSOR), P(TENSOR), P()
-    layer = Layer(
-        attention_norm=whole,
-        qkv=columns,
-        out=rows,
-        mlp_norm=whole,
-        gate_up=P(None, None, TENSOR),
-        down=rows,
-    )
-    return Decoder(rows, (layer,) * sizes.layers, whole, columns)
-
-
-def initialize(key: jax.Array, sizes: Sizes) -> Decoder[jax.Array]:
-    """Draws parameters: normal matrices, and ones for the norms."""
-    leaves, structure = jax.tree.flatten(shapes(sizes))
-    keys = jax.random.split(key, len(leaves))
-    return structure.unflatten([_draw(*pair) for pair in zip(keys, leaves, strict=True)])
+    embedding, head = array(rows, sizes.vocabulary, width), array(columns, width, sizes.vocabulary)
+    return Decoder(embedding, (layer,) * sizes.layers, array(whole, width), head)
 
 
 def _draw(key: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Draws a normal matrix, or ones for a norm."""
     if like.ndim == 1:
         return jnp.ones(like.shape, like.dtype)
     return INITIAL_SCALE * jax.random.normal(key, like.shape, like.dtype)
@@ -162,7 +145,7 @@ def _rotate(x: jax.Array) -> jax.Array:
 
 
 class State(NamedTuple):
-    """Holds what training carries from step to step."""
+    """What training carries from step to step."""
 
     parameters: Decoder[jax.Array]
     optimizer: Any
@@ -176,23 +159,25 @@ class Batch(NamedTuple):
     mask: AttnMask
 
 
-def _draw_state(sizes: Sizes) -> State:
-    parameters = initialize(jax.random.key(0), sizes)
-    return State(parameters, OPTIMIZER.init(parameters))
-
-
 def initial_state(sizes: Sizes, mesh: Mesh) -> State:
     """Draws parameters from a fixed seed; they and the state of the optimizer lie in Megatron's layout."""
-    specs = megatron(sizes)
+    like = parameters(sizes, mesh)
+
+    def draw() -> State:
+        leaves, structure = jax.tree.flatten(like)
+        keys = jax.random.split(jax.random.key(0), len(leaves))
+        drawn = structure.unflatten([_draw(*pair) for pair in zip(keys, leaves, strict=True)])
+        return State(drawn, OPTIMIZER.init(drawn))
+
     optimizer = optax.tree.map_params(
         OPTIMIZER,
-        lambda _, spec: spec,
-        jax.eval_shape(lambda: _draw_state(sizes)).optimizer,
-        specs,
-        transform_non_params=lambda _: P(),
+        lambda _, parameter: parameter.sharding,
+        jax.eval_shape(draw).optimizer,
+        like,
+        transform_non_params=lambda _: NamedSharding(mesh, P()),
     )
-    layout = jax.tree.map(functools.partial(NamedSharding, mesh), (specs, optimizer))
-    return jax.jit(_draw_state, static_argnums=0, out_shardings=State(*layout))(sizes)
+    layout = State(jax.tree.map(lambda x: x.sharding, like), optimizer)
+    return jax.jit(draw, out_shardings=layout)()
 
 
 def draw_batch(sizes: Sizes, mesh: Mesh, examples: int, mask: AttnMask) -> Batch:

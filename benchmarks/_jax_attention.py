@@ -29,13 +29,15 @@ DETERMINISTIC = "ours, deterministic"
 
 
 def ours_on(name: str) -> str:
-    """Ours on another workload, in turns with one that is held against it, for a card's clock wanders."""
+    """Names ours on another workload, which is measured in turns, for a card's clock wanders."""
     return f"ours, {name}"
 
 
 type Arrays = tuple[jax.Array, ...]
 type Layer = Callable[[AttnMask, Arrays, Arrays], Any]
-"""What is measured of a layer, from its mask, the operands of its own and those that layers share."""
+"""Runs a layer, given its mask, its own operands and those that layers share."""
+type MakeWork = Callable[[Workload, int], DeviceWork]
+"""Makes the work of so many layers of a workload."""
 
 
 @functools.partial(jax.jit, static_argnames=("length", "heads", "dim"))
@@ -45,7 +47,7 @@ def _normal(key: jax.Array, length: int, heads: int, dim: int) -> jax.Array:
 
 @functools.lru_cache(maxsize=2)
 def inputs(workload: Workload, layers: int) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-    """Unit-normal queries, one for each layer, key and value, [1, length, heads, dim] in bfloat16."""
+    """Draws unit-normal queries, one for each layer, key and value, [1, length, heads, dim] in bfloat16."""
     keys = jax.random.split(jax.random.key(0), layers + 2)
     length = workload.pattern.length
     queries = [_normal(key, length, HEADS, workload.dim) for key in keys[2:]]
@@ -57,15 +59,16 @@ def inputs(workload: Workload, layers: int) -> tuple[list[jax.Array], jax.Array,
 
 
 def _in_stream_order(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled to launches one after another: in a captured graph, independent layers might run together."""
+    """Compiles to launches one after another: in a captured graph, independent layers might run together."""
     return jax.jit(function, compiler_options={"xla_gpu_enable_command_buffer": ""})
 
 
 @functools.lru_cache(maxsize=2)
 def operands(workload: Workload, num_layers: int, direction: Direction) -> tuple[list[Arrays], Arrays]:
-    """Those of each layer, then those that layers share.
+    """Returns the operands of each layer, then those that layers share.
 
-    Forward: query; key and value. Backward: query, output and its log-sum-exp; key, value and cotangent.
+    Forward, these are query; key and value. Backward, they are query, output and its log-sum-exp; key, value
+    and cotangent.
     """
     queries, key, value = inputs(workload, num_layers)
     if direction == "forward":
@@ -83,7 +86,7 @@ def _forward(mask: AttnMask, own: Arrays, shared: Arrays) -> jax.Array:
 
 
 def _backward(mask: AttnMask, own: Arrays, shared: Arrays, *, deterministic: bool = False) -> Arrays:
-    """What differentiating `attention` runs behind the forward pass."""
+    """Runs what differentiating `attention` runs behind the forward pass."""
     (query, out, lse), (key, value, cotangent) = own, shared
     delta = row_delta(Partial(out, lse), Partial(cotangent, jnp.zeros_like(lse)))
     return attention_backward(
@@ -108,7 +111,7 @@ def _work(layers: Callable[..., list[Any]], num_layers: int, *operands: Any) -> 
 
 
 def _by_layer(layer: Layer, direction: Direction, workload: Workload, num_layers: int) -> DeviceWork:
-    """All layers share a mask, and so its plan, as those of a model do."""
+    """Makes the work of layers that share a mask, and so its tile schedule, as those of a model do."""
     mask = workload.pattern.mask()
 
     def layers(own: list[Arrays], shared: Arrays) -> list[Any]:
@@ -118,7 +121,7 @@ def _by_layer(layer: Layer, direction: Direction, workload: Workload, num_layers
 
 
 def _planned_each_time(layer: Layer, direction: Direction, workload: Workload, num_layers: int) -> DeviceWork:
-    """Each layer has a mask of its own (they are equal, which the compiler does not know)."""
+    """Makes the work of layers with separate masks (they are equal, which the compiler does not know)."""
     mask = workload.pattern.mask()
     copies = [AttnMask(jnp.array(mask.bands), mask.q_len, mask.kv_len) for _ in range(num_layers)]
 
@@ -129,24 +132,23 @@ def _planned_each_time(layer: Layer, direction: Direction, workload: Workload, n
 
 
 def _cudnn(is_causal: bool, mask: AttnMask, own: Arrays, shared: Arrays) -> jax.Array:
-    """`jax.nn.dot_product_attention`."""
+    """Calls `jax.nn.dot_product_attention`."""
     del mask
     return jax.nn.dot_product_attention(*own, *shared, is_causal=is_causal, implementation="cudnn")
 
 
 def _tokamax(is_causal: bool, mask: AttnMask, own: Arrays, shared: Arrays) -> jax.Array:
-    """Its Mosaic kernel."""
+    """Calls tokamax's Mosaic kernel."""
     from tokamax import dot_product_attention  # pyright: ignore[reportMissingImports]
 
     del mask
     return dot_product_attention(*own, *shared, is_causal=is_causal, implementation="mosaic")
 
 
-def candidates(workload: Workload, direction: Direction) -> dict[str, Callable[[Workload, int], DeviceWork]]:
-    """Which of them can express the workload, by name. Of the backward pass, only ours are measured."""
+def candidates(workload: Workload, direction: Direction) -> dict[str, MakeWork]:
+    """Returns what can express the workload, by name. Of the backward pass, only ours are measured."""
     layer = _forward if direction == "forward" else _backward
-    found: dict[str, Callable[[Workload, int], DeviceWork]]
-    found = {"ours": functools.partial(_by_layer, layer, direction)}
+    found: dict[str, MakeWork] = {"ours": functools.partial(_by_layer, layer, direction)}
     if workload.is_short:
         found["ours, own plans"] = functools.partial(_planned_each_time, layer, direction)
     if other := held_against(workload, direction):
@@ -162,10 +164,10 @@ def candidates(workload: Workload, direction: Direction) -> dict[str, Callable[[
 
 
 def plan(num_bands: int, num_tiles: int, passes: int, direction: Direction) -> dict[str, DeviceWork]:
-    """The plan op of a mask of ``num_bands`` shuffled causal documents at head dimension 128.
+    """Makes tile schedules of a mask of ``num_bands`` shuffled causal documents at head dimension 128.
 
-    In a captured graph, as in a compiled step. An addition makes each wait for the last: "plan" is both,
-    "additions" what is to be subtracted.
+    They run in a captured graph, as in a compiled step. An addition makes each wait for the last: "plan" is
+    both, and "additions" what is to be subtracted.
     """
     extension = _native.extension("cuda")
     if extension is None:

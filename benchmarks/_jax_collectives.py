@@ -1,7 +1,7 @@
 """Ways to make a transfer in JAX: ours, and the collectives that `jax.lax` has.
 
-Our kernels take keys and values as two arrays, as attention does. All others get them side by side in one, so
-that they make one collective of it.
+Our kernels take keys and values as two arrays, as attention does. The peers get them in one array, so that
+they make one collective of it.
 """
 
 import functools
@@ -21,7 +21,7 @@ SMS = (4, 8, 12, 16, 24, 32)
 PADDED = "padded all_to_all + take"
 
 type Direction = Literal["cast", "reduce bf16", "reduce f32"]
-"""Reductions by the dtype in which rows travel."""
+"""Names reductions by the dtype in which rows travel."""
 
 DTYPES: dict[Direction, Any] = {"cast": jnp.bfloat16, "reduce bf16": jnp.bfloat16, "reduce f32": jnp.float32}
 type Arrays = tuple[jax.Array, ...]
@@ -47,13 +47,13 @@ class Implementation(NamedTuple):
     tables: Any
 
     def operands(self, direction: Direction, mesh: Mesh) -> Arrays:
-        """Unit-normal rows of keys and values, or of their gradients."""
+        """Draws unit-normal rows of keys and values, or of their gradients."""
         shape, dtype = (2 * KV_HEADS // self.arrays, DIM), DTYPES[direction]
         return tuple(draw_normal(seed, self.rows, shape, dtype, mesh) for seed in range(self.arrays))
 
 
 def implementations(transfer: Transfer, direction: Direction) -> dict[str, Implementation]:
-    """Those that can express the transfer, by name."""
+    """Returns the implementations that can express the transfer, by name."""
     found = {native(num): _ours(transfer, direction, "native", num_sms=num) for num in SMS}
     found["NCCL send and receive"] = _ours(transfer, direction, "nccl")
     found["ours in plain lax"] = _ours(transfer, direction, "xla")._replace(arrays=1)
@@ -101,58 +101,51 @@ def _peer(function: Callable[..., Any], rows: int, tables: Any = ()) -> Implemen
     return Implementation(lambda xs, tables: function(*xs, *tables), rows, 1, tables)
 
 
-def _all_to_all(x: jax.Array) -> jax.Array:
-    return jax.lax.all_to_all(x, AXIS, split_axis=0, concat_axis=0, tiled=True)
+_all_to_all = functools.partial(jax.lax.all_to_all, axis_name=AXIS, split_axis=0, concat_axis=0, tiled=True)
+_all_gather = functools.partial(jax.lax.all_gather, axis_name=AXIS, tiled=True)
+_psum_scatter = functools.partial(jax.lax.psum_scatter, axis_name=AXIS, tiled=True)
 
 
-def _all_gather(x: jax.Array) -> jax.Array:
-    return jax.lax.all_gather(x, AXIS, tiled=True)
-
-
-def _psum_scatter(x: jax.Array) -> jax.Array:
-    return jax.lax.psum_scatter(x, AXIS, tiled=True)
-
-
-def _shift(x: jax.Array, by: int) -> jax.Array:
-    """To the rank whose number is so much larger."""
+def shift[Tree](tree: Tree, by: int) -> Tree:
+    """Sends arrays to the rank whose number is larger by ``by``."""
     size = jax.lax.axis_size(AXIS)
-    return jax.lax.ppermute(x, AXIS, [(rank, (rank + by) % size) for rank in range(size)])
+    pairs = [(rank, (rank + by) % size) for rank in range(size)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, AXIS, pairs), tree)
 
 
 def _permuted_parts(x: jax.Array) -> list[jax.Array]:
-    """The part for the next rank, for the one after it, and so on."""
+    """Returns the parts that come from the rank before, from the one before it, and so on."""
     size, rank = jax.lax.axis_size(AXIS), jax.lax.axis_index(AXIS)
     part = x.shape[0] // size
 
     def part_for(peer: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(x, peer % size * part, part)
 
-    return [_shift(part_for(rank + by), by) for by in range(1, size)]
+    return [shift(part_for(rank + by), by) for by in range(1, size)]
 
 
 def _permuted_whole(x: jax.Array) -> list[jax.Array]:
-    """The rows of the rank before, of the one before it, and so on."""
-    received = [_shift(x, 1)]
+    """Returns the rows of the rank before, of the one before it, and so on."""
+    received = [shift(x, 1)]
     for _ in range(jax.lax.axis_size(AXIS) - 2):
-        received.append(_shift(received[-1], 1))
+        received.append(shift(received[-1], 1))
     return received
 
 
 def _reduced_around(x: jax.Array) -> jax.Array:
-    """Sums of a block of each rank's, which pass by all of them."""
+    """Returns the sum of a block of each rank; partial sums pass by all of them."""
     blocks = jnp.split(x, jax.lax.axis_size(AXIS) - 1)
     total = blocks[0]
     for block in blocks[1:]:
-        total = _shift(total, 1) + block
-    return _shift(total, 1)
+        total = shift(total, 1) + block
+    return shift(total, 1)
 
 
 def _padded_indices(spec: GroupCastSpec) -> Arrays:
-    """What `_take_and_exchange` takes, made beforehand; where there is nothing to take, anything.
+    """Returns the indices that `_take_and_exchange` takes rows by, 0 where there is nothing to take.
 
-    Returns:
-        The input row of each slot of the buffers for all peers, int32 [cp, cp * n], and the slot of each
-        output row in the buffers of all peers, int32 [cp, output_rows].
+    The first are the input row of each slot of the buffers for all peers, int32 [cp, cp * n], the second the
+    slot of each output row in the buffers of all peers, int32 [cp, output_rows].
     """
     cp_size, pair_rows = len(spec.sends), spec.used.pair_rows
     row_of_slot = np.zeros((cp_size, cp_size * pair_rows), np.int32)
@@ -168,17 +161,16 @@ def _padded_indices(spec: GroupCastSpec) -> Arrays:
 
 
 def _take_and_exchange(x: jax.Array, row_of_slot: jax.Array, slot_of_row: jax.Array) -> jax.Array:
-    """All buffers as large as the largest, in one all-to-all."""
+    """Exchanges buffers as large as the largest, in one all-to-all."""
     sent = x.at[row_of_slot[0]].get(mode="promise_in_bounds")
     return _all_to_all(sent).at[slot_of_row[0]].get(mode="promise_in_bounds")
 
 
 def _slices(spec: GroupCastSpec) -> Arrays:
-    """What each rank sends to each other as slices, and receives.
+    """Returns the slices that ranks send and receive, int32 [cp, cp, n] each, for rank and peer.
 
-    Returns:
-        First row, length and first row at the receiver of what is sent, then the length of what is received:
-        int32 [cp, cp, n] each, for rank and peer.
+    They are first row, length and first row at the receiver of what is sent, then the length of what is
+    received.
     """
     sends = np.asarray(spec.sends)
     cp_size = len(sends)
@@ -194,10 +186,10 @@ def _slices(spec: GroupCastSpec) -> Arrays:
 
 
 def _ragged_all_to_all(output_rows: int) -> Callable[..., jax.Array]:
-    """It writes into an array that it is given: zeros, as rows that nobody sends are in ours.
+    """Returns a cast by `jax.lax.ragged_all_to_all`, which writes into an array that it is given.
 
-    They are made for each call. An array that calls share would be copied, also one of `jax.lax.empty`, which
-    is the same for all of them.
+    These are zeros, as rows that nobody sends are in ours, and made for each call: an array that calls share
+    would be copied, also one of `jax.lax.empty`.
     """
 
     def run(x: jax.Array, *slices: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Timing of calls, and bookkeeping, shared by the benchmarks."""
+"""Times calls, tells what machine and software they ran on, and saves results."""
 
 import ctypes
 import datetime
@@ -37,7 +37,7 @@ def time_interleaved(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[
 
 
 def environment() -> dict[str, Any]:
-    """What a committed result has to say about the machine and the software."""
+    """Returns what a committed result says about the machine and the software."""
     return {
         "date": datetime.date.today().isoformat(),
         "command": " ".join([f"python -m {__package__}.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
@@ -51,7 +51,7 @@ def environment() -> dict[str, Any]:
 
 
 def package_version(name: str) -> str | None:
-    """None for a package that is not installed."""
+    """Returns the version of a package, None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -67,7 +67,7 @@ def _driver() -> str | None:
 
 
 def _nccl() -> str | None:
-    """The version of the library that this process has loaded, which need not be the package's."""
+    """Returns the version of the library that this process has loaded, which need not be the package's."""
     try:
         library = ctypes.CDLL("libnccl.so.2", os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:
@@ -78,12 +78,12 @@ def _nccl() -> str | None:
 
 
 def built_hash() -> str | None:
-    """The hash of the sources that the CUDA module was built from; None without the module."""
+    """Returns the hash of the sources that the CUDA module was built from; None without the module."""
     return _native.kernel_sources()
 
 
 def gpu_environment() -> dict[str, Any]:
-    """The GPUs and the software of this process; None for what cannot be told."""
+    """Returns the GPUs and the software of this process; None for what cannot be told."""
     packages = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin")
     return {
         "date": datetime.date.today().isoformat(),
@@ -103,14 +103,7 @@ def _processor() -> str:
 
 
 def save(name: str, rows: list[Any], folder: Path = RESULTS, **more: Any) -> Path:
-    """Writes the rows (dataclasses or dicts) with the environment to ``benchmarks/results/NAME.json``.
-
-    Args:
-        name: of the file.
-        rows: see above.
-        folder: another folder to write to.
-        more: what else belongs to the environment.
-    """
+    """Writes rows (dataclasses or dicts), the environment and what else belongs to it to FOLDER/NAME.json."""
     path = folder / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     plain = [row if isinstance(row, dict) else asdict(row) for row in rows]

@@ -1,4 +1,4 @@
-"""The picture of a benchmark of attention."""
+"""Plots the results of a benchmark of attention."""
 
 import importlib.util
 import json
@@ -6,13 +6,7 @@ from pathlib import Path
 
 
 def plot(folder: Path, name: str, what: str) -> None:
-    """Writes FOLDER/NAME.png, bars of TFLOP/s by workload, if matplotlib is there.
-
-    Args:
-        folder: where NAME.json is, as `benchmarks._measure.save` wrote it.
-        name: see above.
-        what: of the TFLOP/s, for the label.
-    """
+    """Writes FOLDER/NAME.png, bars of TFLOP/s of FOLDER/NAME.json by workload, if matplotlib is there."""
     if not importlib.util.find_spec("matplotlib"):
         return
     import matplotlib.pyplot as plt

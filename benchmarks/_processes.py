@@ -13,22 +13,19 @@ MOST_SECONDS = 3600  # until all are killed
 def run_in_processes(
     function: Callable[..., None], *arguments: object, processes: int, pool: float | None = None
 ) -> None:
-    """Calls ``function(*arguments)`` in each of them, and prints what the first one has printed.
+    """Calls ``function(*arguments)`` in processes, and prints what the first one has printed.
 
-    Args:
-        function: at the top level of a benchmark.
-        arguments: what can be pickled.
-        processes: how many; where there are fewer GPUs, they share these.
-        pool: the part of a GPU's memory that each takes in advance; by default they take it as they go.
+    The function is at the top level of a benchmark. Where there are fewer GPUs than processes, they share
+    these. ``pool`` is the part of a GPU's memory that each takes in advance; by default they take it as they
+    go.
     """
     operands = importable(function), sys.argv, arguments
     with tempfile.TemporaryDirectory() as folder:
         options = {"processes": processes, "pool": pool, "timeout": MOST_SECONDS}
-        logs = launch(_run, *operands, directory=Path(folder), **options)
-    print(logs[0])
+        print(launch(_run, *operands, directory=Path(folder), **options)[0])
 
 
 def _run(function: Callable[..., None], command: list[str], arguments: tuple[object, ...]) -> None:
-    """In one process, with the command that results name."""
+    """Calls the function in one process, with the command that results name."""
     sys.argv = command
     function(*arguments)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks._jax_attention import MakeWork
 from benchmarks._measure import package_version
 from benchmarks._workloads import (
     HEADS,
@@ -31,13 +32,12 @@ from jaxmagi.calibration._timing import DeviceWork
 
 type Attend = Callable[[Any, Any, Any], Any]
 """Takes query, key and value [length, heads, dim]; the output has the layout that suits the library."""
-
 type MakeAttend = Callable[[Workload], Attend]
 
 
 @functools.lru_cache(maxsize=1)
 def inputs(workload: Workload, layers: int) -> list[Any]:
-    """Unit-normal queries, one for each layer, then key and value, [length, heads, dim] in bfloat16."""
+    """Draws unit-normal queries, one for each layer, then key and value, [length, heads, dim] in bfloat16."""
     import torch
 
     def normal(heads: int, dim: int) -> Any:
@@ -49,7 +49,7 @@ def inputs(workload: Workload, layers: int) -> list[Any]:
 
 
 def _forward(make: MakeAttend, workload: Workload, layers: int) -> DeviceWork:
-    """The forward pass of all layers."""
+    """Makes the work of the forward pass of all layers."""
     attend = make(workload)
     *queries, key, value = inputs(workload, layers)
 
@@ -61,7 +61,7 @@ def _forward(make: MakeAttend, workload: Workload, layers: int) -> DeviceWork:
 
 
 def _backward(make: MakeAttend, workload: Workload, layers: int) -> DeviceWork:
-    """The gradients of all layers, of outputs that are made beforehand."""
+    """Makes the work of the gradients of all layers, of outputs that are made before."""
     import torch
 
     attend = make(workload)
@@ -81,9 +81,10 @@ def _backward(make: MakeAttend, workload: Workload, layers: int) -> DeviceWork:
 
 
 def _work(prepare: Callable[[], Callable[[], None]], layers: int, *, captured: bool) -> DeviceWork:
-    """What `prepare` returns runs all layers; short ones as a CUDA graph, for Python takes longer than they.
+    """Makes work of what ``prepare`` returns, as a CUDA graph where Python takes longer than the layers.
 
-    Autograd runs in the stream of the forward pass, so what goes into a graph is prepared in the graph's.
+    Autograd runs in the stream of the forward pass, so what goes into a graph is prepared in the stream of
+    the graph.
     """
     import torch
 
@@ -101,22 +102,21 @@ def _work(prepare: Callable[[], Callable[[], None]], layers: int, *, captured: b
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         run()
-    return DeviceWork(functools.partial(_replay, graph, run), wait, layers)
 
+    def replay(held: Callable[[], None] = run) -> None:
+        """Replays the graph; ``held`` has the tensors that it reads."""
+        graph.replay()
 
-def _replay(graph: Any, run: Callable[[], None]) -> None:
-    """Replays the graph of ``run``, which holds the tensors that the graph reads."""
-    del run
-    graph.replay()
+    return DeviceWork(replay, wait, layers)
 
 
 def _heads_first(x: Any) -> Any:
-    """[length, heads, dim] → [1, heads, length, dim], the layout that PyTorch expects, without a copy."""
+    """Makes [1, heads, length, dim], the layout that PyTorch expects, of [length, heads, dim], no copy."""
     return x.transpose(0, 1)[None]
 
 
 def cudnn(workload: Workload) -> Attend:
-    """`scaled_dot_product_attention` on its cuDNN backend."""
+    """Returns `scaled_dot_product_attention` on its cuDNN backend."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -138,7 +138,7 @@ def _segments(lengths: list[int]) -> Any:
 
 
 def _mask_mod(pattern: Pattern) -> Callable[..., Any]:
-    """The pattern as FlexAttention takes it: whether query i sees key j."""
+    """Returns the pattern as FlexAttention takes it: whether query i sees key j."""
     match pattern:
         case Full():
             return lambda b, h, i, j: j >= 0
@@ -159,7 +159,7 @@ def _mask_mod(pattern: Pattern) -> Callable[..., Any]:
 
 
 def flex(workload: Workload) -> Attend:
-    """FlexAttention, compiled; the block mask is made beforehand (uncompiled, which is quicker once)."""
+    """Returns compiled FlexAttention; the block mask is made before (uncompiled, which is quicker once)."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -176,7 +176,7 @@ def flex(workload: Workload) -> Attend:
 
 
 def flash_attention_4(workload: Workload) -> Attend:
-    """FlashAttention-4 for Hopper: dense, windows, and documents as sequences of variable length."""
+    """Returns FlashAttention-4 for Hopper; it takes documents as sequences of variable length."""
     import torch
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
@@ -184,29 +184,22 @@ def flash_attention_4(workload: Workload) -> Attend:
     if isinstance(pattern, Documents):
         ends = np.cumsum([0, *pattern.lengths])
         offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
-        longest = max(pattern.lengths)
-        varlen = functools.partial(
-            flash_attn_varlen_func,
-            cu_seqlens_q=offsets,
-            cu_seqlens_k=offsets,
-            max_seqlen_q=longest,
-            max_seqlen_k=longest,
-            causal=pattern.causal,
-        )
-        return lambda *operands: _output(varlen(*operands))
-    options: dict[str, Any] = {"causal": not isinstance(pattern, Full)}
+        options: dict[str, Any] = {f"cu_seqlens_{x}": offsets for x in "qk"}
+        options |= {f"max_seqlen_{x}": max(pattern.lengths) for x in "qk"}
+        return lambda *operands: _output(flash_attn_varlen_func(*operands, causal=pattern.causal, **options))
+    options = {"causal": not isinstance(pattern, Full)}
     if isinstance(pattern, Window):
         options["window_size"] = (pattern.left, 0)
     return lambda *operands: _output(flash_attn_func(*(x[None] for x in operands), **options))
 
 
 def _output(result: Any) -> Any:
-    """Without the log-sum-exp, which some versions return beside it."""
+    """Drops the log-sum-exp, which some versions return too."""
     return result[0] if isinstance(result, tuple) else result
 
 
-def candidates(workload: Workload, direction: Direction) -> dict[str, Callable[[Workload, int], DeviceWork]]:
-    """Which of them can express the workload, by name. FlexAttention is for the masks that cuDNN lacks."""
+def candidates(workload: Workload, direction: Direction) -> dict[str, MakeWork]:
+    """Returns what can express the workload, by name. FlexAttention is for the masks that cuDNN lacks."""
     dense = isinstance(workload.pattern, Full | Causal)
     found = {"cuDNN": cudnn} if dense else {"FlexAttention": flex}
     if not isinstance(workload.pattern, SharedPrefix | Video):
@@ -216,12 +209,12 @@ def candidates(workload: Workload, direction: Direction) -> dict[str, Callable[[
 
 
 def versions() -> dict[str, str | None]:
-    """None for what is not installed."""
+    """Returns the versions of PyTorch, FlashAttention-4 and cuDNN; None for what is not installed."""
     return {name: package_version(name) for name in ("torch", "flash-attn-4")} | {"cudnn": _cudnn_version()}
 
 
 def _cudnn_version() -> str | None:
-    """Of the cuDNN that PyTorch uses."""
+    """Returns the version of the cuDNN that PyTorch uses."""
     if not importlib.util.find_spec("torch"):
         return None
     import torch

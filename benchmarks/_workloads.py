@@ -1,4 +1,4 @@
-"""The named masks and shapes that are measured, and that the tests check for being right."""
+"""The named masks and shapes that are measured, and that tests of GPUs check too."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,7 +103,7 @@ HELD_AGAINST = {
     "video 4x21600": "full 32k D128",
     "shared prefix 4k+14x2k": "causal 32k D128",
 }
-"""Forward workloads whose rate is required to come near our own on another one."""
+"""Forward workloads on which our rate is required to come near our rate on another one."""
 
 
 @dataclass(frozen=True)
@@ -117,15 +117,15 @@ class Workload:
 
     @property
     def is_short(self) -> bool:
-        """Whether a pass takes so little time that the host has to be kept out of it."""
+        """Says that a pass takes so little time that the host has to be kept out of it."""
         return self.pattern.length <= 2048
 
     def query_bytes(self) -> int:
-        """Of the queries of a layer in bfloat16."""
+        """Returns the bytes of the queries of a layer in bfloat16."""
         return 2 * self.pattern.length * HEADS * self.dim
 
     def flops(self, direction: Direction) -> int:
-        """Products over the visible cells, two forward and five backward, a multiply-add as two."""
+        """Counts products over the visible cells, two forward and five backward, a multiply-add as two."""
         forward, backward = self.dim + self.v_dim, 3 * self.dim + 2 * self.v_dim
         per_cell = forward if direction == "forward" else backward
         return 2 * self.pattern.mask().area() * HEADS * per_cell
@@ -140,7 +140,7 @@ def _dense(
 
 
 def _short_documents() -> Documents:
-    """Documents of any lengths, 256 on average: tiles begin and end within them."""
+    """Draws documents of any lengths, 256 on average: tiles begin and end within them."""
     length, shortest, longest = 32_768, 16, 496
     drawn = np.random.default_rng(0).integers(shortest, longest + 1, length // shortest)
     ends = np.unique(np.cumsum(drawn).clip(max=length))
@@ -148,7 +148,7 @@ def _short_documents() -> Documents:
 
 
 def workloads(direction: Direction) -> list[Workload]:
-    """All rows of the benchmark of attention; last those that nothing is required of.
+    """Returns all rows of the benchmark of attention; last those that nothing is required of.
 
     The backward pass has short documents too, since sums in a fixed order wait for each other there.
     """
@@ -164,6 +164,7 @@ def workloads(direction: Direction) -> list[Workload]:
 
 
 def held_against(workload: Workload, direction: Direction) -> Workload | None:
+    """Returns the workload of `HELD_AGAINST`."""
     name = HELD_AGAINST.get(workload.name) if direction == "forward" else None
     if name is None:
         return None
@@ -171,7 +172,7 @@ def held_against(workload: Workload, direction: Direction) -> Workload | None:
 
 
 def shuffled_documents(rng: np.random.Generator, length: int, count: int) -> NDArray[np.int32]:
-    """Bands [count, 6] of causal documents of any lengths, in any order: the plan has to sort them."""
+    """Draws bands [count, 6] of causal documents of any lengths, in any order."""
     cuts = np.sort(rng.choice(np.arange(1, length), count - 1, replace=False))
     mask = masks.documents(np.diff(cuts, prepend=0, append=length))
-    return rng.permutation(np.asarray(mask.bands)[:count])  # the others are padding
+    return rng.permutation(np.asarray(mask.bands)[:count])  # the rest is padding

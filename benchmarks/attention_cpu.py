@@ -1,9 +1,9 @@
-"""The local op on the CPU beside `jax.nn.dot_product_attention`: time, and peak memory at 131072 tokens.
+"""Times attention on the CPU and `jax.nn.dot_product_attention`, and tells peak memory at 131072 tokens.
 
     uv run python -m benchmarks.attention_cpu [--repeats 9] [--save]
 
-All in one run, float32, T = 4096, 8 heads, D = 64. jax.nn gets ``is_causal=True`` for the causal mask and a
-dense boolean mask for packed documents, which it has no other way to express.
+All run in turns, in float32 with T = 4096, 8 heads, D = 64. jax.nn gets ``is_causal=True`` for the causal
+mask and a dense boolean mask for packed documents, which it has no other way to express.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks._measure import save, time_interleaved
+from benchmarks._report import in_unit
 from jaxmagi import AttnMask, attention, masks
 
 LENGTH, HEADS, HEAD_DIM = 4096, 8, 64
@@ -30,7 +31,7 @@ LONG_LENGTH, LONG_DOCUMENT = 131_072, 2048
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds of one mask and direction; speed-up = jax.nn's median over ours."""
+    """What one mask and direction took; the speed-up is that over jax.nn."""
 
     mask: str
     direction: str
@@ -40,9 +41,14 @@ class Row:
     slowest_ms: float
     speedup: float
 
+    def __str__(self) -> str:
+        label = f"{self.mask:18s} {self.direction:18s} {self.implementation:7s}"
+        spread = f"({self.fastest_ms:.1f} to {self.slowest_ms:.1f})"
+        return f"{label} {self.median_ms:8.1f} ms {spread}  {self.speedup:5.2f} x jax.nn"
+
 
 def inputs(length: int, heads: int, head_dim: int) -> list[jax.Array]:
-    """Unit-normal query, key, value and cotangent, ``[length, heads, head_dim]`` float32."""
+    """Draws unit-normal query, key, value and cotangent, ``[length, heads, head_dim]`` float32."""
     rng = np.random.default_rng(0)
     return [jnp.asarray(rng.standard_normal((length, heads, head_dim), np.float32)) for _ in range(4)]
 
@@ -69,30 +75,25 @@ def peer(mask: AttnMask, is_causal: bool) -> Callable[..., jax.Array]:
 def compare(name: str, mask: AttnMask, repeats: int) -> list[Row]:
     """Times ours ("ffi", "xla") and jax.nn's, forward and forward + backward."""
     arrays = inputs(LENGTH, HEADS, HEAD_DIM)
-    candidates = {
-        "ffi": ours(mask, "ffi"),
-        "xla": ours(mask, "xla"),
-        "jax.nn": peer(mask, is_causal=name == "causal"),
-    }
+    candidates = {"ffi": ours(mask, "ffi"), "xla": ours(mask, "xla"), "jax.nn": peer(mask, name == "causal")}
     rows = []
     for direction in ("forward", "forward + backward"):
-        calls = {}
-        for implementation, function in candidates.items():
-            if direction == "forward":
-                calls[implementation] = functools.partial(jax.jit(function), *arrays[:3])
-            else:
-                calls[implementation] = functools.partial(jax.jit(forward_and_backward(function)), *arrays)
+        if direction == "forward":
+            functions, operands = candidates, arrays[:3]
+        else:
+            functions, operands = {k: forward_and_backward(f) for k, f in candidates.items()}, arrays
+        calls = {key: functools.partial(jax.jit(each), *operands) for key, each in functions.items()}
         timings = time_interleaved(calls, repeats)
         base = timings["jax.nn"].median
         rows += [
-            Row(name, direction, key, 1e3 * t.median, 1e3 * t.fastest, 1e3 * t.slowest, base / t.median)
-            for key, t in timings.items()
+            Row(name, direction, key, **in_unit(timing, "ms"), speedup=base / timing.median)
+            for key, timing in timings.items()
         ]
     return rows
 
 
 def long_sequence(implementation: str) -> None:
-    """Forward and backward at 131072 tokens, one head, documents of 2048; prints the peak memory in GB."""
+    """Runs both passes at 131072 tokens, one head, documents of 2048; prints the peak memory in GB."""
     mask = masks.documents([LONG_DOCUMENT] * (LONG_LENGTH // LONG_DOCUMENT))
     function = jax.jit(forward_and_backward(ours(mask, implementation)))
     jax.block_until_ready(function(*inputs(LONG_LENGTH, 1, HEAD_DIM)))
@@ -102,7 +103,7 @@ def long_sequence(implementation: str) -> None:
 
 
 def peak_memory(implementation: str) -> dict[str, Any]:
-    """Runs `long_sequence` in a process of its own, whose peak is its alone."""
+    """Runs `long_sequence` in a separate process, so that the peak is that of this run alone."""
     command = [sys.executable, "-m", "benchmarks.attention_cpu", "--long-sequence", implementation]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return {
@@ -124,15 +125,10 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     if arguments.long_sequence:
         return long_sequence(arguments.long_sequence)
+    documents = masks.documents([DOCUMENT] * (LENGTH // DOCUMENT))
     rows = compare("causal", masks.causal(LENGTH), arguments.repeats)
-    rows += compare(
-        f"documents of {DOCUMENT}", masks.documents([DOCUMENT] * (LENGTH // DOCUMENT)), arguments.repeats
-    )
-    for row in rows:
-        print(
-            f"{row.mask:18s} {row.direction:18s} {row.implementation:7s} {row.median_ms:8.1f} ms "
-            f"({row.fastest_ms:.1f} to {row.slowest_ms:.1f})  {row.speedup:5.2f} x jax.nn"
-        )
+    rows += compare(f"documents of {DOCUMENT}", documents, arguments.repeats)
+    print(*rows, sep="\n")
     memory = [peak_memory(implementation) for implementation in ("ffi", "xla")]
     for peak in memory:
         print(f"{peak['mask']}, {peak['direction']}, {peak['implementation']}: peak {peak['peak_gb']:.2f} GB")

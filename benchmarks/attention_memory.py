@@ -1,15 +1,15 @@
-"""Peak memory of the forward and backward pass on a GPU at 131072 tokens.
+"""Measures the peak memory of the forward and backward pass on a GPU at 131072 tokens.
 
     python -m benchmarks.attention_memory [--out FOLDER]
 
-Packed causal documents, bfloat16, batch 1, 64 query heads, 8 key heads, head dimension 128. Needed are the
-operands, the cotangent, the output, the gradients, and the query's gradient once in float32, for it is summed
-there; required is a peak of at most 1.05 times that. With --out, writes attention_memory_h200.json there.
+The mask is packed causal documents, in bfloat16 with batch 1, 64 query heads, 8 key heads and head dimension
+128. Needed are the operands, the cotangent, the output, the gradients, and the query's gradient once in
+float32, for it is summed there; required is a peak of at most 1.05 times that. With --out, writes
+attention_memory_h200.json there.
 """
 
 import argparse
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ AT_MOST = 1.05
 
 @dataclass(frozen=True)
 class Row:
-    """Bytes of one workload.
+    """The bytes of one workload.
 
     peak: the most that JAX held on the device at one time, operands included.
     compiled: what the compiler set aside for operands, results and temporary arrays.
@@ -50,16 +50,23 @@ class Row:
     at_most: float
     met: bool
 
+    def __str__(self) -> str:
+        names = ("operands", "outputs", "gradients", "float32_dq", "needed", "compiled", "peak")
+        lines = [f"{name:11s} {getattr(self, name) / 1e9:8.3f} GB" for name in names]
+        verdict = "met" if self.met else "missed"
+        ratio = f"peak over needed {self.ratio:.4f}, required at most {self.at_most}: {verdict}"
+        return "\n".join([*lines, ratio])
+
 
 @functools.partial(jax.jit, static_argnames=("length", "heads", "dim"))
 def _normal(key: jax.Array, length: int, heads: int, dim: int) -> jax.Array:
-    """Unit-normal, but repeated: to draw all numbers would take more memory than what is measured."""
+    """Draws unit-normal numbers, repeated: to draw all would take more memory than what is measured."""
     part = jax.random.normal(key, (1, length // REPEATED, heads, dim), jnp.bfloat16)
     return jnp.tile(part, (1, REPEATED, 1, 1))
 
 
 def operands(workload: Workload) -> list[jax.Array]:
-    """Query, key, value and cotangent of the output, [1, length, heads, dim]; of a multiple of 64 tokens."""
+    """Draws query, key, value and cotangent, [1, length, heads, dim], of a multiple of 64 tokens."""
     dim, v_dim = workload.dim, workload.v_dim
     shapes = ((HEADS, dim), (KV_HEADS, dim), (KV_HEADS, v_dim), (HEADS, v_dim))
     keys = jax.random.split(jax.random.key(0), len(shapes))
@@ -68,7 +75,7 @@ def operands(workload: Workload) -> list[jax.Array]:
 
 
 def compile_step(workload: Workload, operands: Sequence[jax.Array]) -> Any:
-    """Both passes as one program of the operands: the output, and the gradients."""
+    """Compiles both passes into one program, which returns the output and the gradients."""
     step = forward_and_backward(ours(workload.pattern.mask(), "ffi"))
     return jax.jit(step).lower(*operands).compile()
 
@@ -80,7 +87,7 @@ def compiled_bytes(step: Any) -> int:
 
 
 def peak_bytes() -> int:
-    """The most that JAX has held on the device in this process; RuntimeError where it does not count."""
+    """Returns the most that JAX has held on the device; raises RuntimeError where it does not count."""
     statistics = jax.devices()[0].memory_stats()
     if statistics is None:
         raise RuntimeError(f"{jax.devices()[0].device_kind} does not count its memory")
@@ -89,13 +96,12 @@ def peak_bytes() -> int:
 
 def to_row(workload: Workload, operands: Sequence[jax.Array], compiled: int, peak: int) -> Row:
     query, *_, cotangent = operands
-    given, outputs = _bytes(operands), _bytes([cotangent])
+    given, outputs, float32_dq = sum(x.nbytes for x in operands), cotangent.nbytes, 4 * query.size
     gradients = given - outputs
-    float32_dq = math.prod(query.shape) * jnp.dtype(jnp.float32).itemsize
     needed = given + outputs + gradients + float32_dq
     return Row(
-        workload=workload.name,
-        direction="forward + backward",
+        workload.name,
+        "forward + backward",
         operands=given,
         outputs=outputs,
         gradients=gradients,
@@ -109,12 +115,8 @@ def to_row(workload: Workload, operands: Sequence[jax.Array], compiled: int, pea
     )
 
 
-def _bytes(arrays: Sequence[jax.Array]) -> int:
-    return sum(array.nbytes for array in arrays)
-
-
 def measure(workload: Workload) -> Row:
-    """Runs both passes once; RuntimeError if making the operands took more memory than that."""
+    """Runs both passes once; raises RuntimeError if making the operands took more memory than that."""
     arrays = jax.block_until_ready(operands(workload))
     before = peak_bytes()
     step = compile_step(workload, arrays)
@@ -125,13 +127,6 @@ def measure(workload: Workload) -> Row:
     return to_row(workload, arrays, compiled_bytes(step), peak)
 
 
-def show(row: Row) -> None:
-    for name in ("operands", "outputs", "gradients", "float32_dq", "needed", "compiled", "peak"):
-        print(f"{name:11s} {getattr(row, name) / 1e9:8.3f} GB")
-    verdict = "met" if row.met else "missed"
-    print(f"peak over needed {row.ratio:.4f}, required at most {row.at_most}: {verdict}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -140,7 +135,7 @@ def main() -> None:
     arguments = parser.parse_args()
     documents = Documents(tuple(document_lengths(LENGTH)), causal=True)
     row = measure(Workload(f"documents causal, {LENGTH} tokens", documents))
-    show(row)
+    print(row)
     if arguments.out:
         print("saved", save(NAME, [row], arguments.out, **gpu_environment()))
 

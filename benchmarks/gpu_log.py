@@ -1,9 +1,9 @@
-"""The logs of the GPU tests: which of them passed, where, and for which kernels.
+"""Writes and checks the logs of the GPU tests: which of them passed, where, and for which kernels.
 
     python -m pytest -m gpu [-n 4] [--gpu-log PATH]        # on a machine with a GPU: writes a log
     python -m benchmarks.gpu_log --check [--allow-stale]   # anywhere: exits 0 where the logs are still true
 
-They are gpu-tests*.json, and true where every GPU test of the tree passed in one of them, with the kernels'
+Logs are gpu-tests*.json, and true where every GPU test of the tree passed in one of them, with the kernels'
 sources as they are. A run writes one if it comes to its end (-x may hit), with a module that was built from
 the sources as they are: the module carries their hash. A run of a part of the tests (a path, -k, --lf) writes
 only where --gpu-log says: gpu-tests.json is of whole runs. --allow-stale only warns of logs of other sources
@@ -33,15 +33,15 @@ _WORSE = ("passed", "skipped", "failed")
 
 
 def sources_hash(root: Path = ROOT) -> str:
-    """The hash of a tree's sources, as the build takes it."""
+    """Returns the hash of a tree's sources, as the build takes it."""
     return runpy.run_path(str(ROOT / "cmake" / "sources_hash.py"))["sources_hash"](root)
 
 
 class Recorder:
     """A plugin of pytest that writes a log at the end of a run.
 
-    What it says of the machine and the sources is found out before the first test: what goes wrong there must
-    not cost a finished run.
+    It finds out about the machine and the sources before the first test: an error there must not cost a
+    finished run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,18 +49,13 @@ class Recorder:
         self.path = path
         self.header = gpu_environment() | {"sources": sources_hash()}
         self.outcomes: dict[str, str] = {}
-        self.verdict = self._misfit()
-
-    def _misfit(self) -> str:
-        built, tree = built_hash(), self.header["sources"]
-        if built == tree:
-            return ""
-        return (
-            f"no GPU log: jaxmagi._cuda is built from sources {built}, and the tree is {tree}; build it again"
-        )
+        self.verdict = ""
+        if (built := built_hash()) != (tree := self.header["sources"]):
+            sources = f"built from sources {built}, and the tree is {tree}"
+            self.verdict = f"no GPU log: jaxmagi._cuda is {sources}; build it again"
 
     def pytest_report_header(self) -> str:
-        """Says at once that a run is in vain."""
+        """Says at the beginning that a run will write no log."""
         return self.verdict or f"GPU log: {self.path}"
 
     def pytest_runtest_logreport(self, report: "pytest.TestReport") -> None:
@@ -92,7 +87,7 @@ def add_option(parser: "pytest.Parser") -> None:
 
 
 def _is_whole(config: "pytest.Config") -> bool:
-    """Whether all the GPU tests are to run: nothing but ``-m gpu`` narrows them down."""
+    """Returns whether all GPU tests are to run: nothing but ``-m gpu`` narrows them down."""
     narrowing = ("keyword", "lf", "deselect", "ignore", "ignore_glob")
     tests = {str(config.rootpath / path) for path in config.getini("testpaths")}
     return (
@@ -104,7 +99,7 @@ def _is_whole(config: "pytest.Config") -> bool:
 def prepare(config: "pytest.Config") -> None:
     """Has a run of GPU tests on a GPU write a log, if it is of all of them or told where to.
 
-    Does nothing in the processes that pytest-xdist starts, and in the ranks of one program.
+    It does nothing in the processes that pytest-xdist starts, and in the ranks of one program.
     """
     if hasattr(config, "workerinput") or jax.distributed.is_initialized():
         return
@@ -116,7 +111,7 @@ def prepare(config: "pytest.Config") -> None:
 
 
 def collect() -> list[str]:
-    """The ids of the GPU tests of this tree."""
+    """Returns the ids of the GPU tests of this tree."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     tests = [line for line in run.stdout.splitlines() if "::" in line]
@@ -126,7 +121,7 @@ def collect() -> list[str]:
 
 
 def is_uncommitted(path: Path) -> bool:
-    """Whether git knows of changes to a file; False where there is no git."""
+    """Returns whether git knows of changes to a file; False where there is no git."""
     if not shutil.which("git"):
         return False
     command = ["git", "status", "--porcelain", "--", str(path)]
@@ -134,25 +129,25 @@ def is_uncommitted(path: Path) -> bool:
 
 
 def read_logs() -> dict[Path, dict[str, Any]]:
-    """All that there are."""
+    """Returns all logs by their paths."""
     return {path: json.loads(path.read_text()) for path in sorted(LOG.parent.glob(f"{LOG.stem}*.json"))}
 
 
 def failures(logs: dict[Path, dict[str, Any]]) -> list[str]:
-    """The tests that failed in any of the logs."""
+    """Returns the tests that failed in any of the logs."""
     outcomes = [outcome for log in logs.values() for outcome in log["tests"].items()]
     return [f"{name}: failed" for name, outcome in outcomes if outcome == "failed"]
 
 
 def staleness(logs: dict[Path, dict[str, Any]], tests: Iterable[str], sources: str) -> list[str]:
-    """Why logs are not of all these tests, of these sources, and committed; empty if they are."""
+    """Returns why logs are not of all these tests, of these sources, and committed; empty if they are."""
     fresh = [log for log in logs.values() if log["sources"] == sources]
     outcomes = {name: {log["tests"].get(name) for log in fresh} for name in tests}
     skipped = f"skipped on machines with {sorted({log['gpus'] for log in fresh})} GPUs"
     found = [
-        f"{name}: {skipped if 'skipped' in seen else 'not in the log'}"
-        for name, seen in outcomes.items()
-        if "passed" not in seen
+        f"{name}: {skipped if 'skipped' in of_logs else 'not in the log'}"
+        for name, of_logs in outcomes.items()
+        if "passed" not in of_logs
     ]
     for path, log in logs.items():
         if log["sources"] != sources:

@@ -1,4 +1,4 @@
-"""Training steps of a decoder that the compiler spreads over GPUs, by the batch or by heads, in one run.
+"""Times training steps of a decoder that the compiler spreads over GPUs, by the batch or by heads.
 
     python -m benchmarks.sharding [--gpus 2] [--tokens 16384] [--batch 2] [--layers 4] [--width 2048]
                                   [--repeats 5] [--rows REGEX] [--out FOLDER]
@@ -18,25 +18,24 @@ Before a step runs, its compiled text tells the collectives, and nothing of atte
 that of several steps put into the devices' queues at once; all rows of a mask are measured in turns. A ratio
 is that to the tokens per second of one GPU with the same mask and implementation.
 
-With --out, writes sharding_h200.json there after each mask.
+--rows is matched with "causal, one GPU, cuDNN" and the like. With --out, writes sharding_h200.json there
+after each mask.
 """
 
 import argparse
+import functools
 import math
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 
-from benchmarks._decoder import DATA, TENSOR, Batch, Sizes, State, compile_step, draw_batch, initial_state
-from benchmarks._measure import gpu_environment, save
-from benchmarks._requirements import Check, check, show_checks
-from benchmarks._rows import Failure
+from benchmarks._decoder import DATA, TENSOR, Sizes, compile_step, draw_batch, initial_state
+from benchmarks._measure import gpu_environment
+from benchmarks._report import Check, Failure, Report, Result, argument_parser, check, in_unit, make_each
 from jaxmagi import AttnMask, attention, masks
 from jaxmagi.calibration._timing import DeviceWork, Timing, time_in_turns
 from tests.cases import document_lengths
@@ -69,60 +68,53 @@ IMPLEMENTATIONS = {DOCUMENTS: (OURS,), CAUSAL: (OURS, CUDNN)}
 
 
 @dataclass(frozen=True)
-class Setup:
-    """Says how many devices the batch and the heads are split over, and the examples of all devices."""
+class Case:
+    """A training step: how many devices split its batch and its heads, and the examples of all devices."""
 
-    name: str
+    mask: str
+    setup: str
+    implementation: str
     data: int
     tensor: int
     examples: int
 
-    def mesh(self) -> Mesh:
-        devices = jax.devices()[: self.data * self.tensor]
-        kinds = (AxisType.Auto, AxisType.Auto)
-        return jax.make_mesh((self.data, self.tensor), (DATA, TENSOR), kinds, devices=devices)
-
-
-def setups(gpus: int, batch: int) -> list[Setup]:
-    """Makes all set-ups for so many GPUs, and so many examples for one."""
-    spread = [
-        Setup(f"batch over {gpus} GPUs", gpus, 1, gpus * batch),
-        Setup(f"heads over {gpus} GPUs", 1, gpus, batch),
-    ]
-    return [Setup(ONE_GPU, 1, 1, batch), *(spread if gpus > 1 else [])]
-
-
-@dataclass(frozen=True)
-class Case:
-    """Names a training step to be measured."""
-
-    mask: str
-    setup: Setup
-    implementation: str
-
     @property
     def workload(self) -> str:
-        return f"{self.mask}, {self.setup.name}"
+        return f"{self.mask}, {self.setup}"
 
     @property
     def name(self) -> str:
         return f"{self.workload}, {self.implementation}"
 
 
-@dataclass
-class Trainer:
-    """Holds a compiled training step and its state, which each step donates and replaces."""
+def cases(mask: str, gpus: int, batch: int) -> list[Case]:
+    """Returns all cases with a mask for so many GPUs, and so many examples for one."""
+    setups = [(ONE_GPU, 1, 1, batch)]
+    if gpus > 1:
+        setups += [
+            (f"batch over {gpus} GPUs", gpus, 1, gpus * batch),
+            (f"heads over {gpus} GPUs", 1, gpus, batch),
+        ]
+    return [Case(mask, name, each, *sizes) for each in IMPLEMENTATIONS[mask] for name, *sizes in setups]
 
-    case: Case
-    program: jax.stages.Compiled
-    state: State
-    batch: Batch
-    text: str | None
-    first_loss: float
+
+class Trainer:
+    """A compiled training step and its state, which each step donates and replaces."""
+
+    def __init__(self, case: Case, tokens: int, sizes: Sizes) -> None:
+        """Compiles the step of a case, with so many tokens in an example, and runs it once."""
+        self.case = case
+        shape, kinds = (case.data, case.tensor), (AxisType.Auto, AxisType.Auto)
+        mesh = jax.make_mesh(shape, (DATA, TENSOR), kinds, devices=jax.devices()[: math.prod(shape)])
+        self._state = initial_state(sizes, mesh)
+        self.batch = draw_batch(sizes, mesh, case.examples, MASKS[case.mask](tokens))
+        self._program = compile_step(ATTENTION[case.implementation], self._state, self.batch)
+        self.text = self._program.as_text()
+        self.first_loss = float(self.step())
 
     def step(self) -> jax.Array:
         """Enqueues a step and returns its loss."""
-        self.state, loss = self.program(self.state, self.batch)
+        self._state, loss = self._program(self._state, self.batch)
         return loss
 
     def seconds(self) -> float:
@@ -131,30 +123,17 @@ class Trainer:
         return work.seconds(STEPS) / STEPS
 
 
-def make_trainer(case: Case, mask: AttnMask, sizes: Sizes) -> Trainer:
-    """Compiles the training step of a case and runs it once."""
-    mesh = case.setup.mesh()
-    state, batch = initial_state(sizes, mesh), draw_batch(sizes, mesh, case.setup.examples, mask)
-    program = compile_step(ATTENTION[case.implementation], state, batch)
-    text = program.as_text()
-    state, loss = program(state, batch)
-    return Trainer(case, program, state, batch, text, float(loss))
-
-
 @dataclass(frozen=True)
-class Row:
-    """Holds what was measured of a training step.
+class Row(Result):
+    """What was measured of a training step.
 
     tokens: of all GPUs.
     loss: of the first step.
     ratio: to the tokens per second of one GPU; None where that was not measured.
-    collectives: how many arrays those of each name move.
-    gathered: collectives that may have gathered something of attention, by the function of this name.
+    collectives: how many of each kind the compiled program has.
+    gathered: those of them that may have gathered something of attention.
     """
 
-    workload: str
-    direction: str
-    implementation: str
     tokens: int
     loss: float
     median_ms: float
@@ -165,11 +144,18 @@ class Row:
     collectives: dict[str, int]
     gathered: dict[str, int]
 
+    def __str__(self) -> str:
+        spread = f"({self.fastest_ms:.1f} to {self.slowest_ms:.1f})"
+        ratio = "" if self.ratio is None else f"{self.ratio:.3f} x one GPU"
+        moved = ", ".join(f"{count} {name}" for name, count in self.collectives.items())
+        rate = f"{self.tokens_per_second:9.0f} tokens/s"
+        return self.describe(f"{self.median_ms:8.1f} ms {spread:18s} {rate}  {ratio:15s}  {moved}")
+
 
 def gathered(found: Counter[str], tokens: int) -> dict[str, int]:
     """Returns the collectives that may have gathered something of attention, with what a device gets.
 
-    They add nothing up and have at least one number for each token of an example, like a head's log-sum-exp.
+    These add nothing up and have at least one number for each token of an example, as a head's log-sum-exp.
     """
     return {
         name: count
@@ -179,14 +165,15 @@ def gathered(found: Counter[str], tokens: int) -> dict[str, int]:
     }
 
 
-def measure(mask: str, tokens: int, cases: Iterable[Case], sizes: Sizes, repeats: int) -> list[Row | Failure]:
+def measure(chosen: Iterable[Case], tokens: int, sizes: Sizes, repeats: int) -> list[Row | Failure]:
     """Returns the rows of some cases with one mask, and those that failed."""
-    trainers, failures = {}, []
-    for case in cases:
-        try:
-            trainers[case.name] = make_trainer(case, MASKS[mask](tokens), sizes)
-        except Exception as error:
-            failures.append(Failure.of(case.workload, DIRECTION, case.implementation, error))
+    trainers: dict[str, Trainer] = {}
+    failures: list[Failure] = []
+    for case in chosen:
+        makers = {case.implementation: functools.partial(Trainer, case, tokens, sizes)}
+        made, failed = make_each(case.workload, DIRECTION, makers)
+        trainers |= {trainer.case.name: trainer for trainer in made.values()}
+        failures += failed
     for trainer in trainers.values():
         trainer.seconds()  # the first time so many steps are under way takes longer
     timings = time_in_turns(trainers, repeats, lambda name: trainers[name].seconds())
@@ -194,96 +181,61 @@ def measure(mask: str, tokens: int, cases: Iterable[Case], sizes: Sizes, repeats
 
 
 def to_rows(trainers: dict[str, Trainer], timings: dict[str, Timing]) -> list[Row]:
-    """Makes the rows of cases with one mask."""
+    """Returns the rows of cases with one mask."""
     rates = {name: trainer.batch.tokens.size / timings[name].median for name, trainer in trainers.items()}
-    return [to_row(trainer, timings[name], rates) for name, trainer in trainers.items()]
 
+    def to_row(name: str, trainer: Trainer) -> Row:
+        case = trainer.case
+        one_gpu = rates.get(f"{case.mask}, {ONE_GPU}, {case.implementation}")
+        return Row(
+            case.workload,
+            DIRECTION,
+            case.implementation,
+            tokens=trainer.batch.tokens.size,
+            loss=trainer.first_loss,
+            **in_unit(timings[name], "ms"),
+            tokens_per_second=rates[name],
+            ratio=rates[name] / one_gpu if one_gpu else None,
+            collectives=dict(collective_names(trainer.text)),
+            gathered=gathered(collectives(trainer.text), trainer.batch.mask.q_len),
+        )
 
-def to_row(trainer: Trainer, timing: Timing, rates: dict[str, float]) -> Row:
-    """Makes a row, given the tokens per second of all cases."""
-    case, rate = trainer.case, rates[trainer.case.name]
-    one_gpu = rates.get(f"{case.mask}, {ONE_GPU}, {case.implementation}")
-    median, fastest, slowest = (1e3 * x for x in (timing.median, timing.fastest, timing.slowest))
-    return Row(
-        workload=case.workload,
-        direction=DIRECTION,
-        implementation=case.implementation,
-        tokens=trainer.batch.tokens.size,
-        loss=trainer.first_loss,
-        median_ms=median,
-        fastest_ms=fastest,
-        slowest_ms=slowest,
-        tokens_per_second=rate,
-        ratio=rate / one_gpu if one_gpu else None,
-        collectives=dict(collective_names(trainer.text)),
-        gathered=gathered(collectives(trainer.text), trainer.batch.mask.q_len),
-    )
-
-
-def show(rows: Iterable[Row | Failure]) -> None:
-    for row in rows:
-        label = f"{row.workload:31s} {row.implementation:8s}"
-        if isinstance(row, Failure):
-            print(label, "failed:", row.error.splitlines()[0], flush=True)
-            continue
-        spread = f"({row.fastest_ms:.1f} to {row.slowest_ms:.1f})"
-        ratio = "" if row.ratio is None else f"{row.ratio:.3f} x one GPU"
-        moved = ", ".join(f"{count} {name}" for name, count in row.collectives.items())
-        rate = f"{row.tokens_per_second:9.0f} tokens/s"
-        print(f"{label} {row.median_ms:8.1f} ms {spread:18s} {rate}  {ratio:15s}  {moved}", flush=True)
+    return [to_row(name, trainer) for name, trainer in trainers.items()]
 
 
 def checks(rows: Iterable[Row | Failure]) -> list[Check]:
-    """Ours has to gather nothing, and on two GPUs to be so many times as fast as on one."""
+    """Requires that ours gathers nothing, and on two GPUs is so many times as fast as on one."""
     made = []
     for row in rows:
         _, _, setup = row.workload.partition(", ")
         if row.implementation != OURS or setup == ONE_GPU:
             continue
         ratio, count = (row.ratio, sum(row.gathered.values())) if isinstance(row, Row) else (None, None)
-        made.append(check(row.workload, DIRECTION, "required", "arrays gathered", count, at_most=0))
+        made.append(check(row.workload, DIRECTION, "arrays gathered", count, at_most=0))
         if setup in AT_LEAST:
-            least = AT_LEAST[setup]
-            made.append(check(row.workload, DIRECTION, "required", ONE_GPU, ratio, at_least=least))
+            made.append(check(row.workload, DIRECTION, ONE_GPU, ratio, at_least=AT_LEAST[setup]))
     return made
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measures what the pattern selects; saves after each mask, so that a run cut short leaves something."""
-    start = time.perf_counter()
+    """Measures what the pattern selects."""
     sizes = Sizes(arguments.layers, arguments.width, HEADS, KEY_HEADS, VOCABULARY)
     about = gpu_environment() | {"tokens": arguments.tokens, "examples": arguments.batch} | asdict(sizes)
-    results: list[Row | Failure] = []
+    report = Report[Row | Failure]("sharding_h200", arguments.out, about, checks)
     for mask in MASKS:
-        cases = [
-            Case(mask, setup, implementation)
-            for implementation in IMPLEMENTATIONS[mask]
-            for setup in setups(arguments.gpus, arguments.batch)
-        ]
-        chosen = [case for case in cases if re.search(arguments.rows, case.name)]
-        measured = measure(mask, arguments.tokens, chosen, sizes, arguments.repeats)
-        show(measured)
-        results += measured
-        print(f"[{time.perf_counter() - start:.0f} s]", flush=True)
-        if arguments.out:
-            save("sharding_h200", [*results, *checks(results)], arguments.out, **about)
-    show_checks(checks(results))
+        found = cases(mask, arguments.gpus, arguments.batch)
+        chosen = [case for case in found if re.search(arguments.rows, case.name)]
+        report.add(measure(chosen, arguments.tokens, sizes, arguments.repeats))
+    report.finish()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argument_parser(__doc__)
     parser.add_argument("--gpus", type=int, default=2, help="that the batch and the heads are spread over")
     parser.add_argument("--tokens", type=int, default=16_384, help="of an example")
     parser.add_argument("--batch", type=int, default=2, help="examples on one GPU")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=2048, help="of the residual stream")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--rows", default="", metavar="REGEX", help='only those it finds in "causal, one GPU, cuDNN" ...'
-    )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write JSON there")
     run(parser.parse_args())
 
 

@@ -1,14 +1,14 @@
-"""The example's loss: on one device with the compiled kernels and with plain XLA, or on one and on several.
+"""Compares the example's loss with the kernels and with plain XLA, or on one device and on several.
 
     python -m benchmarks.train_curve [--context RANKS [--processes]] [--steps 200] [--out FOLDER]
     python -m benchmarks.train_curve [--context RANKS [--processes]] --plot FOLDER
 
-examples/train_lm.py from the same parameters over the same batches, twice, with attention in bfloat16: GPUs
-have no kernels for float32. Without --context once with each implementation of attention. With it both times
-with the kernels, once spread over so many devices, with --processes each of a process of its own; where
-there are too few GPUs, processes share them, which NCCL allows from version 2.30 on. Required is that the
-losses of every step agree to 1 %. With --out, writes a .json and a .png of the name that `name_of` tells;
---plot draws the .png anew.
+examples/train_lm.py runs twice from the same parameters over the same batches, with attention in bfloat16,
+for GPUs have no kernels for float32. Without --context it runs once with each implementation of attention.
+With it, it runs both times with the kernels, and once spread over so many devices, with --processes each of a
+separate process; where there are too few GPUs, processes share them, which NCCL allows from version 2.30 on.
+Required is that the losses of every step agree to 1 %. With --out, writes a .json and a .png of the name that
+`name_of` tells; --plot draws the .png again.
 """
 
 import argparse
@@ -31,6 +31,8 @@ from benchmarks._processes import run_in_processes
 from tests.launcher import leave_memory_to_processes
 
 IMPLEMENTATIONS = ("ffi", "xla")
+OPTIONS = ["--attention-dtype=bfloat16"]
+"""Further arguments of the example."""
 AT_MOST = 0.01
 CAPACITY = 64  # documents: more than the example packs into a sequence
 
@@ -43,10 +45,14 @@ class Curve:
     seconds: float
     losses: list[float]
 
+    def __str__(self) -> str:
+        first, last = self.losses[0], self.losses[-1]
+        return f"{self.label}: loss {first:.3f} -> {last:.3f} nats per byte, {self.seconds:.0f} s"
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest difference of two losses at one step, as a part of the second."""
+    """The largest difference of two losses at one step, relative to the second."""
 
     curves: tuple[str, str]
     largest_relative_difference: float
@@ -54,9 +60,14 @@ class Comparison:
     at_most: float
     met: bool
 
+    def __str__(self) -> str:
+        verdict = f"required at most {self.at_most}: {'met' if self.met else 'missed'}"
+        largest = self.largest_relative_difference
+        return f"largest relative difference {largest:.2e} at step {self.step}, {verdict}"
+
 
 def example() -> ModuleType:
-    """examples/train_lm.py, which imports its neighbours."""
+    """Imports examples/train_lm.py, which imports its neighbours."""
     folder = str(Path(__file__).parent.parent / "examples")
     if folder not in sys.path:
         sys.path.append(folder)
@@ -64,12 +75,7 @@ def example() -> ModuleType:
 
 
 def train(implementation: str, arguments: argparse.Namespace) -> Curve:
-    """One run of the example, one sequence a batch.
-
-    Args:
-        implementation: of attention.
-        arguments: the example's.
-    """
+    """Runs the example with an implementation of attention, one sequence a batch."""
     train_lm = example()
     config = dataclasses.replace(train_lm.to_config(arguments), implementation=implementation)
     sequences = train_lm.packed_batches(arguments.seq_len, 1)
@@ -80,12 +86,9 @@ def train(implementation: str, arguments: argparse.Namespace) -> Curve:
 
 
 def train_spread(ranks: int, where: str, arguments: argparse.Namespace) -> Curve:
-    """One run of the example with the kernels, each sequence spread over so many devices.
+    """Runs the example with the kernels, each sequence spread over the devices of all processes.
 
-    Args:
-        ranks: how many, of all processes.
-        where: what they are, for people.
-        arguments: the example's.
+    ``where`` describes these in the label.
     """
     train_lm = example()
     kinds = (jax.sharding.AxisType.Auto,) * 2
@@ -103,15 +106,18 @@ def train_spread(ranks: int, where: str, arguments: argparse.Namespace) -> Curve
 
 
 def padded(batch: Any) -> Any:
-    """The same batch with masks of one capacity, so that the training step compiles once."""
-    window, full = (mask.pad_to(CAPACITY) for mask in (batch.window, batch.full))
-    return batch._replace(window=window, full=full)
+    """Returns the batch with masks of one capacity, so that the training step compiles once."""
+    return batch._replace(window=batch.window.pad_to(CAPACITY), full=batch.full.pad_to(CAPACITY))
+
+
+def relative_differences(first: list[float], second: list[float]) -> np.ndarray:
+    expected = np.array(second)
+    return np.abs(np.array(first) - expected) / expected
 
 
 def compare(first: Curve, second: Curve) -> Comparison:
-    """Losses that are no numbers count as differing without limit."""
-    expected = np.array(second.losses)
-    differences = np.abs(np.array(first.losses) - expected) / expected
+    """Compares losses; those that are no numbers count as differing without limit."""
+    differences = relative_differences(first.losses, second.losses)
     differences = np.where(np.isnan(differences), np.inf, differences)
     step = int(differences.argmax())
     largest = float(differences[step])
@@ -120,7 +126,7 @@ def compare(first: Curve, second: Curve) -> Comparison:
 
 
 def run(given: list[str], ranks: int | None, out: Path | None, devices: int | None = None) -> None:
-    """Both curves and their difference, printed and saved.
+    """Prints and saves both curves and their difference.
 
     Args:
         given: arguments of the example.
@@ -135,15 +141,7 @@ def run(given: list[str], ranks: int | None, out: Path | None, devices: int | No
         where = "devices" if devices is None else f"processes on {devices} device(s)"
         curves = [train_spread(ranks, where, arguments), train(IMPLEMENTATIONS[0], arguments)]
     comparison = compare(*curves)
-    for curve in curves:
-        print(
-            f"{curve.label}: loss {curve.losses[0]:.3f} -> {curve.losses[-1]:.3f} nats per byte, "
-            f"{curve.seconds:.0f} s"
-        )
-    print(
-        f"largest relative difference {comparison.largest_relative_difference:.2e} "
-        f"at step {comparison.step}, required at most {AT_MOST}: {'met' if comparison.met else 'missed'}"
-    )
+    print(*curves, comparison, sep="\n")
     if out and jax.process_index() == 0:
         about = gpu_environment() | ({} if devices is None else {"gpus": devices, "processes": ranks})
         name = name_of(ranks, devices is not None)
@@ -152,14 +150,14 @@ def run(given: list[str], ranks: int | None, out: Path | None, devices: int | No
 
 
 def name_of(ranks: int | None, processes: bool) -> str:
-    """Of the files of a run."""
+    """Returns the name of the files of a run."""
     if ranks is None:
         return "train_curve_h200"
     return "train_curve_processes" if processes else "train_curve_context_h200"
 
 
 def plot(name: str, folder: Path) -> None:
-    """The curves over their relative difference, if matplotlib is there."""
+    """Plots the curves over their relative difference, if matplotlib is there."""
     if not importlib.util.find_spec("matplotlib"):
         return
     import matplotlib.pyplot as plt
@@ -173,8 +171,7 @@ def plot(name: str, folder: Path) -> None:
         losses.plot(curve["losses"], style, label=curve["label"], linewidth=2)
     losses.set(ylabel="loss (nats per byte)", title=f"examples/train_lm.py, {saved['environment']['gpu']}")
     losses.legend()
-    expected = np.array(second["losses"])
-    differences.plot(100 * np.abs(np.array(first["losses"]) - expected) / expected)
+    differences.plot(100 * relative_differences(first["losses"], second["losses"]))
     differences.axhline(100 * comparison["at_most"], color="gray", linestyle="--")
     differences.set(xlabel="step", ylabel="difference (%)")
     for axes in (losses, differences):
@@ -182,18 +179,12 @@ def plot(name: str, folder: Path) -> None:
     figure.savefig(folder / f"{name}.png", dpi=120)
 
 
-def run_all(given: list[str], ranks: int, out: Path | None) -> None:
-    """`run` in as many processes as ranks."""
-    operands = given, ranks, out and out.absolute(), len(jax.devices())
-    run_in_processes(run, *operands, processes=ranks)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--context", type=int, metavar="RANKS", help="devices to spread a sequence over")
-    parser.add_argument("--processes", action="store_true", help="each device of a process of its own")
+    parser.add_argument("--processes", action="store_true", help="each device of a separate process")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write JSON and plot there")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="only draw the plot of the JSON there")
@@ -202,11 +193,11 @@ def main() -> None:
         parser.error("--processes needs --context, which says how many")
     if arguments.plot:
         return plot(name_of(arguments.context, arguments.processes), arguments.plot)
-    operands = [f"--steps={arguments.steps}", "--attention-dtype=bfloat16"], arguments.context, arguments.out
-    if arguments.processes:
-        leave_memory_to_processes()
-        return run_all(*operands)
-    run(*operands)
+    given, ranks, out = [f"--steps={arguments.steps}", *OPTIONS], arguments.context, arguments.out
+    if not arguments.processes:
+        return run(given, ranks, out)
+    leave_memory_to_processes()
+    run_in_processes(run, given, ranks, out and out.absolute(), len(jax.devices()), processes=ranks)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Predicted times of other ways to spread attention over ranks, under the model that plans are made with.
+"""Predicts times of other ways to spread attention over ranks, under the model that plans are made with.
 
 All are taken to be as good as they can be: perfect overlap where they overlap at all, collectives that use
 every network card of a host and carry each byte into a host once, and no latencies beyond the model's.
@@ -23,7 +23,7 @@ class Prediction(NamedTuple):
 
 
 def ring(mask: AttnMask, cp_size: int, cost: CostModel) -> Prediction:
-    """Keys and values go round a ring, in the zigzag layout; every step waits for its slowest rank.
+    """Predicts a ring of keys and values, in the zigzag layout; every step waits for its slowest rank.
 
     The ring enters and leaves each host by one link of the network. In the backward pass the gradients, in
     fp32, go round with the keys.
@@ -42,7 +42,7 @@ def ring(mask: AttnMask, cp_size: int, cost: CostModel) -> Prediction:
 
 
 def all_gather(mask: AttnMask, cp_size: int, cost: CostModel) -> Prediction:
-    """All keys and values are gathered first, and gradients scattered last; the zigzag layout."""
+    """Predicts that all keys and values are gathered first, and gradients scattered last; zigzag layout."""
     seconds = received = 0.0
     rows = (cp_size - 1) * mask.q_len // cp_size
     for direction in (cost.forward, cost.backward):
@@ -55,7 +55,7 @@ def all_gather(mask: AttnMask, cp_size: int, cost: CostModel) -> Prediction:
 
 
 def ulysses(mask: AttnMask, cp_size: int, cost: CostModel) -> Prediction | None:
-    """Heads instead of tokens while attention runs, by all-to-alls before and behind; None without heads."""
+    """Predicts all-to-alls from tokens to heads and back; None where ranks are more than heads."""
     if cp_size > cost.num_heads:
         return None
     part = _with_heads_over(cp_size, cost)
@@ -68,7 +68,7 @@ def ulysses(mask: AttnMask, cp_size: int, cost: CostModel) -> Prediction | None:
 
 
 def two_dimensional(mask: AttnMask, cp_size: int, cost: CostModel) -> Prediction:
-    """Heads over the ranks of a host, and a ring over hosts (USP, LoongTrain)."""
+    """Predicts heads over the ranks of a host, and a ring over hosts (USP, LoongTrain)."""
     per_host = min(cost.ranks_per_host, cp_size)
     hosts = cp_size // per_host
     part = _with_heads_over(per_host, cost)
@@ -89,9 +89,10 @@ def _with_heads_over(ranks: int, cost: CostModel) -> CostModel:
 def _head_exchange(
     rows: int, ranks: int, cost: CostModel, part: CostModel, direction: Pass
 ) -> tuple[float, float]:
-    """Seconds and bytes of the all-to-alls of a pass: queries (or gradients) there and back, keys and values.
+    """Returns seconds and bytes of the all-to-alls of a pass.
 
-    Where there are fewer key heads than ranks, several ranks get the same one.
+    Queries (or gradients) move there and back, keys and values there. Where there are fewer key heads than
+    ranks, several ranks get the same one.
     """
     wide = 2 * cost.num_heads * cost.head_dim * cost.bytes_per_element
     keys = part.row_bytes * ranks * (2 if direction.returns_gradients else 1)
@@ -101,12 +102,12 @@ def _head_exchange(
 
 
 def _collective_seconds(received: float, network_share: float, cost: CostModel) -> float:
-    """A collective by which every rank receives so many bytes, a share of them by its network card."""
+    """Returns the time of a collective by which every rank receives so many bytes, a share by its network."""
     return float(cost.transfer_seconds(received * np.array([1, network_share]), row_bytes=1))
 
 
 def _ring_steps(seconds: np.ndarray) -> np.ndarray:
-    """The slowest rank's compute in each step, from seconds ``[rank, owner]``: float64 ``[cp]``."""
+    """Returns the slowest rank's compute in each step, float64 ``[cp]``, from seconds ``[rank, owner]``."""
     ranks = np.arange(len(seconds))
     return np.array([seconds[ranks, (ranks - step) % len(seconds)].max() for step in ranks])
 
@@ -116,7 +117,7 @@ def _seconds_of(bands: np.ndarray, cost: CostModel, direction: Pass) -> float:
 
 
 def _zigzag_seconds(mask: AttnMask, cp_size: int, cost: CostModel, direction: Pass) -> np.ndarray:
-    """Compute of each rank with the keys of each: float64 ``[cp, cp]``."""
+    """Returns the compute seconds of each rank with the keys of each, float64 ``[cp, cp]``."""
     chunk = -(-mask.q_len // (2 * cp_size))
     owner = np.concatenate([np.arange(cp_size), np.arange(cp_size)[::-1]])
     tiles = np.zeros((cp_size, cp_size, 2), np.int64)

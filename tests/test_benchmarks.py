@@ -1,0 +1,159 @@
+"""Each benchmark runs small from its command line to results of the committed format."""
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import pytest
+
+from benchmarks import (
+    _measure,
+    _report,
+    _workloads,
+    attention,
+    attention_cpu,
+    attention_memory,
+    collectives,
+    context,
+    sharding,
+    train_curve,
+)
+from tests.test_examples import SMALL
+
+type Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(autouse=True)
+def defaults_of_jax() -> Iterator[None]:
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Runs a benchmark and returns the rows that it saves, which have the fields of committed results."""
+
+    def run(benchmark: ModuleType, name: str, options: str, committed: str = "") -> list[dict[str, Any]]:
+        arguments = options.replace("OUT", f"--out {tmp_path}").split(" ")
+        monkeypatch.setattr(sys, "argv", [f"{benchmark.__name__.partition('.')[2]}.py", *arguments])
+        benchmark.main()
+        saved = json.loads((tmp_path / f"{name}.json").read_text())
+        assert saved["environment"]["command"] == f"python -m {benchmark.__name__} {' '.join(arguments)}"
+        known = json.loads((_measure.RESULTS / f"{committed or name}.json").read_text())["rows"]
+        known += [vars(_report.Failure("", "", "", "")), vars(_report.check("", "", "", None))]
+        assert {tuple(row) for row in saved["rows"]} <= {tuple(row) for row in known}
+        return saved["rows"]
+
+    return run
+
+
+def test_attention(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers that are not installed are failures, which meet no requirement."""
+    workload = _workloads.Workload("causal 8k D128", _workloads.Causal(64), 16, 16)
+    monkeypatch.setattr(attention, "workloads", lambda _: [workload])
+    for name in ("MEASURED_SECONDS_SHORT", "REPEATED_SECONDS"):
+        monkeypatch.setattr(attention, name, 1e-9)
+    monkeypatch.setitem(attention.BATCH_SECONDS, "backward", 1e-9)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    options = "--pass backward --rows causal --peers ^cuDNN$ --repeats 2 OUT"
+    ours, own_plans, deterministic, cudnn, *checks = run(attention, "attention_backward_h200", options)
+    assert ours["implementation"] == "ours" and own_plans["implementation"] == "ours, own plans"
+    assert deterministic["speedup"] == pytest.approx(deterministic["median_ms"] / ours["median_ms"])
+    assert cudnn["error"] == "not installed: torch"
+    measured = [(check["implementation"], check["measured"]) for check in checks]
+    expected = [
+        ("cuDNN", None),
+        ("FlashAttention-4", None),
+        ("ours, deterministic", deterministic["speedup"]),
+    ]
+    assert measured == expected and not checks[0]["met"]
+
+
+def test_attention_cpu(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(attention_cpu, "LENGTH", 128)
+    monkeypatch.setattr(attention_cpu, "DOCUMENT", 32)
+    memory = {"mask": "", "direction": "", "implementation": "", "peak_gb": 0.0}
+    monkeypatch.setattr(attention_cpu, "peak_memory", lambda _: memory)
+    monkeypatch.setattr(attention_cpu, "save", functools.partial(_measure.save, folder=tmp_path))
+    rows = run(attention_cpu, "attention_cpu", "--repeats 1 --save")
+    assert [row["implementation"] for row in rows[:6]] == ["ffi", "xla", "jax.nn"] * 2
+
+
+def test_attention_memory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = iter([1, 10**9])  # the CPU counts nothing
+    monkeypatch.setattr(attention_memory, "peak_bytes", lambda: next(peaks))
+    monkeypatch.setattr(attention_memory, "LENGTH", 256)
+    (row,) = run(attention_memory, "attention_memory_h200", "OUT")
+    query, key = 256 * 64 * 128 * 2, 256 * 8 * 128 * 2
+    assert row["operands"] == 2 * query + 2 * key and row["gradients"] == query + 2 * key
+    assert row["needed"] == row["operands"] + query + row["gradients"] + 2 * query
+    assert row["compiled"] >= row["needed"] - row["float32_dq"]
+    assert row["peak"] == 10**9 and not row["met"]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_context(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, direction: _workloads.Direction
+) -> None:
+    monkeypatch.setattr(context, "PROGRAM_SECONDS", 1e-12)
+    options = f"--pass {direction} --tokens 32 --ranks 4 --rows documents --methods ours|ring --repeats 2 OUT"
+    ours, ring, check = run(context, context.NAMES[direction], options)
+    assert (ours["implementation"], ring["implementation"]) == ("ours", "ring")
+    assert check["measured"] == pytest.approx(ring["median_ms"] / ours["median_ms"])
+    assert (tmp_path / f"{context.NAMES[direction]}.png").exists()
+
+
+def test_collectives(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that cannot run here are failures."""
+    monkeypatch.setattr(collectives, "MAX_CALLS", 3)
+    options = "--tokens 256 --ranks 4 --rows bf16,.all-to --repeats 2"
+    options += " --implementations native,.16|plain|lax.all_to_all OUT"
+    plain, lax, native, check = run(collectives, "collectives_h200", options)
+    assert [row["implementation"] for row in (plain, lax)] == ["ours in plain lax", "lax.all_to_all"]
+    assert plain["direction"] == "reduce bf16" and plain["received_bytes"] == 192 * 4096
+    assert native["error"].startswith("NotImplementedError") and check["measured"] is None
+
+
+def test_collectives_in_processes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # to be as it was afterwards
+    options = (
+        "--tokens 64 --ranks 2 --processes pools --repeats 1 --rows cast,.64 --implementations plain OUT"
+    )
+    (row, check) = run(collectives, "collectives_pools", options, committed="collectives_h200")
+    assert row["implementation"] == "ours in plain lax" and not check["met"]
+
+
+def test_sharding(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "VOCABULARY", 256)
+    monkeypatch.setattr(sharding, "STEPS", 1)
+    options = "--tokens 64 --width 128 --layers 1 --batch 1 --repeats 1 --rows documents,.(one|heads) OUT"
+    one, heads, *checks = run(sharding, "sharding_h200", options)
+    assert [row["workload"] for row in (one, heads)] == ["documents, one GPU", "documents, heads over 2 GPUs"]
+    assert one["collectives"] == {} and heads["collectives"].keys() == {"all-reduce"}
+    assert heads["loss"] == pytest.approx(one["loss"], rel=1e-3)
+    assert heads["ratio"] == pytest.approx(heads["tokens_per_second"] / one["tokens_per_second"])
+    assert [check["measured"] for check in checks] == [0, heads["ratio"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "labels"),
+    [
+        ("", "train_curve_h200", ["ffi", "xla"]),
+        ("--context 2 ", "train_curve_context_h200", ["ffi, 2 devices", "ffi"]),
+        ("--context 2 --processes ", "train_curve_processes", ["ffi, 2 processes on 8 device(s)", "ffi"]),
+    ],
+)
+def test_train_curve(
+    run: Run, monkeypatch: pytest.MonkeyPatch, options: str, name: str, labels: list[str]
+) -> None:
+    monkeypatch.setattr(train_curve, "OPTIONS", [*SMALL, *train_curve.OPTIONS])
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    first, second, comparison = run(train_curve, name, f"{options}--steps 6 OUT")
+    assert [first["label"], second["label"]] == labels and comparison["met"]
+    assert len(first["losses"]) == 6 and first["losses"][-1] < first["losses"][0]
+    assert first["losses"] != second["losses"]  # they round in different places, so they did run both
