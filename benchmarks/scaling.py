@@ -15,9 +15,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from benchmarks import _rivals
+from benchmarks import _schemes
 from benchmarks._measure import save
-from benchmarks._rivals import Prediction
+from benchmarks._schemes import Prediction
 from jaxmagi import AttnMask, CostModel, masks, plan_context
 from tests.cases import document_lengths
 
@@ -45,10 +45,10 @@ def planned(mask: AttnMask, cp_size: int, cost: CostModel) -> Prediction:
 
 SCHEMES: dict[str, Callable[[AttnMask, int, CostModel], Prediction | None]] = {
     "jaxmagi": planned,
-    "ring": _rivals.ring,
-    "all-gather": _rivals.all_gather,
-    "Ulysses": _rivals.ulysses,
-    "2-D": _rivals.two_dimensional,
+    "ring": _schemes.ring,
+    "all-gather": _schemes.all_gather,
+    "Ulysses": _schemes.ulysses,
+    "2-D": _schemes.two_dimensional,
 }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import _rivals, scaling
+from benchmarks import _schemes, scaling
 from jaxmagi import CostModel, masks
 
 COST = CostModel(partial_tile_cost=1.0, latency_us=0.0, network_latency_us=0.0)
@@ -12,7 +12,7 @@ ROWS = LENGTH // CP_SIZE
 
 def test_ring_and_all_gather_move_everything() -> None:
     bytes_of_a_row = 2 * COST.row_bytes + COST.gradient_row_bytes
-    for scheme in (_rivals.ring, _rivals.all_gather):
+    for scheme in (_schemes.ring, _schemes.all_gather):
         for mask in (masks.full(LENGTH), masks.sliding_window(LENGTH, 7)):
             assert scheme(mask, CP_SIZE, COST).received_bytes == 7 * ROWS * bytes_of_a_row
 
@@ -21,7 +21,9 @@ def test_gathering_is_not_hidden() -> None:
     """On one host everything comes by NVLink; on two, half of it also by the cards of its host."""
     mask = masks.sliding_window(LENGTH, 7)
     near, far = (
-        _rivals.all_gather(mask, CP_SIZE, CostModel(ranks_per_host=ranks, latency_us=0, network_latency_us=0))
+        _schemes.all_gather(
+            mask, CP_SIZE, CostModel(ranks_per_host=ranks, latency_us=0, network_latency_us=0)
+        )
         for ranks in (8, 4)
     )
     moved = near.received_bytes
@@ -31,13 +33,13 @@ def test_gathering_is_not_hidden() -> None:
 
 def test_one_rank_moves_nothing() -> None:
     mask = masks.causal(4096)
-    times = [scheme(mask, 1, COST) for scheme in (_rivals.ring, _rivals.all_gather, _rivals.ulysses)]
+    times = [scheme(mask, 1, COST) for scheme in (_schemes.ring, _schemes.all_gather, _schemes.ulysses)]
     assert all(made is not None and made.received_bytes == 0 for made in times)
 
 
 def test_heads_run_out() -> None:
-    assert _rivals.ulysses(masks.full(1 << 12), 64, COST) is not None
-    assert _rivals.ulysses(masks.full(1 << 12), 128, COST) is None
+    assert _schemes.ulysses(masks.full(1 << 12), 64, COST) is not None
+    assert _schemes.ulysses(masks.full(1 << 12), 128, COST) is None
 
 
 def test_everything_is_linear_where_links_are_fast() -> None:
