@@ -1,4 +1,4 @@
-"""Collectives in a compiled program: what its devices send each other."""
+"""Counts collectives in a compiled program: what its devices send each other."""
 
 import re
 from collections import Counter

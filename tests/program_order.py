@@ -1,4 +1,4 @@
-"""What comes before what in a lowered program, by the data that one operation has from another."""
+"""Tells the order of operations in a lowered program, by the data that one has from another."""
 
 import itertools
 import re
@@ -10,7 +10,7 @@ VALUE = re.compile(r"%(\w+)(?:#\d+)?")
 
 
 class Operation:
-    """One line of a function: what it does, what it has operands from, and its custom call, if it is one."""
+    """One line of a function: its kind, where its operands are from, and its custom call, if it is one."""
 
     def __init__(self, line: str) -> None:
         self.kind = line.split(maxsplit=1)[0]
@@ -21,7 +21,7 @@ class Operation:
 
 
 class Order:
-    """Of the operations in the function of a program that calls a target. Names are those of results."""
+    """The operations in the function of a program that calls a target. Their names are those of results."""
 
     def __init__(self, text: str, target: str) -> None:
         (function,) = (part for part in text.split("func.func")[1:] if f"@{target}(" in part)
@@ -30,21 +30,21 @@ class Order:
         }
 
     def calls(self, target: str) -> list[str]:
-        """The names of all calls of a target, in the order of the text."""
+        """Returns the names of all calls of a target, in the order of the text."""
         return [name for name, op in self.operations.items() if op.call and op.call.target == target]
 
     def call(self, name: str) -> Call:
-        """The call of that name."""
+        """Returns the call of that name."""
         call = self.operations[name].call
         assert call
         return call
 
     def users(self, name: str) -> list[Operation]:
-        """What has operands from an operation."""
+        """Returns the operations that have operands from one."""
         return [op for op in self.operations.values() if name in op.operands]
 
     def before(self, name: str) -> set[str]:
-        """All operations that have to be over before one begins; ``"return"`` is the end."""
+        """Returns all operations that have to end before one begins; ``"return"`` is the end."""
         found: set[str] = set()
         to_do = [name]
         while to_do:
@@ -54,5 +54,5 @@ class Order:
         return found
 
     def has_order(self, *names: str) -> bool:
-        """Whether each has to be over before the next one begins."""
+        """Returns whether each has to end before the next one begins."""
         return all(first in self.before(second) for first, second in itertools.pairwise(names))

@@ -1,4 +1,4 @@
-"""What `tests.launcher` starts: one rank, which calls the function that is pickled in a file."""
+"""Runs one rank, as `tests.launcher` starts it: calls the function that is pickled in a file."""
 
 import faulthandler
 import os
@@ -12,9 +12,9 @@ import jax
 
 
 def main(call: str, coordinator: str, processes: str, deadline: str, rank: str, devices: str) -> None:
-    """Ends the process at once on an error: at exit JAX would wait for the other ranks."""
-    # At the deadline, by the clock that all processes share, it says where it hangs, also under pytest, which
-    # has its own standard error.
+    """Calls the function. Ends the process at once on an error: at exit JAX would wait for other ranks."""
+    # At the deadline, by the clock that all processes share, it prints where it hangs. The file is a copy of
+    # standard error, which pytest replaces.
     seconds = max(0.1, float(deadline) - time.monotonic())
     faulthandler.dump_traceback_later(seconds, file=os.dup(sys.stderr.fileno()))
     on_gpus = jax.config.jax_platforms.startswith("cuda")

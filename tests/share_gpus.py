@@ -2,9 +2,9 @@
 
     python -m tests.share_gpus RANKS [--pool PART] [--seconds 1800] [--log PATH] [arguments of pytest]
 
-For machines with fewer GPUs than ranks: it shows that results are right, not that they are fast, for a GPU
-turns from one process to the next every few milliseconds (10,000 calls of four ranks take four minutes). NCCL
-allows it from version 2.30 on. By default those tests of sharded attention, of the collectives and of
+It is for machines with fewer GPUs than ranks, and shows that results are right, not that they are fast, for a
+GPU turns from one process to the next every few milliseconds (10,000 calls of four ranks take four minutes).
+NCCL allows it from version 2.30 on. By default the tests of sharded attention, of the collectives and of
 context_attention run that take all of the ranks. The first failure ends the run: the ranks would no longer be
 at the same place.
 """
@@ -34,50 +34,43 @@ OPTIONS = (
 )
 
 
-class Seen:
+class Passed:
     """A plugin of pytest that counts the tests that passed, and notes the most that arenas had."""
 
     def __init__(self) -> None:
-        self.passed = self.arena_bytes = 0
+        self.count = self.arena_bytes = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.passed += report.when == "call" and report.passed
+        self.count += report.when == "call" and report.passed
         self.arena_bytes = max(self.arena_bytes, arena_bytes())
 
 
 def run_tests(arguments: Sequence[str], log: Path) -> None:
-    """In one rank; the first one writes the log."""
+    """Runs tests in one rank; the first one writes the log."""
     for name in [name for name in os.environ if name.startswith("PYTEST_")]:
         del os.environ[name]  # of another run that this may be part of
-    seen = Seen()
+    passed = Passed()
     recorder = [gpu_log.Recorder(log)] if jax.process_index() == 0 else []
-    failed = pytest.main([*OPTIONS, *arguments], plugins=[seen, *recorder])
-    if failed or seen.passed == 0:
+    failed = pytest.main([*OPTIONS, *arguments], plugins=[passed, *recorder])
+    if failed or passed.count == 0:
         raise SystemExit(failed or f"no test takes {jax.device_count()} ranks here")
     if recorder and log.exists():
-        log.write_text(json.dumps({"arena_bytes": seen.arena_bytes} | json.loads(log.read_text())))
+        log.write_text(json.dumps({"arena_bytes": passed.arena_bytes} | json.loads(log.read_text())))
 
 
 def save(recorded: Path, log: Path, **about: Any) -> None:
-    """Without what was skipped, which is for other numbers of ranks or for one process.
-
-    Args:
-        recorded: what the first rank wrote.
-        log: the file to write.
-        about: what else is to be said of the run.
-    """
+    """Writes a log without the tests that were skipped, which are for other numbers of ranks."""
     if not recorded.exists():
         raise SystemExit("there is nothing to log: see above")
     saved = json.loads(recorded.read_text())
     tests = {name: outcome for name, outcome in saved.pop("tests").items() if outcome != "skipped"}
+    saved |= {"gpus": len(jax.devices())} | about | {"tests": tests}
     log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text(
-        json.dumps(saved | {"gpus": len(jax.devices())} | about | {"tests": tests}, indent=1) + "\n"
-    )
+    log.write_text(json.dumps(saved, indent=1) + "\n")
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """Fails, and leaves the output of all ranks, if a test failed in any of them or none passed."""
+    """Runs the tests. Fails, and leaves the output of all ranks, if one failed anywhere or none passed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

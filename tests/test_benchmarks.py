@@ -109,23 +109,13 @@ def test_context(
 
 
 def test_collectives(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that cannot run here are failures."""
-    monkeypatch.setattr(collectives, "MAX_CALLS", 3)
-    options = "--tokens 256 --ranks 4 --rows bf16,.all-to --repeats 2"
-    options += " --implementations native,.16|plain|lax.all_to_all OUT"
-    plain, lax, native, check = run(collectives, "collectives_h200", options)
-    assert [row["implementation"] for row in (plain, lax)] == ["ours in plain lax", "lax.all_to_all"]
-    assert plain["direction"] == "reduce bf16" and plain["received_bytes"] == 192 * 4096
-    assert native["error"].startswith("NotImplementedError") and check["measured"] is None
-
-
-def test_collectives_in_processes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # to be as it was afterwards
     options = (
         "--tokens 64 --ranks 2 --processes pools --repeats 1 --rows cast,.64 --implementations plain OUT"
     )
-    (row, check) = run(collectives, "collectives_pools", options, committed="collectives_h200")
-    assert row["implementation"] == "ours in plain lax" and not check["met"]
+    row, check = run(collectives, "collectives_pools", options, committed="collectives_h200")
+    assert row["implementation"] == "ours in plain lax" and row["received_bytes"] == 16 * 4096
+    assert check["measured"] is None and not check["met"]
 
 
 def test_sharding(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +124,6 @@ def test_sharding(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     options = "--tokens 64 --width 128 --layers 1 --batch 1 --repeats 1 --rows documents,.(one|heads) OUT"
     one, heads, *checks = run(sharding, "sharding_h200", options)
     assert [row["workload"] for row in (one, heads)] == ["documents, one GPU", "documents, heads over 2 GPUs"]
-    assert one["collectives"] == {} and heads["collectives"].keys() == {"all-reduce"}
-    assert heads["loss"] == pytest.approx(one["loss"], rel=1e-3)
     assert heads["ratio"] == pytest.approx(heads["tokens_per_second"] / one["tokens_per_second"])
     assert [check["measured"] for check in checks] == [0, heads["ratio"]]
 

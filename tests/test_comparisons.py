@@ -14,7 +14,6 @@ from benchmarks import (
     _context_peers,
     _jax_attention,
     _jax_collectives,
-    _requirements,
     _torch_attention,
     _transfers,
     _workloads,
@@ -26,35 +25,26 @@ from benchmarks import (
 )
 from benchmarks._decoder import Sizes
 from benchmarks._report import Failure
-from jaxmagi import flops, masks
+from jaxmagi import flops
 from jaxmagi.attention import attention_reference, attention_reference_vjp
 from jaxmagi.calibration._chain import AXIS, mesh_of, on_ranks
 from jaxmagi.calibration._timing import Timing
 from tests.cases import FP32_TOLERANCE
 
-RANKS, TOKENS, LENGTH, HEADS, KV_HEADS, DIM = 4, 1024, 64, 8, 4, 8
-DIRECTIONS: tuple[_workloads.Direction, ...] = ("forward", "backward")
+RANKS, LENGTH, HEADS, KV_HEADS, DIM = 4, 64, 8, 4, 8
 PATTERNS = [
-    _workloads.Full(30),
-    _workloads.Causal(30),
-    _workloads.Documents((7, 1, 22), causal=True),
-    _workloads.Documents((7, 1, 22), causal=False),
-    _workloads.Window(30, 5),
-    _workloads.SharedPrefix(6, 4, 6),
-    _workloads.Video(3, 10),
+    _workloads.Full(LENGTH),
+    _workloads.Causal(LENGTH),
+    _workloads.Documents((7, 1, 30, 3, 14, 9), causal=True),
+    _workloads.Documents((8,) * 8, causal=False),  # spread over ranks, none sees anything of another's
+    _workloads.Window(LENGTH, 11),
+    _workloads.SharedPrefix(16, 4, 12),
+    _workloads.Video(4, 16),
 ]
-SPREAD_MASKS = {
-    "full": masks.full(LENGTH),
-    "causal": masks.causal(LENGTH),
-    "documents causal": masks.documents([7, 1, 30, 3, 14, 9], "causal"),
-    "short documents": masks.documents([8] * 8, "full"),  # no rank sees anything of another's
-    "window": masks.sliding_window(LENGTH, 11),
-    "video": masks.video(4, 16),
-}
 IN_PLAIN_LAX = "ours in plain lax"
 ANYWHERE = {_jax_collectives.PADDED, IN_PLAIN_LAX, "ring of ppermutes"}
 ANYWHERE |= {f"lax.{name}" for name in ("all_to_all", "all_gather", "psum_scatter")}
-TRANSFERS = {transfer.name: transfer for transfer in _transfers.transfers(RANKS, TOKENS)}
+TRANSFERS = {transfer.name: transfer for transfer in _transfers.transfers(RANKS, 1024)}
 
 
 def same(seconds: float) -> Timing:
@@ -68,7 +58,7 @@ def same(seconds: float) -> Timing:
 def test_flex_attention_gets_the_same_mask(monkeypatch: pytest.MonkeyPatch, pattern: Any) -> None:
     monkeypatch.setattr(_torch_attention, "_segments", lambda x: np.repeat(np.arange(len(x)), x))
     predicate = _torch_attention._mask_mod(pattern)
-    np.testing.assert_array_equal(predicate(0, 0, *np.mgrid[:30, :30]), pattern.mask().to_dense())
+    np.testing.assert_array_equal(predicate(0, 0, *np.mgrid[:LENGTH, :LENGTH]), pattern.mask().to_dense())
 
 
 def test_operations_are_those_of_the_library() -> None:
@@ -109,51 +99,37 @@ def test_speedups_of_attention() -> None:
     assert elsewhere.speedup == pytest.approx(ours.tflops / elsewhere.tflops)
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_required_rows_are_measured(direction: _workloads.Direction) -> None:
-    rows = {workload.name: workload for workload in _workloads.workloads(direction)}
-    for requirement in _requirements.REQUIREMENTS[direction]:
-        assert (requirement.at_least is None) != (requirement.at_most is None)
-        for workload in map(rows.__getitem__, requirement.workloads):
-            measured = _jax_attention.candidates(workload, direction).keys()
-            measured |= _torch_attention.candidates(workload, direction).keys()
-            assert requirement.implementation in measured
-
-
 # --- context parallelism ---
 
 
-def solve(method: _context_peers.Method, operands: tuple[np.ndarray, ...]) -> tuple[Any, ...]:
-    """Returns the output and the gradients in global order; sums those of keys that all ranks hold."""
-    query, key, value, dout = operands
+@pytest.mark.parametrize("pattern", PATTERNS, ids=repr)
+@pytest.mark.parametrize("name", _context_peers.METHODS)
+def test_methods_against_dense_attention(rng: np.random.Generator, name: str, pattern: Any) -> None:
+    """Gradients of keys that all ranks hold are added up."""
+    mask, heads = pattern.mask(), (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    query, key, value, dout = (rng.normal(size=(LENGTH, n, DIM)).astype(np.float32) for n in heads)
+    method = _context_peers.METHODS[name](mask, RANKS, None)
     tokens, shared = method.tokens.reshape(-1), method.key_rows == LENGTH
-
-    def place(x: np.ndarray) -> np.ndarray:
-        return np.tile(x, (RANKS, 1, 1)) if shared else x[tokens]
 
     def both_passes(query: Any, key: Any, value: Any, dout: Any, tables: Any) -> tuple[Any, ...]:
         out, pullback = jax.vjp(lambda *xs: method.attend(*xs, tables), query, key, value)
         return out, *pullback(dout)
 
+    keys = [np.tile(x, (RANKS, 1, 1)) if shared else x[tokens] for x in (key, value)]
+    operands = (query[tokens], *keys, dout[tokens], method.tables)
     mesh = mesh_of(RANKS)
-    arguments = (query[tokens], place(key), place(value), dout[tokens], method.tables)
-    arguments = jax.device_put(arguments, NamedSharding(mesh, P(AXIS)))
-    out, dq, dk, dv = map(np.asarray, on_ranks(both_passes, mesh)(*arguments))
+    found = on_ranks(both_passes, mesh)(*jax.device_put(operands, NamedSharding(mesh, P(AXIS))))
+    out, dq, *dkv = map(np.asarray, found)
     home = np.argsort(tokens)
-    dkv = [x.reshape(RANKS, LENGTH, *x.shape[1:]).sum(0) if shared else x[home] for x in (dk, dv)]
-    return out[home], dq[home], *dkv
-
-
-@pytest.mark.parametrize("name", SPREAD_MASKS)
-@pytest.mark.parametrize("method", _context_peers.METHODS)
-def test_methods_against_dense_attention(rng: np.random.Generator, method: str, name: str) -> None:
-    mask, heads = SPREAD_MASKS[name], (HEADS, KV_HEADS, KV_HEADS, HEADS)
-    operands = tuple(rng.normal(size=(LENGTH, n, DIM)).astype(np.float32) for n in heads)
-    query, key, value, dout = operands
-    found = solve(_context_peers.METHODS[method](mask, RANKS, None), operands)
-    out, _ = attention_reference(query, key, value, mask)
+    dkv = [x.reshape(RANKS, *key.shape).sum(0) if shared else x[home] for x in dkv]
     gradients = attention_reference_vjp(query, key, value, mask, dout)
-    for x, y in zip(found, (out, gradients.query, gradients.key, gradients.value), strict=True):
+    expected = (
+        attention_reference(query, key, value, mask)[0],
+        gradients.query,
+        gradients.key,
+        gradients.value,
+    )
+    for x, y in zip((out[home], dq[home], *dkv), expected, strict=True):
         np.testing.assert_allclose(x, y, atol=4 * FP32_TOLERANCE, rtol=0)
 
 
@@ -212,27 +188,27 @@ def test_collectives_that_reduce(name: str) -> None:
         np.testing.assert_array_equal(x, different.get(peer, expected))
 
 
-def test_rates_and_checks_of_collectives() -> None:
+def test_checks_of_collectives() -> None:
     """Bytes are those that arrive; the best with few multiprocessors counts; the unmeasured is not met."""
-    latency, documents = TRANSFERS["64 KB"], TRANSFERS["documents causal"]
-    np.testing.assert_array_equal(collectives.received_bytes(latency, "reduce f32"), [3 * 128 * 1024] * RANKS)
-    assert collectives.received_bytes(documents, "reduce bf16").sum() == documents.received_rows.sum() * 4096
-
-    def row(
-        workload: str, direction: _jax_collectives.Direction, name: str, seconds: float
-    ) -> collectives.Row:
-        timings = {name: same(seconds), collectives.OURS: same(1e-4)}
-        return collectives.to_rows(TRANSFERS[workload], direction, timings)[0]
-
-    rate = row("all-to-all", "cast", "native, 8 SMs", 1e-5)
-    many = row("all-to-all", "cast", "native, 32 SMs", 5e-6)
-    padded = row("documents causal", "cast", _jax_collectives.PADDED, 1.4e-4)
-    fast = row("64 KB", "cast", "native, 4 SMs", 2e-5)
-    unmeasured = row("all-to-all", "reduce bf16", "lax.all_to_all", 1e-6)
-    assert rate.gb_per_second == pytest.approx(768 * 4096 / 1e-5 / 1e9)
-    found = collectives.checks([rate, many, padded, fast, unmeasured])
-    assert [x.measured for x in found] == [rate.gb_per_second, None, pytest.approx(1.4), pytest.approx(20)]
-    assert [x.met for x in found] == [False, False, False, True]
+    cases: list[tuple[str, _jax_collectives.Direction, str, float]] = [
+        ("all-to-all", "cast", "native, 8 SMs", 1e-5),
+        ("all-to-all", "cast", "native, 32 SMs", 5e-6),
+        ("documents causal", "cast", _jax_collectives.PADDED, 1.4e-4),
+        ("64 KB", "cast", "native, 4 SMs", 2e-5),
+        ("all-to-all", "reduce bf16", "lax.all_to_all", 1e-6),
+    ]
+    rows = [
+        collectives.to_rows(TRANSFERS[name], direction, {each: same(time), collectives.OURS: same(1e-4)})[0]
+        for name, direction, each, time in cases
+    ]
+    assert rows[0].gb_per_second == pytest.approx(768 * 4096 / 1e-5 / 1e9)
+    found = [(x.measured, x.met) for x in collectives.checks(rows)]
+    assert found == [
+        (rows[0].gb_per_second, False),
+        (None, False),
+        (pytest.approx(1.4), False),
+        (pytest.approx(20), True),
+    ]
 
 
 # --- training ---
