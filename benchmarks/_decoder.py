@@ -1,6 +1,6 @@
 """A language model's decoder as plain functions of its parameters, its training step, and Megatron's layout.
 
-Grouped-query attention with rotary embeddings, SwiGLU, RMSNorm before each block, and a head of its own.
+It has grouped-query attention with rotary embeddings, SwiGLU, RMSNorm before each block, and a separate head.
 Parameters and the state of AdamW are in float32, and products in bfloat16.
 """
 
@@ -145,7 +145,7 @@ def _rotate(x: jax.Array) -> jax.Array:
 
 
 class State(NamedTuple):
-    """What training carries from step to step."""
+    """The state that training carries from step to step."""
 
     parameters: Decoder[jax.Array]
     optimizer: Any
@@ -192,7 +192,7 @@ def compile_step(attend: Callable[..., jax.Array], state: State, batch: Batch) -
     """Compiles a training step, from a state and a batch to the next state and the loss of the given one.
 
     Args:
-        attend: attention, which takes the mask of the batch as ``mask``; see also `Attend`.
+        attend: attention as in `Attend`, which takes the mask of the batch as ``mask``.
         state: a state to compile for. Those that the step takes are donated.
         batch: a batch to compile for.
     """

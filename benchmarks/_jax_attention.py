@@ -35,7 +35,7 @@ def ours_on(name: str) -> str:
 
 type Arrays = tuple[jax.Array, ...]
 type Layer = Callable[[AttnMask, Arrays, Arrays], Any]
-"""Runs a layer, given its mask, its own operands and those that layers share."""
+"""Runs a layer, given its mask, its separate operands and those that layers share."""
 type MakeWork = Callable[[Workload, int], DeviceWork]
 """Makes the work of so many layers of a workload."""
 
@@ -80,14 +80,14 @@ def operands(workload: Workload, num_layers: int, direction: Direction) -> tuple
     return [(query, *forward(query, key, value)) for query in queries], (key, value, cotangent)
 
 
-def _forward(mask: AttnMask, own: Arrays, shared: Arrays) -> jax.Array:
-    query, key, value = own + shared
+def _forward(mask: AttnMask, separate: Arrays, shared: Arrays) -> jax.Array:
+    query, key, value = separate + shared
     return attention(query, key, value, mask, implementation="ffi")
 
 
-def _backward(mask: AttnMask, own: Arrays, shared: Arrays, *, deterministic: bool = False) -> Arrays:
+def _backward(mask: AttnMask, separate: Arrays, shared: Arrays, *, deterministic: bool = False) -> Arrays:
     """Runs what differentiating `attention` runs behind the forward pass."""
-    (query, out, lse), (key, value, cotangent) = own, shared
+    (query, out, lse), (key, value, cotangent) = separate, shared
     delta = row_delta(Partial(out, lse), Partial(cotangent, jnp.zeros_like(lse)))
     return attention_backward(
         query,
@@ -114,8 +114,8 @@ def _by_layer(layer: Layer, direction: Direction, workload: Workload, num_layers
     """Makes the work of layers that share a mask, and so its tile schedule, as those of a model do."""
     mask = workload.pattern.mask()
 
-    def layers(own: list[Arrays], shared: Arrays) -> list[Any]:
-        return [layer(mask, each, shared) for each in own]
+    def layers(separate: list[Arrays], shared: Arrays) -> list[Any]:
+        return [layer(mask, each, shared) for each in separate]
 
     return _work(layers, num_layers, *operands(workload, num_layers, direction))
 
@@ -125,24 +125,24 @@ def _planned_each_time(layer: Layer, direction: Direction, workload: Workload, n
     mask = workload.pattern.mask()
     copies = [AttnMask(jnp.array(mask.bands), mask.q_len, mask.kv_len) for _ in range(num_layers)]
 
-    def layers(own: list[Arrays], shared: Arrays, copies: list[AttnMask]) -> list[Any]:
-        return [layer(mask, each, shared) for each, mask in zip(own, copies, strict=True)]
+    def layers(separate: list[Arrays], shared: Arrays, copies: list[AttnMask]) -> list[Any]:
+        return [layer(mask, each, shared) for each, mask in zip(separate, copies, strict=True)]
 
     return _work(layers, num_layers, *operands(workload, num_layers, direction), copies)
 
 
-def _cudnn(is_causal: bool, mask: AttnMask, own: Arrays, shared: Arrays) -> jax.Array:
+def _cudnn(is_causal: bool, mask: AttnMask, separate: Arrays, shared: Arrays) -> jax.Array:
     """Calls `jax.nn.dot_product_attention`."""
     del mask
-    return jax.nn.dot_product_attention(*own, *shared, is_causal=is_causal, implementation="cudnn")
+    return jax.nn.dot_product_attention(*separate, *shared, is_causal=is_causal, implementation="cudnn")
 
 
-def _tokamax(is_causal: bool, mask: AttnMask, own: Arrays, shared: Arrays) -> jax.Array:
+def _tokamax(is_causal: bool, mask: AttnMask, separate: Arrays, shared: Arrays) -> jax.Array:
     """Calls tokamax's Mosaic kernel."""
     from tokamax import dot_product_attention  # pyright: ignore[reportMissingImports]
 
     del mask
-    return dot_product_attention(*own, *shared, is_causal=is_causal, implementation="mosaic")
+    return dot_product_attention(*separate, *shared, is_causal=is_causal, implementation="mosaic")
 
 
 def candidates(workload: Workload, direction: Direction) -> dict[str, MakeWork]:

@@ -38,7 +38,7 @@ class Implementation(NamedTuple):
         run: of a rank's part of the operands and of the tables, inside shard_map.
         rows: of a rank's operands.
         arrays: how many operands keys and values are.
-        tables: what run gets besides, arrays that lead with the ranks.
+        tables: the second operand of run, arrays that lead with the ranks.
     """
 
     run: Callable[[Arrays, Any], Any]

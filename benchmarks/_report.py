@@ -15,7 +15,7 @@ from jaxmagi.calibration._timing import Timing
 
 @dataclass(frozen=True)
 class Result:
-    """What the rows of all benchmarks begin with."""
+    """The first fields of a row of each benchmark."""
 
     workload: str
     direction: str
@@ -29,7 +29,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Row(Result):
-    """What one implementation of attention took for a workload.
+    """The time that an implementation of attention takes for a workload.
 
     speedup: how many times as fast ours is.
     """

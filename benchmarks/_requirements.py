@@ -1,4 +1,4 @@
-"""What is required of the benchmark of attention, in comparison with its peers."""
+"""Lists how fast attention is required to be, in comparison with its peers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from benchmarks._workloads import HELD_AGAINST, MASKS, SHORT_DOCUMENTS, Directio
 
 @dataclass(frozen=True)
 class Requirement:
-    """How many times as fast as another implementation ours has to be on some workloads.
+    """The number of times that ours has to be as fast as another implementation on some workloads.
 
     kind: as in `Check`.
     """

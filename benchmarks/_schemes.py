@@ -72,7 +72,7 @@ def two_dimensional(mask: AttnMask, cp_size: int, cost: CostModel) -> Prediction
     per_host = min(cost.ranks_per_host, cp_size)
     hosts = cp_size // per_host
     part = _with_heads_over(per_host, cost)
-    # In the ring of hosts every rank has a network card of its own.
+    # In the ring of hosts every rank has a separate network card.
     outer = ring(mask, hosts, replace(part, ranks_per_host=1))
     exchanges = [
         _head_exchange(mask.q_len // cp_size, per_host, cost, part, direction)

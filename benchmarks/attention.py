@@ -103,7 +103,7 @@ def measure(direction: Direction, workload: Workload, peers: str, repeats: int) 
 
 
 def to_rows(direction: Direction, workload: Workload, timings: dict[str, Timing]) -> list[Row]:
-    """Returns the rows of one workload; peers of short ones are compared with ours with own plans."""
+    """Returns the rows of one workload; peers of short ones are compared with "ours, own plans"."""
     other = held_against(workload, direction)
     elsewhere = {_jax_attention.ours_on(other.name): other.flops(direction)} if other else {}
     flops = workload.flops(direction)

@@ -31,7 +31,7 @@ LONG_LENGTH, LONG_DOCUMENT = 131_072, 2048
 
 @dataclass(frozen=True)
 class Row:
-    """What one mask and direction took; the speed-up is that over jax.nn."""
+    """The time that an implementation takes for a mask and direction; the speed-up is that over jax.nn."""
 
     mask: str
     direction: str

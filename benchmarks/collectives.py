@@ -61,7 +61,7 @@ POOL = 0.3  # of a GPU's memory
 
 @dataclass(frozen=True)
 class Row(Result):
-    """What one way to make a transfer took.
+    """The time that one way to make a transfer takes.
 
     received_bytes: that arrive at a GPU from others, on average; they make GB/s.
     most_received_bytes: that arrive at the GPU that gets most.

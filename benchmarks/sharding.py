@@ -125,7 +125,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Row(Result):
-    """What was measured of a training step.
+    """The measured time of a training step, and its collectives.
 
     tokens: of all GPUs.
     loss: of the first step.

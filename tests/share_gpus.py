@@ -61,7 +61,7 @@ def run_tests(arguments: Sequence[str], log: Path) -> None:
 def save(recorded: Path, log: Path, **about: Any) -> None:
     """Writes a log without the tests that were skipped, which are for other numbers of ranks."""
     if not recorded.exists():
-        raise SystemExit("there is nothing to log: see above")
+        raise SystemExit("there is nothing to log, for the reason printed above")
     saved = json.loads(recorded.read_text())
     tests = {name: outcome for name, outcome in saved.pop("tests").items() if outcome != "skipped"}
     saved |= {"gpus": len(jax.devices())} | about | {"tests": tests}

@@ -72,11 +72,11 @@ def test_operations_are_those_of_the_library() -> None:
 def test_backward_work_is_the_gradients_of_each_layer(name: str) -> None:
     workload = _workloads.Workload("small", _workloads.Documents((40, 24), causal=True), 16, 8)
     work = _jax_attention.candidates(workload, "backward")[name](workload, 3)
-    own, (key, value, cotangent) = _jax_attention.operands(workload, 3, "backward")
+    separate, (key, value, cotangent) = _jax_attention.operands(workload, 3, "backward")
     found = work.enqueue()
     assert work.passes == len(found) == 3
     attend = functools.partial(jaxmagi.attention, mask=workload.pattern.mask(), implementation="ffi")
-    for (query, out, _), gradients in zip(own, found, strict=True):
+    for (query, out, _), gradients in zip(separate, found, strict=True):
         expected_out, pullback = jax.vjp(attend, query, key, value)
         np.testing.assert_array_equal(out, expected_out)
         jax.tree.map(np.testing.assert_array_equal, gradients, pullback(cotangent))
