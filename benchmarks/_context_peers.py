@@ -1,4 +1,4 @@
-"""Implements other ways to spread attention over ranks, each written as well as it can be on our own local kernel.
+"""Implements other ways to spread attention over ranks, each as well as it can be on our own local kernel.
 
 All functions are of a rank's part, inside shard_map: queries [T, N, D], keys and values [S, K, D]. Partial
 outputs, sums over steps and gradients that travel are in float32 (float64 for float64), as in ours. What a
