@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "csrc/attention/sm90/backward/kernel.cuh"
+#include "csrc/attention/sm90/dispatch.cuh"
 #include "csrc/common/sm90/tensor_map.h"
 
 // Host side of one backward kernel.
@@ -45,8 +46,7 @@ template <typename Config> cudaError_t load_backward() {
 }
 
 template <typename Config> cudaError_t encode_maps(const BackwardParams& params, BackwardTensorMaps* maps) {
-    const auto type =
-        params.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    const CUtensorMapDataType type = tensor_map_type(params.dtype);
     const auto [batch, q_len, kv_len, heads, kv_heads, dim, v_dim] = params.shape;
     const struct {
         HeadsTensor tensor;

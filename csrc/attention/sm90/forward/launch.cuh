@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "csrc/attention/sm90/dispatch.cuh"
 #include "csrc/attention/sm90/forward/kernel.cuh"
 #include "csrc/common/sm90/tensor_map.h"
 
@@ -38,8 +39,7 @@ template <typename Config> cudaError_t load_forward() {
 
 template <typename Config>
 cudaError_t encode_maps(const ForwardParams& params, int pack, ForwardTensorMaps* maps) {
-    const auto type =
-        params.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    const CUtensorMapDataType type = tensor_map_type(params.dtype);
     const HeadsTensor q{params.q, type, params.batch, params.q_len, params.heads, params.dim};
     const HeadsTensor k{params.k, type, params.batch, params.kv_len, params.kv_heads, params.dim};
     const HeadsTensor v{params.v, type, params.batch, params.kv_len, params.kv_heads, params.v_dim};
