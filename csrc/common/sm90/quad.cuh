@@ -2,11 +2,10 @@
 
 #include <cstdint>
 
-// What the 4 lanes that share a row of an accumulator do together.
-
 namespace jaxmagi::sm90 {
 
-// 4 x 4 words over the 4 lanes of a quad: lane t gets the t-th word of every lane.
+// Transposes 4 x 4 words over a quad, the 4 lanes that share a row of an accumulator: lane t gets the t-th word of
+// every lane.
 __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], unsigned lane) {
 #pragma unroll
     for (int distance = 1; distance <= 2; distance *= 2) {
