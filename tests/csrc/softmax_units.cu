@@ -198,13 +198,6 @@ template <int kKeys> void check_mask(Verdict& verdict) {
 
 int main() {
     using namespace jaxmagi::test;
-    Verdict verdict;
-    check_tanh(verdict);
-    check_rescale(verdict);
-    check_mask<64>(verdict);
-    check_mask<80>(verdict);
-    check_mask<96>(verdict);
-    check_mask<112>(verdict);
-    check_mask<128>(verdict);
-    return verdict.exit_code();
+    return run_checks({check_tanh, check_rescale, check_mask<64>, check_mask<80>, check_mask<96>, check_mask<112>,
+                       check_mask<128>});
 }
