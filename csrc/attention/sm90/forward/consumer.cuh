@@ -63,11 +63,11 @@ private:
             empty.arrive();
     }
 
-    // Each warp arrives, since in fully masked tiles no product keeps the warps together.
-    __device__ __forceinline__ void release_queries() const {
+    // Arrives for one warp, where no product keeps the warps together.
+    __device__ __forceinline__ void arrive_from_warp(Mbarrier barrier) const {
         __syncwarp();
         if (elect_lane())
-            memory.q_empty().arrive();
+            barrier.arrive();
     }
 
     // Handles a fully masked tile, or the end of the work items.
@@ -76,9 +76,9 @@ private:
             make_epilogue(item).store_empty();
         if (stages_out()) {
             memory.out_empty(warpgroup).wait(memory.out_empty_parity(item, warpgroup));
-            announce_out();
+            arrive_from_warp(memory.out_full());
         }
-        release_queries();
+        arrive_from_warp(memory.q_empty());
     }
 
     __device__ __forceinline__ void process(int num_blocks, int item) {
@@ -88,7 +88,9 @@ private:
         Output out;
         Operand p;
         first_step(p, rows);
-        clear(out);
+#pragma unroll
+        for (float& x : out)
+            x = 0.f;
 #pragma unroll 1
         for (int left = num_blocks - 1; left > 0; --left) {
             ++block;
@@ -124,12 +126,6 @@ private:
     __device__ __forceinline__ ForwardEpilogue<Config> make_epilogue(int item) const {
         const int same_thread = opaque(thread);
         return {args, memory.work_item(item), row_of(same_thread), same_thread % 32};
-    }
-
-    __device__ __forceinline__ static void clear(Output& out) {
-#pragma unroll
-        for (int i = 0; i < Config::kVDim / 2; ++i)
-            out[i] = 0.f;
     }
 
     __device__ __forceinline__ void first_step(Operand& p, RowState& rows) const {
@@ -184,7 +180,7 @@ private:
 
     __device__ __forceinline__ void last_step(Output& out, Operand& p, const RowState& rows, int item) {
         const ForwardEpilogue<Config> epilogue = make_epilogue(item);
-        release_queries();
+        arrive_from_warp(memory.q_empty());
         memory.v_full(block).wait(memory.parity(block));
         fence_operand(out);
         wgmma_fence();
@@ -210,16 +206,10 @@ private:
             memory.out_empty(warpgroup).wait(memory.out_empty_parity(item, warpgroup));
             epilogue.stage(out, memory.out() + thread / 32 * 16 * kPanelRowBytes);
             fence_shared_for_async();
-            announce_out();
+            arrive_from_warp(memory.out_full());
         } else {
             epilogue.store_16bit(out);
         }
-    }
-
-    __device__ __forceinline__ void announce_out() const {
-        __syncwarp();
-        if (elect_lane())
-            memory.out_full().arrive();
     }
 
     __device__ __forceinline__ void multiply_keys(Logits& logits) const {
