@@ -58,8 +58,8 @@ template <typename Config> struct ForwardMemory {
     static constexpr int kQ = 0, kK = kQ + Config::kQBytes, kV = kK + Config::kStages * Config::kKBytes,
                          kOut = kV + Config::kStages * Config::kVBytes,
                          kWorkItems = kOut + (Config::kStagesOut ? Config::kOutBytes : 0),
-                         kBandRuns = kWorkItems + kItems * static_cast<int>(sizeof(WorkItem)),
-                         kBlocks = kBandRuns + kRuns * static_cast<int>(sizeof(BandRun)),
+                         kBandRuns = kWorkItems + kItems * static_cast<int>(sizeof(ForwardWorkItem)),
+                         kBlocks = kBandRuns + kRuns * static_cast<int>(sizeof(ForwardBandRun)),
                          kPackedTails = kBlocks + kDescriptors * static_cast<int>(sizeof(BlockDescriptor)),
                          kBarriers = kPackedTails + kDescriptors * static_cast<int>(sizeof(BlockDescriptor)),
                          kNumZeroed = kBarriers + 8 * (kOutBarriers + Config::kConsumers), kEnd = kNumZeroed + 8,
@@ -82,11 +82,11 @@ template <typename Config> struct ForwardMemory {
     __device__ __forceinline__ unsigned& num_zeroed() const { return *reinterpret_cast<unsigned*>(base + kNumZeroed); }
     // The output of one warpgroup, in panels.
     __device__ __forceinline__ SharedAddress out() const { return shared_address(base) + kOut; }
-    __device__ __forceinline__ WorkItem& work_item(int item) const {
-        return reinterpret_cast<WorkItem*>(base + kWorkItems)[static_cast<unsigned>(item) % kItems];
+    __device__ __forceinline__ ForwardWorkItem& work_item(int item) const {
+        return reinterpret_cast<ForwardWorkItem*>(base + kWorkItems)[static_cast<unsigned>(item) % kItems];
     }
-    __device__ __forceinline__ BandRun& band_run(unsigned run) const {
-        return reinterpret_cast<BandRun*>(base + kBandRuns)[run % kRuns];
+    __device__ __forceinline__ ForwardBandRun& band_run(unsigned run) const {
+        return reinterpret_cast<ForwardBandRun*>(base + kBandRuns)[run % kRuns];
     }
     __device__ __forceinline__ BlockDescriptor& descriptor(unsigned block) const {
         return reinterpret_cast<BlockDescriptor*>(base + kBlocks)[block % kDescriptors];

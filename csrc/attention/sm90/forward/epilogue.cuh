@@ -23,7 +23,7 @@ template <typename Config> struct ForwardEpilogue {
     using Element = typename Config::Element;
 
     const ForwardArguments& args;
-    const WorkItem& work;
+    const ForwardWorkItem& work;
     int row, lane;  // this thread's first row in the tile; its lane
 
     // The factors of the output and of the previous result, for the two rows of a thread.

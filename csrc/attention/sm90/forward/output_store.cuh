@@ -19,7 +19,7 @@ template <typename Config> struct ForwardOutputStore {
 #pragma unroll 1
             for (int warpgroup = 0; warpgroup < Config::kConsumers; ++warpgroup) {
                 memory.out_full().wait(memory.out_full_parity(item, warpgroup));
-                const WorkItem& work = memory.work_item(item);
+                const ForwardWorkItem& work = memory.work_item(item);
                 num_blocks = work.num_blocks;
                 if (num_blocks > 0)
                     store(work, warpgroup);
@@ -29,7 +29,7 @@ template <typename Config> struct ForwardOutputStore {
     }
 
 private:
-    __device__ __forceinline__ void store(const WorkItem& work, int warpgroup) const {
+    __device__ __forceinline__ void store(const ForwardWorkItem& work, int warpgroup) const {
         const int position = work.row + (warpgroup * 64 >> pack_shift);
 #pragma unroll
         for (int panel = 0; panel < panels(Config::kVDim); ++panel)

@@ -29,7 +29,7 @@ template <typename Config> struct ForwardProducer {
 #pragma unroll 1
         for (unsigned run = 0;; ++run) {
             memory.run_full(run).wait(memory.run_parity(run));
-            const BandRun& band_run = memory.band_run(run);
+            const ForwardBandRun& band_run = memory.band_run(run);
             if (is_empty(band_run.keys))
                 announce_without_queries(band_run.item);
             else
@@ -57,7 +57,7 @@ private:
         if (elect_lane())
             produce_blocks(run);
         __syncwarp();
-        const BandRun& band_run = memory.band_run(run);
+        const ForwardBandRun& band_run = memory.band_run(run);
         const int size = band_run.keys.end - band_run.keys.begin;
         num_blocks += ceil_div(size - band_run.packed_keys, Config::kKeys);
         pending_key = band_run.keys.begin;
@@ -70,7 +70,7 @@ private:
     // loop delays them.
     __device__ __forceinline__ void produce_blocks(unsigned run) const {
         constexpr int kStep = Config::kKeys;
-        const BandRun& band_run = memory.band_run(run);
+        const ForwardBandRun& band_run = memory.band_run(run);
         const TileBand band = band_run.band;
         const KeyHead head = band_run.head;
         const int first_key = band_run.keys.begin, end = band_run.keys.end - band_run.packed_keys;
@@ -119,7 +119,7 @@ private:
     // The first `tail` columns are the last keys of the next run, of which only its packed_keys last ones count.
     __device__ __forceinline__ void load_packed_keys(unsigned block, unsigned run, int tail) const {
         memory.run_full(run + 1).wait(memory.run_parity(run + 1));
-        const BandRun& next = memory.band_run(run + 1);
+        const ForwardBandRun& next = memory.band_run(run + 1);
         memory.packed_tail(block) = next.band.block(next.keys.end - tail, tail - next.packed_keys, tail, Config::kKeys);
         memory.descriptor(block).has_packed_tail = true;
         memory.k_full(block).arrive_and_expect(Config::kKBytes);
@@ -135,7 +135,7 @@ private:
     template <int kColumns>
     __device__ __forceinline__ void load_parts(SharedAddress to, const CUtensorMap& map, unsigned run, int tail,
                                                Mbarrier arrived) const {
-        const BandRun& band_run = memory.band_run(run);
+        const ForwardBandRun& band_run = memory.band_run(run);
         const int tail_key = memory.band_run(run + 1).keys.end - tail;
         const int key = band_run.keys.end - band_run.packed_keys - Config::kKeys;
 #pragma unroll 1
@@ -146,7 +146,7 @@ private:
 
     __device__ __forceinline__ void load_queries(int item) const {
         memory.q_empty().wait((item & 1) ^ 1);
-        const WorkItem& work = memory.work_item(item);
+        const ForwardWorkItem& work = memory.work_item(item);
         memory.q_full().arrive_and_expect(Config::kQBytes);
         load<Config::kDim>(memory.q(), maps.q, Config::kRows, {0, work.head, work.row, work.example},
                            memory.q_full());

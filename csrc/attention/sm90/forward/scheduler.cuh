@@ -30,8 +30,8 @@ private:
     // The run of keys in one of 32 bands, each in one lane. The remainders of two neighbours may share a block.
     struct LaneRun {
         Band band;             // with its visible keys only
-        int packed_keys;       // as in BandRun
-        bool has_packed_tail;  // as in BandRun
+        int packed_keys;       // as in ForwardBandRun
+        bool has_packed_tail;  // as in ForwardBandRun
         unsigned nonempty;     // bits of the lanes with keys
 
         __device__ __forceinline__ int num_blocks() const {
@@ -86,14 +86,14 @@ private:
                 ++num_runs;
             }
         }
-        const WorkItem& work = memory.work_item(item++);
+        const ForwardWorkItem& work = memory.work_item(item++);
         wait_for_producer(work.num_blocks > kManyBlocks ? 1 : num_runs - work.first_run + 1);
     }
 
     // Called by one lane.
     __device__ __forceinline__ void write_run(const LaneRun& run, int item, int left) const {
-        const WorkItem& work = memory.work_item(item);
-        BandRun& to = memory.band_run(num_runs);
+        const ForwardWorkItem& work = memory.work_item(item);
+        ForwardBandRun& to = memory.band_run(num_runs);
         const int last_row = min(Config::kRows >> args.schedule.pack_shift, args.q_len - work.row) - 1;
         to.band = TileBand::make(run.band, work.row, last_row);
         to.keys = {run.band.k0, run.band.k1};
@@ -156,7 +156,7 @@ private:
     }
 
     // Writes a work item once there is room for its first run, whose barrier publishes both.
-    __device__ __forceinline__ void write_item(int item, const WorkItem& work) const {
+    __device__ __forceinline__ void write_item(int item, const ForwardWorkItem& work) const {
         wait_for_free_run();
         if (lane_index() == 0)
             memory.work_item(item) = work;

@@ -8,7 +8,7 @@ namespace jaxmagi::sm90 {
 
 // One row tile for one key head: kRows rows of logits, which are some heads at each of some positions. Heads change
 // faster than positions.
-struct alignas(16) WorkItem {
+struct alignas(16) ForwardWorkItem {
     int num_blocks;          // 0: the rows are fully masked; -1: there are no more work items
     int row, head, example;  // first position and first head
     int key_head;
@@ -49,7 +49,7 @@ struct alignas(16) TileBand {
 };
 
 // The keys that the rows of a tile see in one band, for the producer.
-struct alignas(16) BandRun {
+struct alignas(16) ForwardBandRun {
     TileBand band;
     Range keys;  // empty if the work item has no blocks
     KeyHead head;
