@@ -47,60 +47,52 @@ __global__ void step_rows(const float* logits, float* rows, float to_log2, int* 
     }
 }
 
-enum class RowKind { kAnything, kNegative, kFarBelow, kMasked, kNan, kCount };
+enum RowKind { kAnything, kNegative, kFarBelow, kMasked, kNan, kRowKinds };
 
-RowKind random_kind(std::mt19937& generator) {
-    return static_cast<RowKind>(generator() % static_cast<int>(RowKind::kCount));
-}
-
-std::vector<float> random_row(std::mt19937& generator, RowKind kind, int keys) {
+std::vector<float> random_row(std::mt19937& generator, unsigned kind, int keys) {
     std::normal_distribution<float> normal(0, 20);
     std::vector<float> row(keys);
     for (float& x : row) {
         x = normal(generator);
-        if (kind == RowKind::kNegative)
-            x = -std::abs(x);
-        if (kind == RowKind::kFarBelow)
-            x = -1000 - std::abs(x);
-        if (kind == RowKind::kMasked or generator() % 4 == 0)
+        if (kind == kNegative or kind == kFarBelow)
+            x = (kind == kFarBelow ? -1000 : 0) - std::abs(x);
+        if (kind == kMasked or generator() % 4 == 0)
             x = -INFINITY;
     }
-    if (kind == RowKind::kNan)
+    if (kind == kNan)
         row[generator() % keys] = NAN;
     return row;
 }
 
 // Returns the largest number, or NaN if there is any.
-float exact_maximum(const float* row, int keys) {
+float exact_maximum(const std::vector<float>& row) {
     float largest = -INFINITY;
-    for (int i = 0; i < keys; ++i)
-        largest = std::isnan(row[i]) or row[i] > largest ? row[i] : largest;
+    for (const float x : row)
+        largest = std::isnan(x) or x > largest ? x : largest;
     return largest;
 }
 
 // Rows of a warp are rescaled together, and only if one of them really needs it, even if all its logits are negative.
 void check_rescale(Verdict& verdict) {
-    constexpr int kKeys = 80;
+    constexpr int kKeys = 80, kTrials = 600;
     constexpr float kToLog2 = 0.5f;  // exact
     std::mt19937 generator(1);
     std::vector<float> got, want;
     int num_rescaled = 0;
-    constexpr int kTrials = 600;
     for (int trial = 0; trial < kTrials; ++trial) {
-        std::vector<float> logits, rows(48);
+        std::vector<float> logits, largest(16), rows(48);
         const bool mixed = generator() % 2 == 0, first_step = generator() % 4 == 0;
-        const RowKind kind_of_all = random_kind(generator);
+        const unsigned kind_of_all = generator() % kRowKinds;
         bool needed = false;
         for (int row = 0; row < 16; ++row) {
-            const RowKind kind = mixed ? random_kind(generator) : kind_of_all;
-            const std::vector<float> values = random_row(generator, kind, kKeys);
+            const auto values = random_row(generator, mixed ? generator() % kRowKinds : kind_of_all, kKeys);
             logits.insert(logits.end(), values.begin(), values.end());
-            const float largest = exact_maximum(values.data(), kKeys) * kToLog2;
-            const bool fresh = first_step or std::isinf(largest);
-            rows[row] = fresh ? -FLT_MAX : largest - 0.25f * static_cast<float>(generator() % 42) + 2;
-            if (std::isnan(largest))  // its other logits may count or not: far below row_max, they do not matter
+            largest[row] = exact_maximum(values) * kToLog2;
+            const bool fresh = first_step or std::isinf(largest[row]);
+            rows[row] = fresh ? -FLT_MAX : largest[row] - 0.25f * static_cast<float>(generator() % 42) + 2;
+            if (std::isnan(largest[row]))  // its other logits may count or not: far below row_max, they do not matter
                 rows[row] = 1e6f;
-            needed = needed or largest - rows[row] > 8;
+            needed = needed or largest[row] - rows[row] > 8;
         }
         const DeviceArray<float> device(logits), changed(rows);
         const DeviceArray<int> rescaled(std::vector{-1});
@@ -110,8 +102,7 @@ void check_rescale(Verdict& verdict) {
         num_rescaled += needed;
         const std::vector<float> result = changed.to_host();
         for (int row = 0; row < 16; ++row) {
-            const float largest = exact_maximum(&logits[row * kKeys], kKeys) * kToLog2, before = rows[row];
-            const float after = needed and largest > before ? largest : before;
+            const float before = rows[row], after = needed and largest[row] > before ? largest[row] : before;
             got.insert(got.end(), {result[16 + row], result[32 + row]});
             want.insert(want.end(), {after, std::exp2(before - after)});
         }

@@ -278,11 +278,8 @@ __global__ void __launch_bounds__(kOneCtaThreads) run_all_phases(const __grid_co
 using Kernel = void (*)(TileScheduleParams);
 
 cudaError_t launch(Kernel kernel, const TileScheduleParams& params, int ctas, int threads, cudaStream_t stream) {
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(params.num_masks, std::clamp(ctas, 1, kMaxCtas));
-    config.blockDim = threads;
-    config.stream = stream;
-    return cudaLaunchKernelEx(&config, kernel, params);
+    kernel<<<dim3(params.num_masks, std::clamp(ctas, 1, kMaxCtas)), threads, 0, stream>>>(params);
+    return cudaGetLastError();
 }
 
 }  // namespace
