@@ -1,7 +1,6 @@
 // Bulk loads and additions, 8 x 8 matrices over the lanes of a warp, and transposes in quads, against the host.
 
 #include "csrc/common/sm90/bulk.cuh"
-#include "csrc/common/sm90/quad.cuh"
 #include "csrc/common/sm90/stmatrix.cuh"
 #include "tests/csrc/check.h"
 

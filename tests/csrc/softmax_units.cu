@@ -111,8 +111,8 @@ void check_rescale(Verdict& verdict) {
     verdict.expect("some trials rescale and some do not", 0 < num_rescaled and num_rescaled < kTrials);
 }
 
-// A block of keys from first_key on, of which columns [begin, end) count, and the 16 rows of a warp from first_row on of
-// a tile whose positions, `1 << pack_shift` rows each, begin at `position`.
+// A block of keys from first_key on, of which columns [begin, end) count, and the 16 rows of a warp from first_row on
+// of a tile whose positions, `1 << pack_shift` rows each, begin at `position`.
 struct Block {
     Band band;
     int position, num_positions, first_key, begin, end, pack_shift, first_row;
@@ -152,7 +152,7 @@ template <int kKeys> Block random_block(std::mt19937& generator) {
     block.begin = random(0, 1) * random(0, kKeys - 1);
     block.end = random(0, 1) ? kKeys : random(block.begin + 1, kKeys);
     const int near = block.first_key - block.position, reach = kKeys + 200;
-    block.band = {};  // of designators that a template assigns, cudafe loses those behind a member that is left out
+    block.band = {};  // cudafe loses designators after a member that is left out in a template
     block.band.q0 = std::max(0, block.position + random(-200, 100));
     block.band.q1 = block.position + random(1, 400);
     block.band.lo = random(0, 1) ? -kUnbounded : std::max(-kUnbounded, near + random(-reach, reach));

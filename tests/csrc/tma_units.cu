@@ -87,7 +87,7 @@ void check_load(Verdict& verdict, const char* name, Coordinates at, int rows, in
     verdict.compare(std::string("TMA load ") + name, box.to_host(), want, 0);
 }
 
-// What lies outside the tensor is not written, nor is anything else.
+// Checks that a store writes what lies inside the tensor and nothing else.
 void check_store(Verdict& verdict, const char* name, Coordinates at, int rows, int heads) {
     auto tensor = random_numbers<BFloat16>(kBatch * kLength * kHeads * kDim, 3);
     const auto numbers = random_numbers<BFloat16>(kMaxRows * kPanelColumns, 5);

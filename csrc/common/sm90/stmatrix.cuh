@@ -2,7 +2,10 @@
 
 #include "csrc/common/sm90/shared.cuh"
 
-// 8 x 8 matrices of 16-bit numbers over the lanes of a warp. Lane l holds numbers 2 · (l % 4) + {0, 1} of row l / 4.
+// These functions rearrange accumulators within a warp.
+//
+// An 8 x 8 matrix of 16-bit numbers lies over the lanes of a warp: lane l holds numbers 2 · (l % 4) + {0, 1} of row l /
+// 4.
 
 namespace jaxmagi::sm90 {
 
@@ -25,6 +28,22 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t matrix) {
     uint32_t transposed;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(matrix));
     return transposed;
+}
+
+// Transposes 4 x 4 words over a quad, the 4 lanes that share a row of an accumulator: lane t gets the t-th word of
+// every lane.
+__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], unsigned lane) {
+#pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+        const bool upper = lane & distance;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & distance)
+                continue;
+            const uint32_t received = __shfl_xor_sync(~0u, upper ? words[i] : words[i + distance], distance);
+            (upper ? words[i] : words[i + distance]) = received;
+        }
+    }
 }
 
 }  // namespace jaxmagi::sm90

@@ -53,9 +53,9 @@ template <int kPending> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from moving uses of accumulators across a fence or wait, to where wgmma still writes them: inline PTX
-// does not say that it writes asynchronously. The empty asm changes each register as far as the compiler knows, and its
-// memory clobber keeps it in place. A moved use would make ptxas serialize the products (warning C7510).
+// Keeps the compiler from moving uses of accumulators across a fence or wait, to where wgmma still writes them: inline
+// PTX does not say that it writes asynchronously. The empty asm changes each register as far as the compiler knows, and
+// its memory clobber keeps it in place. A moved use would make ptxas serialize the products (warning C7510).
 template <int kCount> __device__ __forceinline__ void fence_operand(float (&registers)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i)

@@ -36,8 +36,8 @@ template <typename Element_, int kDim_, int kVDim_, int kConsumers_, int kKeys_,
     static constexpr int kQBytes = kRows * kPanelRowBytes * panels(kDim);
     static constexpr int kKBytes = kKeys * kPanelRowBytes * panels(kDim);
     static constexpr int kVBytes = kKeys * kPanelRowBytes * panels(kVDim);
-    // Blocks of keys and values in shared memory. A power of two: with three, finding the stage of a block takes 3 % of
-    // the time.
+    // Blocks of keys and values in shared memory. Their number is a power of two: with three stages, finding the stage
+    // of a block takes 3 % of the time.
     static constexpr int kStages = (kOperandBytes - kQBytes) / (kKBytes + kVBytes) >= 4 ? 4 : 2;
 
     // A 16-bit output goes through shared memory where there is room for it: the warpgroup is free earlier, which

@@ -172,7 +172,7 @@ private:
     }
 
     // Keeps the exponentials before the next wait, so that they overlap with the product it waits for. ptxas would move
-    // them behind it, but it does not move an arrival whose condition (never true) depends on them.
+    // them after it, but it does not move an arrival whose condition (never true) depends on them.
     __device__ __forceinline__ void finish_before_wait(const RowState& rows) const {
         if (rows.row_sum[0] + rows.row_sum[1] < 0.f)
             memory.q_empty().arrive();

@@ -2,7 +2,6 @@
 
 #include "csrc/attention/sm90/forward/arguments.cuh"
 #include "csrc/attention/sm90/forward/softmax.cuh"
-#include "csrc/common/sm90/quad.cuh"
 #include "csrc/common/sm90/stmatrix.cuh"
 
 // Turns the sums of a tile into the result: sinks, normalisation, merging with a previous result, stores.

@@ -6,7 +6,7 @@
 #include "csrc/attention/sm90/forward/forward.h"
 #include "csrc/common/math.h"
 
-// How the work is cut into work items, and the order in which the CTAs take them.
+// This file cuts the work into work items and orders them.
 //
 // A work item has as many rows of logits as a tile of the tile schedule has positions, all of one key head: some query
 // heads of the group (`pack`, a power of two) at each position of a slice of the tile. One head at all positions would

@@ -57,7 +57,7 @@ private:
         return grid_size() + __shfl_sync(~0u, claimed, 0);
     }
 
-    // Writes the work item at these coordinates and its runs; an item behind the last position is none.
+    // Writes the work item at these coordinates and its runs, unless it lies behind the last position.
     __device__ __forceinline__ void schedule(const ForwardItem& coordinates, int& item) {
         const auto [mask, rank, item_head, head_in_group, slice] = coordinates;
         const ScheduledTile tile = args.tiles[static_cast<int64_t>(mask) * args.schedule.num_tiles + rank];
