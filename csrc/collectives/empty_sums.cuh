@@ -49,7 +49,7 @@ __device__ inline void zero_block(const Transfer& transfer, int64_t group, int64
 // `widening`: bytes of sums for each byte that travels.
 __global__ void __launch_bounds__(kZeroingThreads)
     zero_where_empty(const __grid_constant__ Transfer transfer, int blocks_of_group, int widening) {
-    sm90::let_next_begin();
+    sm90::launch_dependent_grids();
     for (int block = blockIdx.x; block < transfer.groups * blocks_of_group; block += gridDim.x)
         zero_block(transfer, block / blocks_of_group, int64_t{block % blocks_of_group} * kZeroedRows, widening);
 }

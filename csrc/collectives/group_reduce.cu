@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Parts parts(transfer, chunks, memory.meeting, transfer.incoming, warp_memory.segments);
     adder.add_up(Items(transfer, parts, adder.kWidening));
     leave(transfer, memory.meeting);
-    sm90::wait_for_previous();  // what comes next finds the zeros, too
+    sm90::wait_for_prior_grids();  // what comes next finds the zeros, too
 }
 
 using Kernel = void (*)(Transfer, Chunks);

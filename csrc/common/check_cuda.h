@@ -7,12 +7,13 @@
 
 namespace jaxmagi {
 
+// Raises std::runtime_error with the name of the CUDA error unless it is cudaSuccess.
 inline void check_cuda(cudaError_t error, const std::string& what) {
     if (error != cudaSuccess)
         throw std::runtime_error(what + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
 }
 
-// The device that is current for this thread.
+// Returns the device that is current for this thread.
 inline int current_ordinal() {
     int ordinal;
     check_cuda(cudaGetDevice(&ordinal), "the current device");

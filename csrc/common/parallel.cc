@@ -34,8 +34,7 @@ void parallel_for(const Scheduler& scheduler, int64_t num_items, const std::func
         for (int worker = 1; worker < num_workers(scheduler, num_items); ++worker)
             scheduler.schedule([job, worker] { take_items(*job, worker); });
     } catch (...) {
-        // Out of memory. The helpers already queued use `body`, so this call must not end before the items do; the
-        // work is done with those helpers, or with none.
+        // Out of memory. Helpers that are already queued use `body`, so this call must not end before the items do.
     }
     take_items(*job, 0);
     for (int64_t done = job->done; done != num_items; done = job->done)

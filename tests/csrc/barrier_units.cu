@@ -1,4 +1,4 @@
-// Barriers in shared memory, named barriers, the division of registers, and the rounding of pairs.
+// Mbarriers, named barriers with registers moved between warpgroups, and the rounding of pairs, against the host.
 
 #include "csrc/common/sm90/mbarrier.cuh"
 #include "csrc/common/sm90/warpgroup.cuh"
@@ -9,9 +9,9 @@ namespace {
 
 using namespace jaxmagi::sm90;
 
-constexpr int kTurns = 1000, kStages = 2;
+constexpr int kSteps = 1000, kStages = 2;
 
-// A warp fills a ring of numbers, a warpgroup reads them: what each thread sums up. A fresh barrier lets wait(1) pass.
+// A thread fills a ring of numbers, and each thread of a warpgroup adds them up. On a new barrier wait(1) returns.
 __global__ void stream_numbers(long long* sums) {
     __shared__ int ring[kStages];
     __shared__ uint64_t barriers[2 * kStages];
@@ -27,17 +27,17 @@ __global__ void stream_numbers(long long* sums) {
     __syncthreads();
     if (threadIdx.x < kWarpgroupThreads) {
         long long sum = 0;
-        for (int turn = 0; turn < kTurns; ++turn) {
-            full(turn % kStages).wait(turn / kStages % 2);
-            sum += static_cast<long long>(ring[turn % kStages]) * (turn + 1);
-            empty(turn % kStages).arrive();
+        for (int step = 0; step < kSteps; ++step) {
+            full(step % kStages).wait(step / kStages % 2);
+            sum += static_cast<long long>(ring[step % kStages]) * (step + 1);
+            empty(step % kStages).arrive();
         }
         sums[threadIdx.x] = sum;
     } else if (threadIdx.x == kWarpgroupThreads) {
-        for (int turn = 0; turn < kTurns; ++turn) {
-            empty(turn % kStages).wait(turn / kStages % 2 ^ 1);
-            ring[turn % kStages] = turn * turn;
-            full(turn % kStages).arrive();
+        for (int step = 0; step < kSteps; ++step) {
+            empty(step % kStages).wait(step / kStages % 2 ^ 1);
+            ring[step % kStages] = step * step;
+            full(step % kStages).arrive();
         }
     }
 }
@@ -46,12 +46,12 @@ void check_mbarriers(Verdict& verdict) {
     const DeviceArray<long long> sums(std::vector<long long>(kWarpgroupThreads, -1));
     stream_numbers<<<1, kWarpgroupThreads + 32>>>(sums.data());
     long long sum = 0;
-    for (long long turn = 0; turn < kTurns; ++turn)
-        sum += turn * turn * (turn + 1);
+    for (long long step = 0; step < kSteps; ++step)
+        sum += step * step * (step + 1);
     verdict.compare("mbarriers of a ring", sums.to_host(), std::vector<long long>(kWarpgroupThreads, sum), 0);
 }
 
-// Three warpgroups add to one number in turns, after one of them gave registers to the others.
+// Three warpgroups write to a list in turn, after a fourth one gave them registers.
 __global__ void __launch_bounds__(4 * kWarpgroupThreads, 1) take_turns(int* order) {
     constexpr int kFirst = 1, kWorkers = 3, kPair = 2 * kWarpgroupThreads;
     __shared__ int count;
@@ -65,19 +65,19 @@ __global__ void __launch_bounds__(4 * kWarpgroupThreads, 1) take_turns(int* orde
         return;
     }
     warpgroup_reg_alloc<160>();
-    for (int turn = 0; turn < kTurns; ++turn) {
+    for (int step = 0; step < kSteps; ++step) {
         named_barrier_sync(kFirst + worker, kPair);
         if (threadIdx.x % kWarpgroupThreads == 0) {
             order[count] = worker;
             ++count;
         }
-        if (turn != kTurns - 1 or worker != kWorkers - 1)
+        if (step != kSteps - 1 or worker != kWorkers - 1)
             named_barrier_arrive(kFirst + (worker + 1) % kWorkers, kPair);
     }
 }
 
 void check_named_barriers(Verdict& verdict) {
-    std::vector<int> wanted(3 * kTurns);
+    std::vector<int> wanted(3 * kSteps);
     for (size_t i = 0; i < wanted.size(); ++i)
         wanted[i] = static_cast<int>(i % 3);
     const DeviceArray<int> order(std::vector<int>(wanted.size(), -1));
@@ -95,24 +95,21 @@ template <typename Element> void check_rounding(Verdict& verdict) {
     constexpr int kCount = 1 << 14;
     std::mt19937 generator(4);
     std::normal_distribution<float> normal;
-    std::vector<float2> numbers(kCount);
+    std::vector<float> numbers(2 * kCount), rounded(2 * kCount);
     std::vector<uint32_t> packed(kCount);
-    std::vector<float> unpacked;
-    for (int i = 0; i < kCount; ++i) {
-        numbers[i] = {std::ldexp(normal(generator), i % 30 - 20), normal(generator)};
-        const uint16_t low = Host<Element>::from_float(numbers[i].x), high = Host<Element>::from_float(numbers[i].y);
-        packed[i] = low | static_cast<uint32_t>(high) << 16;
-        unpacked.insert(unpacked.end(), {Host<Element>::to_float(low), Host<Element>::to_float(high)});
+    for (int i = 0; i < 2 * kCount; ++i) {
+        numbers[i] = std::ldexp(normal(generator), i % 30 - 20);
+        const uint16_t bits = Host<Element>::from_float(numbers[i]);
+        packed[i / 2] |= static_cast<uint32_t>(bits) << i % 2 * 16;
+        rounded[i] = Host<Element>::to_float(bits);
     }
-    const DeviceArray<float2> device(numbers), device_unpacked(numbers);
+    const DeviceArray<float> device(numbers), device_rounded(numbers);
     const DeviceArray<uint32_t> device_packed{std::vector<uint32_t>(kCount)};
-    round_pairs<Element><<<kCount / 256, 256>>>(device.data(), device_packed.data(), device_unpacked.data());
+    round_pairs<Element><<<kCount / 256, 256>>>(reinterpret_cast<const float2*>(device.data()), device_packed.data(),
+                                                reinterpret_cast<float2*>(device_rounded.data()));
     const std::string name = Host<Element>::kName;
     verdict.compare("pairs rounded to " + name, device_packed.to_host(), packed, 0);
-    std::vector<float> flat;
-    for (const float2& pair : device_unpacked.to_host())
-        flat.insert(flat.end(), {pair.x, pair.y});
-    verdict.compare("pairs from " + name, flat, unpacked, 0);
+    verdict.compare("pairs from " + name, device_rounded.to_host(), rounded, 0);
 }
 
 }  // namespace
@@ -120,10 +117,5 @@ template <typename Element> void check_rounding(Verdict& verdict) {
 
 int main() {
     using namespace jaxmagi::test;
-    Verdict verdict;
-    check_mbarriers(verdict);
-    check_named_barriers(verdict);
-    check_rounding<BFloat16>(verdict);
-    check_rounding<Float16>(verdict);
-    return verdict.exit_code();
+    return run_checks({check_mbarriers, check_named_barriers, check_rounding<BFloat16>, check_rounding<Float16>});
 }

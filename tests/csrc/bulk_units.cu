@@ -1,7 +1,6 @@
-// Bulk copies and additions, and 8 x 8 matrices over the lanes of a warp, against the host.
+// Bulk loads and additions, 8 x 8 matrices over the lanes of a warp, and transposes in quads, against the host.
 
 #include "csrc/common/sm90/bulk.cuh"
-#include "csrc/common/sm90/quad.cuh"
 #include "csrc/common/sm90/stmatrix.cuh"
 #include "tests/csrc/check.h"
 
@@ -12,7 +11,7 @@ using namespace jaxmagi::sm90;
 
 constexpr int kNumbers = 132, kCtas = 300;
 
-// Every CTA adds the same numbers, and twice those from the second half on.
+// Every CTA adds the same numbers, and those of the second half twice.
 __global__ void load_and_add(const float* from, float* to) {
     __shared__ alignas(16) float numbers[kNumbers];
     __shared__ uint64_t barrier;
@@ -53,17 +52,15 @@ void check_bulk(Verdict& verdict) {
     verdict.compare("bulk load and addition", to.to_host(), want, 0);
 }
 
-enum class Store { kPlain, kTransposed };
-
-// Four matrices of a warp, one below the other.
-template <Store kStore> __global__ void store_four(const uint32_t* words, uint16_t* to) {
+// Stores four matrices of a warp, one below the other.
+template <bool kTransposed> __global__ void store_four(const uint32_t* words, uint16_t* to) {
     __shared__ alignas(16) uint16_t rows[32][8];
     const int lane = threadIdx.x;
     const uint32_t matrices[4] = {words[lane], words[32 + lane], words[64 + lane], words[96 + lane]};
-    if constexpr (kStore == Store::kPlain)
-        store_matrices(shared_address(rows[lane]), matrices);
-    else
+    if constexpr (kTransposed)
         store_transposed(shared_address(rows[lane]), matrices);
+    else
+        store_matrices(shared_address(rows[lane]), matrices);
     __syncwarp();
     for (int i = 0; i < 8; ++i)
         to[lane * 8 + i] = rows[lane][i];
@@ -73,16 +70,11 @@ __global__ void transpose_one(const uint32_t* words, uint32_t* to) {
     to[threadIdx.x] = transpose_matrix(words[threadIdx.x]);
 }
 
-// Number 0 .. 255 of four matrices, 2 a word, as lanes hold them.
-std::vector<uint32_t> numbered_words() {
-    std::vector<uint32_t> words(128);
-    for (uint32_t i = 0; i < 128; ++i)
-        words[i] = 2 * i | (2 * i + 1) << 16;
-    return words;
-}
-
 void check_matrices(Verdict& verdict) {
-    const DeviceArray<uint32_t> words(numbered_words()), word(std::vector<uint32_t>(32));
+    std::vector<uint32_t> numbered(128);  // numbers 0 .. 255 of four matrices, 2 a word, as lanes hold them
+    for (uint32_t i = 0; i < 128; ++i)
+        numbered[i] = 2 * i | (2 * i + 1) << 16;
+    const DeviceArray<uint32_t> words(numbered), word(std::vector<uint32_t>(32));
     const DeviceArray<uint16_t> rows(std::vector<uint16_t>(256));
     std::vector<uint16_t> plain(256), transposed(256);
     std::vector<uint32_t> swapped(32);
@@ -92,9 +84,9 @@ void check_matrices(Verdict& verdict) {
     }
     for (int lane = 0; lane < 32; ++lane)
         swapped[lane] = transposed[2 * lane] | static_cast<uint32_t>(transposed[2 * lane + 1]) << 16;
-    store_four<Store::kPlain><<<1, 32>>>(words.data(), rows.data());
+    store_four<false><<<1, 32>>>(words.data(), rows.data());
     verdict.compare("matrices stored", rows.to_host(), plain, 0);
-    store_four<Store::kTransposed><<<1, 32>>>(words.data(), rows.data());
+    store_four<true><<<1, 32>>>(words.data(), rows.data());
     verdict.compare("matrices stored transposed", rows.to_host(), transposed, 0);
     transpose_one<<<1, 32>>>(words.data(), word.data());
     verdict.compare("matrix transposed", word.to_host(), swapped, 0);
@@ -123,9 +115,6 @@ void check_quads(Verdict& verdict) {
 }  // namespace jaxmagi::test
 
 int main() {
-    jaxmagi::test::Verdict verdict;
-    jaxmagi::test::check_bulk(verdict);
-    jaxmagi::test::check_matrices(verdict);
-    jaxmagi::test::check_quads(verdict);
-    return verdict.exit_code();
+    using namespace jaxmagi::test;
+    return run_checks({check_bulk, check_matrices, check_quads});
 }

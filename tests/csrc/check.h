@@ -8,14 +8,14 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <initializer_list>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "csrc/common/sm90/element.cuh"
 
-// What the unit tests of PTX wrappers and kernels share: device arrays, 16-bit numbers on the host, and a verdict per
-// check.
+// Unit programs share device arrays, 16-bit numbers on the host, and a verdict for each check.
 
 namespace jaxmagi::test {
 
@@ -37,7 +37,7 @@ public:
 
     T* data() const { return data_; }
 
-    // After everything launched so far.
+    // Waits for everything launched so far and returns the array.
     std::vector<T> to_host() const {
         must(cudaGetLastError(), "launching");
         std::vector<T> values(size_);
@@ -72,7 +72,7 @@ template <typename Element> std::vector<uint16_t> random_numbers(size_t count, u
     return numbers;
 }
 
-// One line per check, and whether any failed.
+// Prints a line for each check and remembers whether any failed.
 class Verdict {
 public:
     template <typename T>
@@ -95,5 +95,13 @@ public:
 private:
     bool failed_ = false;
 };
+
+// Runs the checks of a program and returns its exit code.
+inline int run_checks(std::initializer_list<void (*)(Verdict&)> checks) {
+    Verdict verdict;
+    for (const auto check : checks)
+        check(verdict);
+    return verdict.exit_code();
+}
 
 }  // namespace jaxmagi::test

@@ -1,4 +1,4 @@
-"""Programs of their own, compiled where the tests run."""
+"""Unit programs, compiled where the tests run."""
 
 import shutil
 import subprocess
@@ -10,38 +10,39 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 SOURCES = ROOT / "csrc"
-FLAGS = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++20", "-O2", "--split-compile=0"]
+NVCC_FLAGS = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++20", "-O2", "--split-compile=0"]
 
 
 def succeed(*command: str | Path) -> str:
-    """Runs a command that must exit with 0; its output is the message if it does not."""
+    """Returns the output of a command; raises AssertionError with it unless the command exits with 0."""
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
 
 
 def build(program: str, sources: list[str], folder: Path) -> Path:
-    """Compiles a .cu of this folder with these files of csrc/, or skips the test."""
-    nvcc = shutil.which("nvcc")
-    if nvcc is None or not SOURCES.exists():
-        pytest.skip(f"nvcc: {nvcc}, sources in {SOURCES}: {SOURCES.exists()}")
-    succeed(sys.executable, SOURCES / "common" / "sm90" / "generate_wgmma.py", folder / "wgmma_shapes.inc")
-    files = [HERE / f"{program}.cu", *(SOURCES / source for source in sources)]
-    succeed(nvcc, *FLAGS, f"-I{ROOT}", f"-I{folder}", *files, "-o", folder / program)
-    return folder / program
+    """Compiles a .cu of this folder with these files of csrc/ and returns the program, or skips the test."""
+    return _compile("nvcc", NVCC_FLAGS, [HERE / f"{program}.cu", *_in_csrc(sources)], folder)
 
 
 def build_for_host(program: str, sources: list[str], folder: Path) -> Path:
-    """Compiles a .cc of this folder with these files of csrc/, without CUDA, or skips the test."""
-    compiler = shutil.which("c++")
-    if compiler is None or not SOURCES.exists():
-        pytest.skip(f"c++: {compiler}, sources in {SOURCES}: {SOURCES.exists()}")
-    files = [HERE / f"{program}.cc", *(SOURCES / source for source in sources)]
-    succeed(compiler, "-std=c++20", "-O1", f"-I{ROOT}", *files, "-o", folder / program)
-    return folder / program
+    """Compiles a .cc of this folder without CUDA, and otherwise does what `build` does."""
+    return _compile("c++", ["-std=c++20", "-O1"], [HERE / f"{program}.cc", *_in_csrc(sources)], folder)
+
+
+def _in_csrc(sources: list[str]) -> list[Path]:
+    return [SOURCES / source for source in sources]
+
+
+def _compile(compiler: str, flags: list[str], files: list[Path], folder: Path) -> Path:
+    if shutil.which(compiler) is None or not SOURCES.exists():
+        pytest.skip(f"{compiler} or {SOURCES} is missing")
+    succeed(sys.executable, SOURCES / "common" / "sm90" / "generate_wgmma.py", folder / "wgmma_shapes.inc")
+    succeed(compiler, *flags, f"-I{ROOT}", f"-I{folder}", *files, "-o", folder / "program")
+    return folder / "program"
 
 
 def assert_all_ok(output: str) -> None:
-    """Of a program that prints one line for each check."""
+    """Raises AssertionError unless each line of the output is of a check that succeeded."""
     lines = output.splitlines()
     assert lines and all(line.startswith("ok ") for line in lines), output

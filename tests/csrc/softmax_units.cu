@@ -1,4 +1,4 @@
-// What surrounds the products of the forward kernel: tanh, references of the softmax, visible columns, transposes.
+// Functions around the products of the forward kernel, against the host: tanh, lazy rescale, visible columns.
 
 #include "csrc/attention/sm90/forward/epilogue.cuh"
 #include "tests/csrc/check.h"
@@ -13,7 +13,7 @@ __global__ void apply_tanh(const float* x, float* y, int count) {
         y[i] = fast_tanh(x[i]);
 }
 
-// From -20 to 20, dense around 0; errors relative to the result.
+// Arguments from -20 to 20 are dense around 0; errors are relative to the result.
 void check_tanh(Verdict& verdict) {
     std::vector<float> x;
     for (int i = -100'000; i <= 100'000; ++i)
@@ -27,150 +27,122 @@ void check_tanh(Verdict& verdict) {
     verdict.compare("tanh", relative, std::vector<double>(x.size()), 7e-7);
 }
 
-__global__ void transpose(uint32_t* words) {
-    uint32_t own[4];
-    for (int i = 0; i < 4; ++i)
-        own[i] = threadIdx.x * 4 + i;
-    transpose_quad(own, threadIdx.x);
-    for (int i = 0; i < 4; ++i)
-        words[threadIdx.x * 4 + i] = own[i];
-}
-
-void check_transpose(Verdict& verdict) {
-    const DeviceArray<uint32_t> words(std::vector<uint32_t>(128));
-    transpose<<<1, 32>>>(words.data());
-    std::vector<uint32_t> want;
-    for (uint32_t lane = 0; lane < 32; ++lane)
-        for (uint32_t i = 0; i < 4; ++i)
-            want.push_back((lane / 4 * 4 + i) * 4 + lane % 4);
-    verdict.compare("transpose", words.to_host(), want, 0);
-}
-
-// One step of a warp: 16 rows of logits, and the references of the rows before (16) and after (16), scales behind them.
+// One step of a warp on 16 rows of logits. Of `rows`, the first 16 are row_max before the step; it writes row_max after
+// the step behind them, and corrections last.
 template <int kKeys>
-__global__ void step_references(const float* logits, float* references, float to_log2, int* moved) {
+__global__ void step_rows(const float* logits, float* rows, float to_log2, int* rescaled) {
     const int row = threadIdx.x / 4, first_column = threadIdx.x % 4 * 2;
     float own[kKeys / 2];
     for (int i = 0; i < kKeys / 2; ++i)
         own[i] = logits[(row + i / 2 % 2 * 8) * kKeys + first_column + i / 4 * 8 + i % 2];
-    RowState rows;
+    RowState state;
     for (int r = 0; r < 2; ++r) {
-        rows.reference[r] = references[row + 8 * r];
-        rows.scale[r] = 1;
+        state.row_max[r] = rows[row + 8 * r];
+        state.correction[r] = 1;
     }
-    *moved = move_references(own, rows, to_log2);
+    *rescaled = rescale_if_needed(own, state, to_log2);
     for (int r = 0; r < 2; ++r) {
-        references[16 + row + 8 * r] = rows.reference[r];
-        references[32 + row + 8 * r] = rows.scale[r];
+        rows[16 + row + 8 * r] = state.row_max[r];
+        rows[32 + row + 8 * r] = state.correction[r];
     }
 }
 
-// What a row of logits is like.
-enum class RowKind { kAnything, kNegative, kFarBelow, kUnseen, kNan, kCount };
+enum RowKind { kAnything, kNegative, kFarBelow, kMasked, kNan, kRowKinds };
 
-RowKind random_kind(std::mt19937& generator) {
-    return static_cast<RowKind>(generator() % static_cast<int>(RowKind::kCount));
-}
-
-std::vector<float> random_row(std::mt19937& generator, RowKind kind, int keys) {
+std::vector<float> random_row(std::mt19937& generator, unsigned kind, int keys) {
     std::normal_distribution<float> normal(0, 20);
     std::vector<float> row(keys);
     for (float& x : row) {
         x = normal(generator);
-        if (kind == RowKind::kNegative)
-            x = -std::abs(x);
-        if (kind == RowKind::kFarBelow)
-            x = -1000 - std::abs(x);
-        if (kind == RowKind::kUnseen or generator() % 4 == 0)
+        if (kind == kNegative or kind == kFarBelow)
+            x = (kind == kFarBelow ? -1000 : 0) - std::abs(x);
+        if (kind == kMasked or generator() % 4 == 0)
             x = -INFINITY;
     }
-    if (kind == RowKind::kNan)
+    if (kind == kNan)
         row[generator() % keys] = NAN;
     return row;
 }
 
-// The largest number, NaN if there is any.
-float exact_maximum(const float* row, int keys) {
+// Returns the largest number, or NaN if there is any.
+float exact_maximum(const std::vector<float>& row) {
     float largest = -INFINITY;
-    for (int i = 0; i < keys; ++i)
-        largest = std::isnan(row[i]) or row[i] > largest ? row[i] : largest;
+    for (const float x : row)
+        largest = std::isnan(x) or x > largest ? x : largest;
     return largest;
 }
 
-// Rows of a warp move together, and only if one of them is really behind: whether all its logits are negative or not.
-void check_references(Verdict& verdict) {
-    constexpr int kKeys = 80;
+// Rows of a warp are rescaled together, and only if one of them really needs it, even if all its logits are negative.
+void check_rescale(Verdict& verdict) {
+    constexpr int kKeys = 80, kTrials = 600;
     constexpr float kToLog2 = 0.5f;  // exact
     std::mt19937 generator(1);
     std::vector<float> got, want;
-    int num_moved = 0;
-    constexpr int kTrials = 600;
+    int num_rescaled = 0;
     for (int trial = 0; trial < kTrials; ++trial) {
-        std::vector<float> logits, references(48);
+        std::vector<float> logits, largest(16), rows(48);
         const bool mixed = generator() % 2 == 0, first_step = generator() % 4 == 0;
-        const RowKind kind_of_all = random_kind(generator);
-        bool behind = false;
+        const unsigned kind_of_all = generator() % kRowKinds;
+        bool needed = false;
         for (int row = 0; row < 16; ++row) {
-            const RowKind kind = mixed ? random_kind(generator) : kind_of_all;
-            const std::vector<float> values = random_row(generator, kind, kKeys);
+            const auto values = random_row(generator, mixed ? generator() % kRowKinds : kind_of_all, kKeys);
             logits.insert(logits.end(), values.begin(), values.end());
-            const float largest = exact_maximum(values.data(), kKeys) * kToLog2;
-            const bool fresh = first_step or std::isinf(largest);
-            references[row] = fresh ? -FLT_MAX : largest - 0.25f * static_cast<float>(generator() % 42) + 2;
-            if (std::isnan(largest))  // its other logits may count or not: far below the reference, they do not matter
-                references[row] = 1e6f;
-            behind = behind or largest - references[row] > 8;
+            largest[row] = exact_maximum(values) * kToLog2;
+            const bool fresh = first_step or std::isinf(largest[row]);
+            rows[row] = fresh ? -FLT_MAX : largest[row] - 0.25f * static_cast<float>(generator() % 42) + 2;
+            if (std::isnan(largest[row]))  // its other logits may count or not: far below row_max, they do not matter
+                rows[row] = 1e6f;
+            needed = needed or largest[row] - rows[row] > 8;
         }
-        const DeviceArray<float> device(logits), changed(references);
-        const DeviceArray<int> moved(std::vector{-1});
-        step_references<kKeys><<<1, 32>>>(device.data(), changed.data(), kToLog2, moved.data());
-        got.push_back(static_cast<float>(moved.to_host()[0]));
-        want.push_back(behind);
-        num_moved += behind;
+        const DeviceArray<float> device(logits), changed(rows);
+        const DeviceArray<int> rescaled(std::vector{-1});
+        step_rows<kKeys><<<1, 32>>>(device.data(), changed.data(), kToLog2, rescaled.data());
+        got.push_back(static_cast<float>(rescaled.to_host()[0]));
+        want.push_back(needed);
+        num_rescaled += needed;
         const std::vector<float> result = changed.to_host();
         for (int row = 0; row < 16; ++row) {
-            const float largest = exact_maximum(&logits[row * kKeys], kKeys) * kToLog2, before = references[row];
-            const float after = behind and largest > before ? largest : before;
+            const float before = rows[row], after = needed and largest[row] > before ? largest[row] : before;
             got.insert(got.end(), {result[16 + row], result[32 + row]});
             want.insert(want.end(), {after, std::exp2(before - after)});
         }
     }
-    verdict.compare("references", got, want, 1e-6);
-    verdict.compare("whether some moved and some did not", std::vector{int(0 < num_moved and num_moved < kTrials)},
-                    std::vector{1}, 0);
+    verdict.compare("row_max and correction", got, want, 1e-6);
+    verdict.expect("some trials rescale and some do not", 0 < num_rescaled and num_rescaled < kTrials);
 }
 
-// A block of keys from first_key on, of which columns [begin, end) count, before a warp: 16 rows from first_row on of a
-// tile whose positions, `1 << pack_shift` rows each, begin at `position`.
+// A block of keys from first_key on, of which columns [begin, end) count, and the 16 rows of a warp from first_row on
+// of a tile whose positions, `1 << pack_shift` rows each, begin at `position`.
 struct Block {
     Band band;
     int position, num_positions, first_key, begin, end, pack_shift, first_row;
 };
 
-// What the threads of the warp see; behind it whether the block counts as masked.
-template <int kKeys> __global__ void hide_block(Block block, float* seen) {
-    __shared__ BlockMessage message;
-    message = TileBand::make(block.band, block.position, block.num_positions - 1)
-                  .block(block.first_key, block.begin, block.end, kKeys);
+// Writes 1 for each visible logit of the warp's rows and 0 for the other ones; the last number is whether the block is
+// masked.
+template <int kKeys> __global__ void mask_block(Block block, float* visible) {
+    __shared__ BlockDescriptor descriptor;
+    descriptor = TileBand::make(block.band, block.position, block.num_positions - 1)
+                     .block(block.first_key, block.begin, block.end, kKeys);
     __syncthreads();
     const int row = threadIdx.x / 4, first_column = threadIdx.x % 4 * 2;
     float logits[kKeys / 2];
     for (float& x : logits)
         x = 1;
-    hide(logits, visible_bits<kKeys / 2>(message, block.first_row + row, block.pack_shift, first_column));
+    apply_mask(logits, visible_bits<kKeys / 2>(descriptor, block.first_row + row, block.pack_shift, first_column));
     for (int i = 0; i < kKeys / 2; ++i)
-        seen[(row + i / 2 % 2 * 8) * kKeys + first_column + i / 4 * 8 + i % 2] = logits[i] == 1;
-    seen[16 * kKeys] = message.masked;
+        visible[(row + i / 2 % 2 * 8) * kKeys + first_column + i / 4 * 8 + i % 2] = logits[i] == 1;
+    visible[16 * kKeys] = descriptor.masked;
 }
 
-bool is_seen(const Block& block, int row, int column) {
+bool is_visible(const Block& block, int row, int column) {
     const int64_t q = int64_t{block.position} + ((block.first_row + row) >> block.pack_shift);
     const int64_t distance = int64_t{block.first_key} + column - q;
     return block.band.q0 <= q and q < block.band.q1 and block.band.lo <= distance and distance <= block.band.hi and
            block.begin <= column and column < block.end;
 }
 
-// Also at the longest lengths, where nothing may overflow.
+// Returns a block that is often at the longest lengths, where nothing may overflow.
 template <int kKeys> Block random_block(std::mt19937& generator) {
     const auto random = [&](int low, int high) { return std::uniform_int_distribution(low, high)(generator); };
     const auto anywhere = [&] { return random(0, 1) * (kUnbounded - 4096) + random(0, 3000); };
@@ -180,7 +152,7 @@ template <int kKeys> Block random_block(std::mt19937& generator) {
     block.begin = random(0, 1) * random(0, kKeys - 1);
     block.end = random(0, 1) ? kKeys : random(block.begin + 1, kKeys);
     const int near = block.first_key - block.position, reach = kKeys + 200;
-    block.band = {};  // of designators that a template assigns, cudafe loses those behind a member that is left out
+    block.band = {};  // cudafe loses designators after a member that is left out in a template
     block.band.q0 = std::max(0, block.position + random(-200, 100));
     block.band.q1 = block.position + random(1, 400);
     block.band.lo = random(0, 1) ? -kUnbounded : std::max(-kUnbounded, near + random(-reach, reach));
@@ -188,29 +160,28 @@ template <int kKeys> Block random_block(std::mt19937& generator) {
     return block;
 }
 
-template <int kKeys> void check_hide(Verdict& verdict) {
+template <int kKeys> void check_mask(Verdict& verdict) {
     std::mt19937 generator(kKeys);
     std::vector<float> got, want;
     int num_open = 0, num_wrongly_open = 0;
     for (int trial = 0; trial < 400; ++trial) {
         const Block block = random_block<kKeys>(generator);
-        const DeviceArray<float> seen(std::vector<float>(16 * kKeys + 1, -1));
-        hide_block<kKeys><<<1, 32>>>(block, seen.data());
-        std::vector<float> result = seen.to_host();
+        const DeviceArray<float> visible(std::vector<float>(16 * kKeys + 1, -1));
+        mask_block<kKeys><<<1, 32>>>(block, visible.data());
+        std::vector<float> result = visible.to_host();
         const bool open = result.back() == 0;
         num_open += open;
         result.pop_back();
         got.insert(got.end(), result.begin(), result.end());
         for (int row = 0; row < 16; ++row) {
             for (int column = 0; column < kKeys; ++column) {
-                want.push_back(is_seen(block, row, column));
-                num_wrongly_open += open and not is_seen(block, row, column);
+                want.push_back(is_visible(block, row, column));
+                num_wrongly_open += open and not is_visible(block, row, column);
             }
         }
     }
     verdict.compare("visible columns of " + std::to_string(kKeys), got, want, 0);
-    verdict.compare("cells of open blocks that are not seen", std::vector{num_wrongly_open}, std::vector{0}, 0);
-    verdict.compare("whether there are open blocks", std::vector{int(num_open > 0)}, std::vector{1}, 0);
+    verdict.expect("every cell of blocks that are not masked is visible", num_open > 0 and num_wrongly_open == 0);
 }
 
 }  // namespace
@@ -218,14 +189,6 @@ template <int kKeys> void check_hide(Verdict& verdict) {
 
 int main() {
     using namespace jaxmagi::test;
-    Verdict verdict;
-    check_tanh(verdict);
-    check_transpose(verdict);
-    check_references(verdict);
-    check_hide<64>(verdict);
-    check_hide<80>(verdict);
-    check_hide<96>(verdict);
-    check_hide<112>(verdict);
-    check_hide<128>(verdict);
-    return verdict.exit_code();
+    return run_checks({check_tanh, check_rescale, check_mask<64>, check_mask<80>, check_mask<96>, check_mask<112>,
+                       check_mask<128>});
 }

@@ -1,4 +1,4 @@
-"""The wrappers of PTX, each against the host."""
+"""Programs that compare the wrappers of PTX, and functions of the kernels, with the host."""
 
 from pathlib import Path
 
@@ -9,8 +9,6 @@ from .programs import assert_all_ok, build, succeed
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize(
-    "program", ["wgmma_units", "tma_units", "barrier_units", "softmax_units", "bulk_units"]
-)
-def test_units(tmp_path: Path, program: str) -> None:
-    assert_all_ok(succeed(build(program, ["common/sm90/tensor_map.cu"], tmp_path)))
+@pytest.mark.parametrize("units", ["wgmma", "tma", "barrier", "softmax", "bulk"])
+def test_units(tmp_path: Path, units: str) -> None:
+    assert_all_ok(succeed(build(f"{units}_units", ["common/sm90/tensor_map.cu"], tmp_path)))

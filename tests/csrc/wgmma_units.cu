@@ -1,4 +1,4 @@
-// Every form of wgmma against a product on the host: A from shared memory or registers, both major-nesses of A and B,
+// Every form of wgmma against a product on the host: A in shared memory or registers, A and B K-major or MN-major,
 // operands written by TMA or by ordinary stores.
 
 #include "csrc/common/sm90/mbarrier.cuh"
@@ -38,7 +38,7 @@ template <typename Element_, int kColumns_, Source kSource_, bool kTransposedA_,
     }
 };
 
-// As TMA would write it: 16-byte units of a row change places by the row's number.
+// Writes panels as TMA does: the 16-byte units of a row change places by the row's number.
 __device__ void store_panels(SharedAddress to, const uint16_t* from, int rows, int columns) {
     for (int i = threadIdx.x; i < rows * panels(columns) * kPanelColumns; i += kThreads) {
         const int row = i % rows, column = i / rows, unit = column / 8 % 8 ^ row % 8;
@@ -55,12 +55,12 @@ __device__ void load_panels(SharedAddress to, const CUtensorMap& map, int rows, 
         tma_load(to + panel * rows * kPanelRowBytes, map, {panel * kPanelColumns, 0, 0, 0}, arrived);
 }
 
-// Where the part of an operand for one step begins.
+// Returns the offset of the part of an operand for one step.
 __device__ constexpr int step_offset(bool transposed, int panel_bytes, int step) {
     return transposed ? step * 16 * kPanelRowBytes : step / 4 * panel_bytes + step % 4 * 32;
 }
 
-// The thread's part of columns 16 · step .. 16 · step + 15 of A.
+// Loads the thread's part of columns 16 · step .. 16 · step + 15 of A.
 __device__ void load_fragment(uint32_t (&fragment)[4], const uint16_t* a, int step) {
     const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 16 * step + 2 * (threadIdx.x % 4);
     for (int i = 0; i < 4; ++i)
@@ -181,10 +181,8 @@ template <typename Element, int... kColumns> void check_shapes(Verdict& verdict)
 
 int main() {
     using namespace jaxmagi::test;
-    Verdict verdict;
-    check_shapes<BFloat16, 16, 64, 80, 96, 112, 128, 144, 176, 192, 256>(verdict);
-    check_shapes<Float16, 64, 80, 96, 112, 128, 144, 176, 192, 256>(verdict);
-    check<Form<BFloat16, 128, Source::kStores, false, false>>(verdict);
-    check<Form<Float16, 80, Source::kStores, true, true>>(verdict);
-    return verdict.exit_code();
+    return run_checks({check_shapes<BFloat16, 16, 64, 80, 96, 112, 128, 144, 176, 192, 256>,
+                       check_shapes<Float16, 64, 80, 96, 112, 128, 144, 176, 192, 256>,
+                       check<Form<BFloat16, 128, Source::kStores, false, false>>,
+                       check<Form<Float16, 80, Source::kStores, true, true>>});
 }

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-// Arithmetic on a thread's part of a block of logits that both passes share.
+// Arithmetic on a thread's part of a block of logits, for both passes.
 
 namespace jaxmagi::sm90 {
 
@@ -20,7 +20,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
-// To 7e-7 relative. The exponential loses digits near 0, where the series (x to the 7th power) has them.
+// Has a relative error of 7e-7. The exponential loses digits near 0, where the series (up to x^7) has them.
 __device__ __forceinline__ float fast_tanh(float x) {
     const float large = 1.f - 2.f * reciprocal_approx(exp2_approx(x * (2.f * kLog2E)) + 1.f);
     const float square = x * x;
@@ -28,12 +28,12 @@ __device__ __forceinline__ float fast_tanh(float x) {
     return fabsf(x) < 0.25f ? x * series : large;
 }
 
-// How many of a thread's columns (0, 1, 8, 9, 16, 17, ...) are smaller.
+// Returns how many of a thread's columns (0, 1, 8, 9, 16, 17, ...) are smaller than `column`.
 __device__ __forceinline__ int columns_below(int column) {
     return column < 0 ? 0 : column / 8 * 2 + min(column % 8, 2);
 }
 
-// As operand A of the product with the values, 16 keys at a time.
+// Rounds probabilities to operand A of the product with the values, 16 keys at a time.
 template <typename Element, int kCount>
 __device__ __forceinline__ void round_to_operand(const float (&p)[kCount], uint32_t (&operand)[kCount / 8][4]) {
 #pragma unroll

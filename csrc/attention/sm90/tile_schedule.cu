@@ -6,34 +6,34 @@
 #include "csrc/common/math.h"
 #include "csrc/mask/band.h"
 
-// Four phases: bands get keys, are sorted by them, give every tile its window and its cost, and tiles are sorted by
-// that. Sorting is by rank, the number of keys that come before: n^2 comparisons, but on all SMs at once and without a
-// barrier between CTAs.
-// A small plan runs all phases in one CTA.
+// There are four phases: computing the sort keys of bands, sorting bands, finding the bands and the cost of each tile,
+// and sorting tiles by cost. The place of an element in sorted order is the number of keys before its own, which takes
+// n^2 comparisons, but runs on all SMs at once and needs no barrier between CTAs. One CTA runs all phases of a small
+// mask.
 
 namespace jaxmagi::sm90 {
 namespace {
 
 constexpr unsigned kAllLanes = ~0u;
 constexpr int kWarpSize = 32;
-constexpr int kRankedPerWarp = 4;
-constexpr int kStagedKeys = 4096;  // in shared memory at a time, while keys are counted
-constexpr int kReachGroup = 128;
-constexpr int kThreads = 256, kThreadsAlone = 1024;
-constexpr int kMaxAlone = 256;  // bands, and tiles, of a plan that one CTA makes
+constexpr int kKeysPerWarp = 4;
+constexpr int kStagedKeys = 4096;  // keys in shared memory at a time
+constexpr int kBandGroup = 128;  // bands that share an entry of max_q1
+constexpr int kThreads = 256, kOneCtaThreads = 1024;
+constexpr int kMaxInOneCta = 256;  // bands, and tiles, of a mask that one CTA schedules
 constexpr int kMaxCtas = 65535;
 
-// What one plan reads and writes. Sorting is stable.
-struct Plan {
+// The arrays of one mask. Sorting is stable.
+struct MaskBuffers {
     const int32_t* bands;
     ScheduledBand* sorted;
     ScheduledTile* tiles;
     ScheduledTile* unsorted_tiles;
-    uint32_t *band_keys, *tile_keys;  // below 2^31
-    int* reach;  // per kReachGroup sorted bands the largest q1
+    uint32_t *band_keys, *tile_keys;  // sort keys, below 2^31
+    int* max_q1;                      // largest q1 of each kBandGroup sorted bands
 };
 
-// The threads that share a phase; whole warps.
+// A thread among those that share a phase, which are whole warps.
 struct Threads {
     int index, count;
 
@@ -44,12 +44,12 @@ struct Threads {
 
 constexpr int kWordsPerTile = sizeof(ScheduledTile) / sizeof(uint64_t);
 
-JAXMAGI_HOST_DEVICE int64_t words_of_plan(int capacity, int num_tiles) {
-    const int64_t keys = int64_t{capacity} + num_tiles, groups = ceil_div(capacity, kReachGroup);
+JAXMAGI_HOST_DEVICE int64_t workspace_words(int capacity, int num_tiles) {
+    const int64_t keys = int64_t{capacity} + num_tiles, groups = ceil_div(capacity, kBandGroup);
     return round_up(int64_t{num_tiles} * kWordsPerTile + ceil_div(keys + groups, 2), kWordsPerTile);
 }
 
-// Of what is cut into tiles.
+// Returns the length of the side that is cut into tiles.
 JAXMAGI_HOST_DEVICE int tiled_length(const TileScheduleParams& params) {
     return params.by_keys ? params.kv_len : params.q_len;
 }
@@ -58,37 +58,37 @@ JAXMAGI_HOST_DEVICE int num_tiles_of(const TileScheduleParams& params) {
     return ceil_div(tiled_length(params), params.tile_rows);
 }
 
-__device__ Plan plan_at(const TileScheduleParams& params, int64_t index) {
+__device__ MaskBuffers buffers_of(const TileScheduleParams& params, int64_t mask) {
     const int num_tiles = num_tiles_of(params);
-    uint64_t* workspace = params.workspace + index * words_of_plan(params.capacity, num_tiles);
+    uint64_t* workspace = params.workspace + mask * workspace_words(params.capacity, num_tiles);
     uint32_t* tile_keys = reinterpret_cast<uint32_t*>(workspace + int64_t{num_tiles} * kWordsPerTile);
     uint32_t* band_keys = tile_keys + num_tiles;
-    return {.bands = params.bands + index * params.capacity * 6,
-            .sorted = params.sorted + index * params.capacity,
-            .tiles = params.tiles + index * num_tiles,
+    return {.bands = params.bands + mask * params.capacity * 6,
+            .sorted = params.sorted + mask * params.capacity,
+            .tiles = params.tiles + mask * num_tiles,
             .unsorted_tiles = reinterpret_cast<ScheduledTile*>(workspace),
             .band_keys = band_keys,
             .tile_keys = tile_keys,
-            .reach = reinterpret_cast<int*>(band_keys + params.capacity)};
+            .max_q1 = reinterpret_cast<int*>(band_keys + params.capacity)};
 }
 
-__device__ Band tight_band(const TileScheduleParams& params, const Plan& plan, int index) {
-    const int2* row = reinterpret_cast<const int2*>(plan.bands + int64_t{index} * 6);
+__device__ Band tight_band(const TileScheduleParams& params, const MaskBuffers& mask, int index) {
+    const int2* row = reinterpret_cast<const int2*>(mask.bands + int64_t{index} * 6);
     const int2 q = row[0], k = row[1], offsets = row[2];
     const Band band = tighten({q.x, q.y, k.x, k.y, offsets.x, offsets.y}, params.q_len, params.kv_len);
     return params.by_keys ? transposed(band) : band;
 }
 
-__device__ void key_bands(const TileScheduleParams& params, const Plan& plan, Threads threads) {
+__device__ void compute_band_keys(const TileScheduleParams& params, const MaskBuffers& mask, Threads threads) {
     for (int i = threads.index; i < params.capacity; i += threads.count) {
-        const Band band = tight_band(params, plan, i);
-        plan.band_keys[i] = band.q0 < band.q1 ? band.q0 : INT_MAX;
+        const Band band = tight_band(params, mask, i);
+        mask.band_keys[i] = band.q0 < band.q1 ? band.q0 : INT_MAX;
     }
-    for (int i = threads.index; i < ceil_div(params.capacity, kReachGroup); i += threads.count)
-        plan.reach[i] = 0;
+    for (int i = threads.index; i < ceil_div(params.capacity, kBandGroup); i += threads.count)
+        mask.max_q1[i] = 0;
 }
 
-// Copies keys [start, start + kStagedKeys), and behind the last one what is larger than any key.
+// Copies keys [start, start + kStagedKeys) to shared memory. Numbers larger than any key follow the last one.
 __device__ void stage_keys(const uint32_t* keys, int num_keys, int start, uint32_t (&staged)[kStagedKeys]) {
     const int count = min(kStagedKeys, round_up(num_keys - start, kWarpSize * 4));
     __syncthreads();
@@ -98,7 +98,7 @@ __device__ void stage_keys(const uint32_t* keys, int num_keys, int start, uint32
     __syncthreads();
 }
 
-// count -= key < bound, as a borrow: two instructions instead of four.
+// Computes count -= key < bound as a borrow, which takes two instructions instead of four.
 __device__ void subtract_if_smaller(int& count, uint32_t key, uint32_t bound) {
     asm("{\n"
         ".reg .u32 unused;\n"
@@ -109,30 +109,30 @@ __device__ void subtract_if_smaller(int& count, uint32_t key, uint32_t bound) {
         : "r"(key), "r"(bound));
 }
 
-// Counts down, for the keys at first + t, by the staged keys that come before them: smaller ones, and equal ones in
-// front of `first`.
+// Subtracts from minus_before[t] the number of staged keys that come before key first + t: smaller ones, and equal ones
+// in front of `first`.
 __device__ void count_before(const uint32_t (&staged)[kStagedKeys], int start, int end, int first, int lane,
-                             const uint32_t (&own)[kRankedPerWarp], int (&minus_before)[kRankedPerWarp]) {
+                             const uint32_t (&ranked)[kKeysPerWarp], int (&minus_before)[kKeysPerWarp]) {
 #pragma unroll 4
     for (int i = start + lane * 4; i < end; i += kWarpSize * 4) {
         const uint4 keys = reinterpret_cast<const uint4*>(staged)[(i - start) / 4];
         const uint32_t tie = i < first;  // first and i are multiples of 4
-        for (int t = 0; t < kRankedPerWarp; ++t) {
-            const uint32_t bound = own[t] + tie;
+        for (int t = 0; t < kKeysPerWarp; ++t) {
+            const uint32_t bound = ranked[t] + tie;
             for (const uint32_t key : {keys.x, keys.y, keys.z, keys.w})
                 subtract_if_smaller(minus_before[t], key, bound);
         }
     }
 }
 
-// To lane t the rank of key first + t, for t < kRankedPerWarp.
-__device__ int rank_of_lane(const uint32_t (&own)[kRankedPerWarp], const int (&minus_before)[kRankedPerWarp],
+// Returns to lane t < kKeysPerWarp the rank of key first + t.
+__device__ int rank_of_lane(const uint32_t (&ranked)[kKeysPerWarp], const int (&minus_before)[kKeysPerWarp],
                             int lane) {
     int rank = 0;
-    for (int t = 0; t < kRankedPerWarp; ++t) {
+    for (int t = 0; t < kKeysPerWarp; ++t) {
         int total = -__reduce_add_sync(kAllLanes, minus_before[t]);
-        for (int other = 0; other < t; ++other)
-            total += own[other] == own[t];
+        for (int earlier = 0; earlier < t; ++earlier)
+            total += ranked[earlier] == ranked[t];
         rank = lane == t ? total : rank;
     }
     return rank;
@@ -141,37 +141,37 @@ __device__ int rank_of_lane(const uint32_t (&own)[kRankedPerWarp], const int (&m
 // Calls place(load(index), rank) for every key. All threads of the CTA take part.
 template <typename Load, typename Place>
 __device__ void sort(const uint32_t* keys, int num_keys, Threads threads, Load load, Place place) {
-    static_assert(kRankedPerWarp == 4);  // see `tie`
+    static_assert(kKeysPerWarp == 4);  // count_before relies on it for ties
     __shared__ alignas(16) uint32_t staged[kStagedKeys];
-    const int stride = threads.num_warps() * kRankedPerWarp, lane = threads.lane();
+    const int stride = threads.num_warps() * kKeysPerWarp, lane = threads.lane();
     for (int base = 0; base < num_keys; base += stride) {
-        const int first = base + threads.warp() * kRankedPerWarp;
-        const auto item = load(min(first + lane % kRankedPerWarp, num_keys - 1));  // arrives while keys are counted
-        uint32_t own[kRankedPerWarp];
-        int minus_before[kRankedPerWarp] = {};
-        for (int t = 0; t < kRankedPerWarp; ++t)
-            own[t] = keys[min(first + t, num_keys - 1)];
+        const int first = base + threads.warp() * kKeysPerWarp;
+        const auto element = load(min(first + lane % kKeysPerWarp, num_keys - 1));  // in flight while keys are counted
+        uint32_t ranked[kKeysPerWarp];
+        int minus_before[kKeysPerWarp] = {};
+        for (int t = 0; t < kKeysPerWarp; ++t)
+            ranked[t] = keys[min(first + t, num_keys - 1)];
         for (int start = 0; start < num_keys; start += kStagedKeys) {
             stage_keys(keys, num_keys, start, staged);
-            count_before(staged, start, min(start + kStagedKeys, num_keys), first, lane, own, minus_before);
+            count_before(staged, start, min(start + kStagedKeys, num_keys), first, lane, ranked, minus_before);
         }
-        const int rank = rank_of_lane(own, minus_before, lane);
-        if (lane < kRankedPerWarp and first + lane < num_keys)
-            place(item, rank);
+        const int rank = rank_of_lane(ranked, minus_before, lane);
+        if (lane < kKeysPerWarp and first + lane < num_keys)
+            place(element, rank);
     }
 }
 
-__device__ void sort_bands(const TileScheduleParams& params, const Plan& plan, Threads threads) {
-    const auto load = [&](int index) { return tight_band(params, plan, index); };
-    sort(plan.band_keys, params.capacity, threads, load, [&](const Band& band, int rank) {
-        plan.sorted[rank] = {band.q0, band.q1, band.k0, band.k1, band.lo, band.hi, 0, 0};
-        int* const reach = plan.reach + rank / kReachGroup;
-        if (*static_cast<volatile int*>(reach) < band.q1)  // spares most of the atomics, on few addresses
-            atomicMax(reach, band.q1);
+__device__ void sort_bands(const TileScheduleParams& params, const MaskBuffers& mask, Threads threads) {
+    const auto load = [&](int index) { return tight_band(params, mask, index); };
+    sort(mask.band_keys, params.capacity, threads, load, [&](const Band& band, int rank) {
+        mask.sorted[rank] = {band.q0, band.q1, band.k0, band.k1, band.lo, band.hi, 0, 0};
+        int* const max_q1 = mask.max_q1 + rank / kBandGroup;
+        if (*static_cast<volatile int*>(max_q1) < band.q1)  // spares most atomics, which share few addresses
+            atomicMax(max_q1, band.q1);
     });
 }
 
-// The first index of [range) where holds(index), or range.end.
+// Returns the first index of [range) where holds(index), or range.end.
 template <typename Holds> __device__ int find_first(Range range, int lane, Holds holds) {
     for (int i = range.begin; i < range.end; i += kWarpSize) {
         const unsigned found = __ballot_sync(kAllLanes, i + lane < range.end and holds(i + lane));
@@ -181,7 +181,7 @@ template <typename Holds> __device__ int find_first(Range range, int lane, Holds
     return range.end;
 }
 
-// The end of the indices from range.begin on where holds(index); it must not hold again beyond.
+// Returns the first index of [range) where holds(index) is false, or range.end; it must stay false from there on.
 template <typename Holds> __device__ int find_end(Range range, int lane, Holds holds) {
     while (not is_empty(range)) {
         const int step = ceil_div(range.end - range.begin, kWarpSize), probe = range.begin + lane * step;
@@ -192,13 +192,13 @@ template <typename Holds> __device__ int find_end(Range range, int lane, Holds h
     return range.begin;
 }
 
-// From the first band that ends beyond the first row to the last one that begins before the end.
-__device__ Range window_of(const TileScheduleParams& params, const Plan& plan, Range rows, int lane) {
-    const Range groups{0, ceil_div(params.capacity, kReachGroup)}, all{0, params.capacity};
-    const int group = find_first(groups, lane, [&](int i) { return plan.reach[i] > rows.begin; });
-    const Range members{group * kReachGroup, params.capacity};
-    const int first = find_first(members, lane, [&](int i) { return plan.sorted[i].q1 > rows.begin; });
-    const int end = find_end(all, lane, [&](int i) { return plan.sorted[i].q1 > 0 and plan.sorted[i].q0 < rows.end; });
+// Returns the range from the first band that ends behind the first row to the last one that begins before the end.
+__device__ Range bands_of_rows(const TileScheduleParams& params, const MaskBuffers& mask, Range rows, int lane) {
+    const Range groups{0, ceil_div(params.capacity, kBandGroup)}, all{0, params.capacity};
+    const int group = find_first(groups, lane, [&](int i) { return mask.max_q1[i] > rows.begin; });
+    const Range members{group * kBandGroup, params.capacity};
+    const int first = find_first(members, lane, [&](int i) { return mask.sorted[i].q1 > rows.begin; });
+    const int end = find_end(all, lane, [&](int i) { return mask.sorted[i].q1 > 0 and mask.sorted[i].q0 < rows.end; });
     return first < end ? Range{first, end} : Range{0, 0};
 }
 
@@ -208,11 +208,12 @@ __device__ int64_t add_lanes(int64_t x) {
     return x;
 }
 
-__device__ int count_blocks(const TileScheduleParams& params, const Plan& plan, Range rows, Range window, int lane) {
+__device__ int count_blocks(const TileScheduleParams& params, const MaskBuffers& mask, Range rows, Range bands,
+                            int lane) {
     int64_t blocks = 0;
 #pragma unroll 4
-    for (int i = window.begin + lane; i < window.end; i += kWarpSize) {
-        const ScheduledBand band = plan.sorted[i];
+    for (int i = bands.begin + lane; i < bands.end; i += kWarpSize) {
+        const ScheduledBand band = mask.sorted[i];
         const Range keys = keys_of_rows({band.q0, band.q1, band.k0, band.k1, band.lo, band.hi}, rows);
         const unsigned size = max(keys.end - keys.begin, 0), block = params.block_keys;
         blocks += (size + block - 1) / block;
@@ -220,87 +221,84 @@ __device__ int count_blocks(const TileScheduleParams& params, const Plan& plan, 
     return static_cast<int>(min(add_lanes(blocks), int64_t{INT_MAX}));
 }
 
-__device__ void plan_tiles(const TileScheduleParams& params, const Plan& plan, Threads threads) {
+__device__ void measure_tiles(const TileScheduleParams& params, const MaskBuffers& mask, Threads threads) {
     const int num_tiles = num_tiles_of(params), lane = threads.lane();
     for (int tile = threads.warp(); tile < num_tiles; tile += threads.num_warps()) {
         const Range rows = tile_range(tile, params.tile_rows, tiled_length(params));
-        const Range window = window_of(params, plan, rows, lane);
-        const int blocks = count_blocks(params, plan, rows, window, lane);
+        const Range bands = bands_of_rows(params, mask, rows, lane);
+        const int blocks = count_blocks(params, mask, rows, bands, lane);
         if (lane == 0) {
-            plan.unsorted_tiles[tile] = {tile, window.begin, window.end, blocks};
-            plan.tile_keys[tile] = INT_MAX - blocks;
+            mask.unsorted_tiles[tile] = {tile, bands.begin, bands.end, blocks};
+            mask.tile_keys[tile] = INT_MAX - blocks;
         }
     }
 }
 
-__device__ void sort_tiles(const TileScheduleParams& params, const Plan& plan, Threads threads) {
-    const auto load = [&](int index) { return plan.unsorted_tiles[index]; };
-    sort(plan.tile_keys, num_tiles_of(params), threads, load,
-         [&](const ScheduledTile& tile, int rank) { plan.tiles[rank] = tile; });
+__device__ void sort_tiles(const TileScheduleParams& params, const MaskBuffers& mask, Threads threads) {
+    const auto load = [&](int index) { return mask.unsorted_tiles[index]; };
+    sort(mask.tile_keys, num_tiles_of(params), threads, load,
+         [&](const ScheduledTile& tile, int rank) { mask.tiles[rank] = tile; });
 }
 
-using Phase = void(const TileScheduleParams&, const Plan&, Threads);
+using Phase = void(const TileScheduleParams&, const MaskBuffers&, Threads);
 
-// Four CTAs a multiprocessor leave 64 registers to a thread; by itself ptxas takes 48, and spills.
+// Four CTAs a multiprocessor leave 64 registers to a thread. Without the bound ptxas takes 48 and spills.
 template <Phase& kPhase>
 __global__ void __launch_bounds__(kThreads, 4) run_phase(const __grid_constant__ TileScheduleParams params) {
     const int index = blockIdx.y * blockDim.x + threadIdx.x, count = gridDim.y * blockDim.x;
-    kPhase(params, plan_at(params, blockIdx.x), {index, count});
+    kPhase(params, buffers_of(params, blockIdx.x), {index, count});
 }
 
-// What phases leave for each other stays in shared memory: a small plan is little more than waiting for memory.
-__global__ void __launch_bounds__(kThreadsAlone) run_all_phases(const __grid_constant__ TileScheduleParams params) {
-    __shared__ ScheduledBand sorted[kMaxAlone];
-    __shared__ ScheduledTile unsorted_tiles[kMaxAlone];
-    __shared__ uint32_t band_keys[kMaxAlone], tile_keys[kMaxAlone];
-    __shared__ int reach[kMaxAlone / kReachGroup];
-    const Plan result = plan_at(params, blockIdx.x);
-    const Plan plan{.bands = result.bands,
-                    .sorted = sorted,
-                    .tiles = result.tiles,
-                    .unsorted_tiles = unsorted_tiles,
-                    .band_keys = band_keys,
-                    .tile_keys = tile_keys,
-                    .reach = reach};
+// Phases exchange their results in shared memory, since a small mask is little more than waiting for memory.
+__global__ void __launch_bounds__(kOneCtaThreads) run_all_phases(const __grid_constant__ TileScheduleParams params) {
+    __shared__ ScheduledBand sorted[kMaxInOneCta];
+    __shared__ ScheduledTile unsorted_tiles[kMaxInOneCta];
+    __shared__ uint32_t band_keys[kMaxInOneCta], tile_keys[kMaxInOneCta];
+    __shared__ int max_q1[kMaxInOneCta / kBandGroup];
+    const MaskBuffers result = buffers_of(params, blockIdx.x);
+    const MaskBuffers mask{.bands = result.bands,
+                           .sorted = sorted,
+                           .tiles = result.tiles,
+                           .unsorted_tiles = unsorted_tiles,
+                           .band_keys = band_keys,
+                           .tile_keys = tile_keys,
+                           .max_q1 = max_q1};
     const Threads threads{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x)};
-    key_bands(params, plan, threads);
+    compute_band_keys(params, mask, threads);
     __syncthreads();
-    sort_bands(params, plan, threads);
+    sort_bands(params, mask, threads);
     __syncthreads();
     for (int i = threads.index; i < params.capacity; i += threads.count)
         result.sorted[i] = sorted[i];
-    plan_tiles(params, plan, threads);
+    measure_tiles(params, mask, threads);
     __syncthreads();
-    sort_tiles(params, plan, threads);
+    sort_tiles(params, mask, threads);
 }
 
 using Kernel = void (*)(TileScheduleParams);
 
 cudaError_t launch(Kernel kernel, const TileScheduleParams& params, int ctas, int threads, cudaStream_t stream) {
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(params.num_masks, std::clamp(ctas, 1, kMaxCtas));
-    config.blockDim = threads;
-    config.stream = stream;
-    return cudaLaunchKernelEx(&config, kernel, params);
+    kernel<<<dim3(params.num_masks, std::clamp(ctas, 1, kMaxCtas)), threads, 0, stream>>>(params);
+    return cudaGetLastError();
 }
 
 }  // namespace
 
 int64_t tile_schedule_workspace_words(int num_masks, int capacity, int length, int tile_rows) {
-    return num_masks * words_of_plan(capacity, ceil_div(length, tile_rows));
+    return num_masks * workspace_words(capacity, ceil_div(length, tile_rows));
 }
 
 cudaError_t make_tile_schedule(const TileScheduleParams& params, cudaStream_t stream) {
     const int num_tiles = num_tiles_of(params);
-    if (std::max(params.capacity, num_tiles) <= kMaxAlone)
-        return launch(run_all_phases, params, 1, kThreadsAlone, stream);
-    constexpr int kWarps = kThreads / kWarpSize, kRanked = kWarps * kRankedPerWarp;
+    if (std::max(params.capacity, num_tiles) <= kMaxInOneCta)
+        return launch(run_all_phases, params, 1, kOneCtaThreads, stream);
+    constexpr int kWarps = kThreads / kWarpSize, kRanked = kWarps * kKeysPerWarp;
     const struct {
         Kernel kernel;
         int ctas;
-    } phases[] = {{run_phase<key_bands>, ceil_div(params.capacity, kThreads)},
+    } phases[] = {{run_phase<compute_band_keys>, ceil_div(params.capacity, kThreads)},
                   {run_phase<sort_bands>, ceil_div(params.capacity, kRanked)},
-                  {run_phase<plan_tiles>, ceil_div(num_tiles, kWarps)},
+                  {run_phase<measure_tiles>, ceil_div(num_tiles, kWarps)},
                   {run_phase<sort_tiles>, ceil_div(num_tiles, kRanked)}};
     for (const auto& [kernel, ctas] : phases)
         if (const cudaError_t error = launch(kernel, params, ctas, kThreads, stream); error != cudaSuccess)
@@ -309,8 +307,8 @@ cudaError_t make_tile_schedule(const TileScheduleParams& params, cudaStream_t st
 }
 
 cudaError_t preload_tile_schedule() {
-    const Kernel kernels[] = {run_all_phases, run_phase<key_bands>, run_phase<sort_bands>, run_phase<plan_tiles>,
-                              run_phase<sort_tiles>};
+    const Kernel kernels[] = {run_all_phases, run_phase<compute_band_keys>, run_phase<sort_bands>,
+                              run_phase<measure_tiles>, run_phase<sort_tiles>};
     for (const Kernel kernel : kernels) {
         cudaFuncAttributes attributes;
         if (const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel); error != cudaSuccess)

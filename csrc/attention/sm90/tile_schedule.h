@@ -4,35 +4,36 @@
 
 #include <cstdint>
 
-// The plan of a mask: what every layer's kernels would otherwise find out again. A plan by keys is that of the
-// transposed mask: its tiles are of keys, its blocks of queries, and in its bands keys have the place of queries.
-// Lengths are at most 2^30; the time grows with the squares of the numbers of bands and of tiles, which is seconds
-// for 10^7 of them.
+// The tile schedule of a mask: which bands touch each row tile, and the tiles by descending cost. It is computed once
+// for all layers. A schedule by keys is that of the transposed mask: its tiles are of keys, its blocks of queries, and
+// in its bands keys take the place of queries.
+// Lengths are at most 2^30. The time grows with the squares of the numbers of bands and of tiles; for 10^7 of them it
+// is seconds.
 
 namespace jaxmagi::sm90 {
 
-// A row tile. Bands outside [first_band, end_band) of the sorted list do not touch it; those inside may.
+// A row tile. Only bands in [first_band, end_band) of the sorted list can touch it.
 struct alignas(16) ScheduledTile {
     int tile;
     int first_band, end_band;
-    int num_blocks;  // of block_keys keys, over all its bands: the cost, by which tiles are ordered
+    int num_blocks;  // number of blocks of block_keys keys over all its bands: the cost
 };
 
-// A band shrunk to the rows that see something and the keys that are seen; all zero if there are none.
+// A band shrunk to the rows that see a key and the keys that are visible; all zero if there are none.
 struct alignas(32) ScheduledBand {
     int q0, q1, k0, k1, lo, hi;
     int unused0, unused1;
 };
 
 struct TileScheduleParams {
-    const int32_t* bands;  // [plans, capacity, 6]
-    int num_masks, capacity;   // plans: 1 or the batch size
+    const int32_t* bands;     // [num_masks, capacity, 6]
+    int num_masks, capacity;  // 1 mask, or one for each example; bands of a mask
     int q_len, kv_len;
     bool by_keys;
     int tile_rows, block_keys;  // by keys: keys of a tile, queries of a block
-    ScheduledBand* sorted;   // [plans, capacity]: by q0, ties as given, empty ones last
-    ScheduledTile* tiles;    // [plans, ceil(length / tile_rows)]: by descending num_blocks, ties by ascending tile
-    uint64_t* workspace;   // tile_schedule_workspace_words() of them; nobody else reads it
+    ScheduledBand* sorted;      // [num_masks, capacity]: by q0, ties as given, empty ones last
+    ScheduledTile* tiles;       // [num_masks, ceil(length / tile_rows)]: by descending num_blocks, then by tile
+    uint64_t* workspace;        // tile_schedule_workspace_words() words that only make_tile_schedule uses
 };
 
 int64_t tile_schedule_workspace_words(int num_masks, int capacity, int length, int tile_rows);

@@ -4,10 +4,10 @@
 
 namespace jaxmagi::sm90 {
 
-// The lowest `count` bits; none for a negative count, all from 32 on.
+// Returns the lowest `count` bits: none for a negative count, all from 32 on.
 __device__ __forceinline__ uint32_t low_bits(int count) {
     uint32_t bit;
-    asm("shl.b32 %0, 1, %1;" : "=r"(bit) : "r"(max(count, 0)));  // 0 from 32 on
+    asm("shl.b32 %0, 1, %1;" : "=r"(bit) : "r"(max(count, 0)));  // shl gives 0 from 32 on
     return bit - 1;
 }
 

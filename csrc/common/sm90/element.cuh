@@ -4,12 +4,12 @@
 
 #include <cstdint>
 
-// The 16-bit types of the matrix units.
+// The 16-bit types of the matrix units, as pairs in a 32-bit register.
 
 namespace jaxmagi::sm90 {
 
 struct BFloat16 {
-    // Two numbers rounded to nearest, `low` in the low half.
+    // Rounds two numbers to nearest and puts `low` in the low half.
     static __device__ __forceinline__ uint32_t pack(float low, float high) {
         uint32_t packed;
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));

@@ -13,7 +13,7 @@ OPERANDS_FROM_REGISTERS = ("const uint32_t (&a)[4]", ", ".join(f'"r"(a[{i}])' fo
 
 
 def instruction(n: int, dtype: str, *, from_registers: bool) -> str:
-    """One function: d (+)= a · b. Registers are numbered as asm wants it: d, a, b, accumulate, major-ness."""
+    """Returns the function for d (+)= a · b. asm numbers its operands d, a, b, accumulate, major-ness."""
     count = n // 2
     (parameter, operand), size = (OPERANDS_FROM_REGISTERS, 4) if from_registers else (OPERANDS_FROM_SHARED, 1)
     b = count + size
@@ -39,7 +39,7 @@ def instruction(n: int, dtype: str, *, from_registers: bool) -> str:
 
 
 def wrapper(n: int, name: str, dtype: str) -> str:
-    """The struct of one shape and type, with A from shared memory or from registers."""
+    """Returns the struct of one shape and type, with A from shared memory or from registers."""
     functions = "".join(instruction(n, dtype, from_registers=x) for x in (False, True))
     return f"template <> struct Wgmma<{name}, {n}> {{\n{functions}}};\n"
 

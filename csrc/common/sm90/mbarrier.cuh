@@ -2,8 +2,8 @@
 
 #include "csrc/common/sm90/shared.cuh"
 
-// Barriers in shared memory. A phase completes when `count` arrivals and all announced bytes are in; waiting goes by
-// the parity of the phase, so that a fresh barrier lets wait(1) pass and blocks wait(0).
+// Barriers in shared memory. A phase completes after `count` arrivals and all announced bytes. wait(parity) returns
+// once the phase of that parity is complete: on a new barrier wait(1) returns at once and wait(0) blocks.
 
 namespace jaxmagi::sm90 {
 
@@ -16,10 +16,11 @@ struct Mbarrier {
     __device__ __forceinline__ void arrive() const {
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
     }
+    // Arrives and announces bytes that TMA or bulk loads will bring in this phase.
     __device__ __forceinline__ void arrive_and_expect(int bytes) const {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
     }
-    // Each try may sleep for a while, instead of the short time that is the default: polling takes issue slots.
+    // Waits with tries that may sleep longer than the default, since polling takes issue slots.
     __device__ __forceinline__ void wait(int parity) const {
         constexpr uint32_t kNanoseconds = 10'000'000;
         asm volatile(
@@ -33,7 +34,7 @@ struct Mbarrier {
     }
 };
 
-// After the inits, before the __syncthreads() that shows them to the other threads.
+// Makes inits visible to TMA. Called after them and before the __syncthreads() that publishes them to other threads.
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

@@ -4,14 +4,14 @@
 
 namespace jaxmagi::sm90 {
 
-// An address in the window of shared memory, as PTX takes it.
+// An address in the shared state space, as PTX instructions take it.
 using SharedAddress = uint32_t;
 
 __device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
     return static_cast<SharedAddress>(__cvta_generic_to_shared(pointer));
 }
 
-// Makes ordinary writes to shared memory of this thread visible to TMA and wgmma; a barrier has to follow.
+// Makes ordinary writes of this thread to shared memory visible to TMA and wgmma. A barrier has to follow.
 __device__ __forceinline__ void fence_shared_for_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -6,7 +6,7 @@
 
 namespace jaxmagi::sm90 {
 
-// What the storing thread saw before `store_release` is seen by whoever sees what it stored by `load_acquire`.
+// A thread that reads the value with load_acquire also sees all writes that were visible to the storing thread.
 __device__ __forceinline__ void store_release(uint32_t* to, uint32_t value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
@@ -16,6 +16,7 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
     return value;
 }
 
+// Stores or loads without ordering other accesses.
 __device__ __forceinline__ void store_relaxed(uint64_t* to, uint64_t value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
@@ -25,7 +26,7 @@ __device__ __forceinline__ uint64_t load_relaxed(const uint64_t* from) {
     return value;
 }
 
-// A clock, about a microsecond fine.
+// Returns the time of a clock with a resolution of about a microsecond.
 __device__ __forceinline__ uint64_t nanoseconds() {
     uint64_t value;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));

@@ -5,7 +5,7 @@
 namespace jaxmagi::sm90 {
 namespace {
 
-// From the runtime, so that the module needs no link to the driver's library and loads on machines without one.
+// Gets the encoder through the CUDA runtime: a module that links to the driver's library would not load without one.
 cudaError_t encoder(decltype(&cuTensorMapEncodeTiled)* function) {
     constexpr unsigned kFirstVersion = 12000;
     void* found = nullptr;

@@ -14,8 +14,8 @@ struct HeadsTensor {
     int64_t batch, length, heads, dim;
 };
 
-// Describes loads and stores of panels: 64 numbers of each of some heads at each of some positions, heads changing
-// faster; coordinates (number, head, position, example).
+// Describes loads and stores of panels: 64 numbers of each of some heads at each of some positions. Heads change faster
+// than positions; coordinates are (number, head, position, example).
 cudaError_t encode_panel_map(const HeadsTensor& tensor, int box_heads, int box_positions, CUtensorMap* map);
 
 }  // namespace jaxmagi::sm90

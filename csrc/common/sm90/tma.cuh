@@ -4,8 +4,9 @@
 
 #include "csrc/common/sm90/mbarrier.cuh"
 
-// Bulk copies of boxes of a 4-d tensor to and from shared memory, coordinates innermost first. What lies outside the
-// tensor, also at negative coordinates, is read as zeros, which count as bytes, and not written. One thread issues.
+// Bulk copies of boxes of a 4-d tensor to and from shared memory, with coordinates innermost first. Loads fill what
+// lies outside the tensor, also at negative coordinates, with zeros, which count as bytes; stores leave it out. One
+// thread issues a copy.
 
 namespace jaxmagi::sm90 {
 
@@ -17,6 +18,7 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// Copies a box to shared memory; `arrived` counts the bytes.
 __device__ __forceinline__ void tma_load(SharedAddress to, const CUtensorMap& map, Coordinates at, Mbarrier arrived) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
@@ -25,7 +27,7 @@ __device__ __forceinline__ void tma_load(SharedAddress to, const CUtensorMap& ma
         : "memory");
 }
 
-// In groups, as in bulk.cuh.
+// Copies a box to global memory, in the groups of bulk.cuh.
 __device__ __forceinline__ void tma_store(const CUtensorMap& map, Coordinates at, SharedAddress from) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                  "r"(from), "r"(at.x), "r"(at.y), "r"(at.z), "r"(at.w)

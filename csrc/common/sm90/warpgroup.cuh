@@ -2,35 +2,37 @@
 
 #include <cstdint>
 
-// Named barriers, the division of registers between warpgroups, and values that a warp shares.
+// Named barriers, values that a warp shares, and the division of registers between warpgroups.
 
 namespace jaxmagi::sm90 {
 
 inline constexpr int kWarpgroupThreads = 128;
 
-// `threads` counts those that sync and those that arrive.
+// Waits until `threads` threads have called sync or arrive.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// Counts as one of the `threads` threads without waiting.
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Of lane 0, by the whole warp. The compiler then knows that all lanes have the same, and may keep it, and what follows
-// from it, in uniform registers.
+// Returns the value of lane 0 to the whole warp. The compiler then knows that the lanes agree and may keep the value,
+// and what is computed from it, in uniform registers.
 __device__ __forceinline__ int uniform(int value) {
     return __shfl_sync(~0u, value, 0);
 }
 
-// The same, but for the compiler another number: what follows from it is found again, instead of kept in registers, for
-// which ptxas would spill others.
-template <typename Number> __device__ __forceinline__ Number opaque(Number number) {
-    static_assert(sizeof(Number) == 4);
-    asm volatile("" : "+r"(number));
-    return number;
+// Returns the same value, which the compiler takes for a new one: the empty asm may have changed its register. So
+// values computed from it are computed again rather than kept in registers over a loop, where ptxas would spill others
+// for them.
+template <typename T> __device__ __forceinline__ T opaque(T value) {
+    static_assert(sizeof(T) == 4);
+    asm volatile("" : "+r"(value));
+    return value;
 }
 
-// Read anew by each call, so that they take no registers in between.
+// Read a special register at each call, so that the value takes no register in between.
 __device__ __forceinline__ int lane_index() {
     int lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -42,8 +44,8 @@ __device__ __forceinline__ int grid_size() {
     return ctas;
 }
 
-// True for one lane, by the whole warp. The compiler knows that it is one: behind any other condition it would loop
-// over the lanes around every TMA instruction.
+// Returns true to one lane. Called by the whole warp. The compiler knows that it is one lane: under any other condition
+// it would loop over the lanes around every TMA instruction.
 __device__ __forceinline__ bool elect_lane() {
     uint32_t elected;
     asm volatile(
@@ -56,7 +58,8 @@ __device__ __forceinline__ bool elect_lane() {
     return elected != 0;
 }
 
-// By all warps of a warpgroup. The sum over the CTA may not exceed what it was launched with.
+// Raises or lowers the registers of each thread. Called by all warps of a warpgroup; the sum over the CTA may not
+// exceed that at launch.
 template <int kRegisters> __device__ __forceinline__ void warpgroup_reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }

@@ -2,20 +2,15 @@
 
 #include "csrc/attention/sm90/backward/kernels.h"
 #include "csrc/attention/sm90/backward/passes.h"
+#include "csrc/attention/sm90/dispatch.cuh"
 
 namespace jaxmagi::sm90 {
 namespace {
 
-// The smallest kernel that holds both dimensions, or nullptr.
+// Returns the smallest kernel that holds both dimensions, or nullptr.
 const BackwardKernel* find_kernel(int dim, int v_dim) {
-    const BackwardKernel* const kernels[] = {&kBackwardD64,      &kBackwardD96,  &kBackwardD128,
-                                             &kBackwardD192V128, &kBackwardD192, &kBackwardD256};
-    if (dim < 8 or v_dim < 8 or dim % 8 != 0 or v_dim % 8 != 0)
-        return nullptr;
-    for (const BackwardKernel* kernel : kernels)
-        if (dim <= kernel->dim and v_dim <= kernel->v_dim)
-            return kernel;
-    return nullptr;
+    return smallest_kernel<BackwardKernel>(
+        {&kBackwardD64, &kBackwardD96, &kBackwardD128, &kBackwardD192V128, &kBackwardD192, &kBackwardD256}, dim, v_dim);
 }
 
 }  // namespace

@@ -1,7 +1,3 @@
-#include "csrc/attention/sm90/backward/instance.cuh"
+#include "csrc/attention/sm90/backward/launch.cuh"
 
-namespace jaxmagi::sm90 {
-
-const BackwardKernel kBackwardD256 = BackwardInstance<256, 256, 64, 64, 2, 2, 1>::kKernel;
-
-}  // namespace jaxmagi::sm90
+const jaxmagi::sm90::BackwardKernel jaxmagi::sm90::kBackwardD256 = BackwardInstance<256, 256, 64, 64, 2, 2, 1>::kKernel;

@@ -1,7 +1,3 @@
-#include "csrc/attention/sm90/backward/instance.cuh"
+#include "csrc/attention/sm90/backward/launch.cuh"
 
-namespace jaxmagi::sm90 {
-
-const BackwardKernel kBackwardD64 = BackwardInstance<64, 64, 128, 128, 2, 2, 2>::kKernel;
-
-}  // namespace jaxmagi::sm90
+const jaxmagi::sm90::BackwardKernel jaxmagi::sm90::kBackwardD64 = BackwardInstance<64, 64, 128, 128, 2, 2, 2>::kKernel;

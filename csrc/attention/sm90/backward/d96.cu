@@ -1,7 +1,3 @@
-#include "csrc/attention/sm90/backward/instance.cuh"
+#include "csrc/attention/sm90/backward/launch.cuh"
 
-namespace jaxmagi::sm90 {
-
-const BackwardKernel kBackwardD96 = BackwardInstance<96, 96, 64, 128, 2, 3, 2>::kKernel;
-
-}  // namespace jaxmagi::sm90
+const jaxmagi::sm90::BackwardKernel jaxmagi::sm90::kBackwardD96 = BackwardInstance<96, 96, 64, 128, 2, 3, 2>::kKernel;

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "csrc/common/sm90/element.cuh"
-#include "csrc/common/sm90/quad.cuh"
+#include "csrc/common/sm90/stmatrix.cuh"
 
 // Stores accumulators of the matrix units as rows of a gradient.
 

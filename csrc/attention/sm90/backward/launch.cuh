@@ -3,9 +3,11 @@
 #include <algorithm>
 
 #include "csrc/attention/sm90/backward/kernel.cuh"
+#include "csrc/attention/sm90/backward/kernels.h"
+#include "csrc/attention/sm90/dispatch.cuh"
 #include "csrc/common/sm90/tensor_map.h"
 
-// Host side of one backward kernel.
+// The host side of a backward kernel.
 
 namespace jaxmagi::sm90 {
 
@@ -45,8 +47,7 @@ template <typename Config> cudaError_t load_backward() {
 }
 
 template <typename Config> cudaError_t encode_maps(const BackwardParams& params, BackwardTensorMaps* maps) {
-    const auto type =
-        params.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    const CUtensorMapDataType type = tensor_map_type(params.dtype);
     const auto [batch, q_len, kv_len, heads, kv_heads, dim, v_dim] = params.shape;
     const struct {
         HeadsTensor tensor;
@@ -72,5 +73,22 @@ cudaError_t launch_backward(const BackwardParams& params, const BackwardWorkspac
     backward_kernel<Config><<<grid, Config::kThreads, BackwardMemory<Config>::kBytes, stream>>>(maps, args);
     return cudaGetLastError();
 }
+
+// kRows, kKeys: queries of a block, keys of a tile. kQStages, kDoutStages: of shared memory.
+template <int kDim, int kVDim, int kRows, int kKeys, int kConsumers, int kQStages, int kDoutStages>
+struct BackwardInstance {
+    template <typename Element, bool kSoftCap>
+    using Config = BackwardConfig<Element, kDim, kVDim, kRows, kKeys, kConsumers, kQStages, kDoutStages, kSoftCap>;
+
+    static cudaError_t load(DType dtype, bool soft_cap) {
+        return with_config<Config>(dtype, soft_cap, [](auto config) { return load_backward<decltype(config)>(); });
+    }
+    static cudaError_t launch(const BackwardParams& params, const BackwardWorkspace& workspace, cudaStream_t stream) {
+        return with_config<Config>(params.dtype, params.soft_cap > 0, [&](auto config) {
+            return launch_backward<decltype(config)>(params, workspace, stream);
+        });
+    }
+    static constexpr BackwardKernel kKernel{kDim, kVDim, {kRows, kKeys}, load, launch};
+};
 
 }  // namespace jaxmagi::sm90

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "csrc/attention/sm90/backward/passes.h"
+#include "csrc/attention/sm90/logits.cuh"
 
 namespace jaxmagi::sm90 {
 namespace {
@@ -8,7 +9,6 @@ namespace {
 constexpr int kThreads = 256, kWarpSize = 32;
 constexpr int kHeads = kWarpSize, kRows = 64;  // of a CTA of transpose_rows
 constexpr int kMostBlockRows = 128;
-constexpr float kLog2E = 1.4426950408889634f;
 
 struct RowsArguments {
     const float *lse, *delta;

@@ -9,15 +9,15 @@ namespace jaxmagi::sm90 {
 struct ForwardTensorMaps {
     CUtensorMap q, k, v;
     CUtensorMap k_part, v_part;  // kPartKeys at a time
-    CUtensorMap out;             // of a warpgroup; only where outputs go through shared memory
+    CUtensorMap out;             // 64 rows at a time; only where outputs go through shared memory
 };
 
-// What a forward kernel gets beside its tensor maps.
+// Arguments of a forward kernel other than its tensor maps.
 struct ForwardArguments {
     ForwardSchedule schedule;
     const ScheduledBand* bands;
     const ScheduledTile* tiles;
-    int* counter;  // of items that were taken beyond the first of each CTA
+    int* counter;  // number of work items claimed after the first one of each CTA
     int capacity, q_len, kv_len, heads, kv_heads, v_dim;
     const float* sinks;
     const void* previous_out;

@@ -3,13 +3,12 @@
 #include "csrc/attention/sm90/forward/epilogue.cuh"
 #include "csrc/common/sm90/wgmma.cuh"
 
-// A consumer warpgroup: 64 query rows of every tile.
+// A consumer warpgroup has 64 query rows of every tile.
 //
-// Step j issues S = Q · K_j and O += P · V_(j-1) together, and works on the softmax of S while the second product
-// still runs (FlashAttention-3, section 3.2). Where Config::kTurns says so, warpgroups take turns at issuing, so that
-// the softmax of one runs beside the products of the others. The output stays in registers over all bands of the
-// tile. A warpgroup begins with the first block that its own rows see or that holds keys of two runs, or with the last
-// one of the tile.
+// Step j issues S = Q · K_j and O += P · V_(j-1) together, and computes the softmax of S while the second product still
+// runs (FlashAttention-3, section 3.2). With Config::kSchedulerBarrier the warpgroups issue in turn, so that the
+// softmax of one overlaps with the products of the others. The output stays in registers over all bands of the tile. A
+// warpgroup begins with the first block that its rows see or that has a packed tail, or with the last one of the tile.
 
 namespace jaxmagi::sm90 {
 
@@ -18,110 +17,115 @@ template <typename Config> struct ForwardConsumer {
     using Logits = float[Config::kKeys / 2];
     using Operand = uint32_t[Config::kKeys / 16][4];
     using Output = float[Config::kVDim / 2];
-    static constexpr int kFirstBarrier = 1, kTurnThreads = 2 * kWarpgroupThreads;
+    static constexpr int kFirstBarrier = 1, kPairThreads = 2 * kWarpgroupThreads;  // a named barrier for each warpgroup
 
     ForwardMemory<Config> memory;
     const ForwardArguments& args;
     int warpgroup, thread;  // among the consumers; in the warpgroup
-    unsigned block = 0;     // the one in work; between tiles, the next one
+    unsigned block = 0;     // the current block; between work items, the next one
 
     __device__ __forceinline__ void run() {
-        if (Config::kTurns and warpgroup == 0)
-            named_barrier_arrive(kFirstBarrier, kTurnThreads);
-        for (int turn = 0;; ++turn) {
-            memory.q_full().wait(turn & 1);
-            const int num_blocks = uniform(memory.tile_message(turn).num_blocks);
+        if (Config::kSchedulerBarrier and warpgroup == 0)
+            named_barrier_arrive(kFirstBarrier, kPairThreads);  // warpgroup 0 is the first to issue
+        for (int item = 0;; ++item) {
+            memory.q_full().wait(item & 1);
+            const int num_blocks = uniform(memory.work_item(item).num_blocks);
             if (num_blocks > 0)
-                attend(num_blocks, turn);
+                process(num_blocks, item);
             else
-                skip(num_blocks == 0, turn);
+                skip(num_blocks == 0, item);
             if (num_blocks < 0)
                 return;
         }
     }
 
 private:
-    // The first of a thread.
-    __device__ __forceinline__ int row(int of) const { return warpgroup * 64 + of / 32 * 16 + of % 32 / 4; }
+    __device__ __forceinline__ int row_of(int thread) const {
+        return warpgroup * 64 + thread / 32 * 16 + thread % 32 / 4;
+    }
     __device__ __forceinline__ int first_column() const { return thread % 4 * 2; }
     __device__ __forceinline__ float to_log2() const { return Config::kSoftCap ? 1.f : args.logit_scale; }
 
-    // Of keys or values: one thread may speak for its warpgroup, since a product is finished by its four warps
-    // together.
+    // Waits until it is this warpgroup's turn to issue products (FlashAttention-3's warp_scheduler_barrier_sync).
+    __device__ __forceinline__ void scheduler_barrier_sync() const {
+        if constexpr (Config::kSchedulerBarrier)
+            named_barrier_sync(kFirstBarrier + warpgroup, kPairThreads);
+    }
+    // Lets the next warpgroup issue.
+    __device__ __forceinline__ void scheduler_barrier_arrive() const {
+        if constexpr (Config::kSchedulerBarrier)
+            named_barrier_arrive(kFirstBarrier + (warpgroup + 1) % Config::kConsumers, kPairThreads);
+    }
+
+    // Releases keys or values. One thread speaks for its warpgroup, since the four warps finish a product together.
     __device__ __forceinline__ void release(Mbarrier empty) const {
         if (thread == 0)
             empty.arrive();
     }
 
-    // Every warp for itself: without products between, as in tiles that see nothing, they may drift apart.
-    __device__ __forceinline__ void release_queries() const {
+    // Arrives for one warp, where no product keeps the warps together.
+    __device__ __forceinline__ void arrive_from_warp(Mbarrier barrier) const {
         __syncwarp();
         if (elect_lane())
-            memory.q_empty().arrive();
+            barrier.arrive();
     }
 
-    // A tile whose rows see nothing, or no tile.
-    __device__ __forceinline__ void skip(bool is_tile, int turn) const {
+    // Handles a fully masked tile, or the end of the work items.
+    __device__ __forceinline__ void skip(bool is_tile, int item) const {
         if (is_tile)
-            make_epilogue(turn).store_empty();
+            make_epilogue(item).store_empty();
         if (stages_out()) {
-            memory.out_empty(warpgroup).wait(memory.out_empty_parity(turn, warpgroup));
-            send_out();
+            memory.out_empty(warpgroup).wait(memory.out_empty_parity(item, warpgroup));
+            arrive_from_warp(memory.out_full());
         }
-        release_queries();
+        arrive_from_warp(memory.q_empty());
     }
 
-    __device__ __forceinline__ void attend(int num_blocks, int turn) {
-        for (; num_blocks > 1 and not sees_block(); --num_blocks)
-            pass_block();
+    __device__ __forceinline__ void process(int num_blocks, int item) {
+        for (; num_blocks > 1 and not is_visible(); --num_blocks)
+            skip_block();
         RowState rows;
         Output out;
         Operand p;
         first_step(p, rows);
-        clear(out);
+#pragma unroll
+        for (float& x : out)
+            x = 0.f;
 #pragma unroll 1
         for (int left = num_blocks - 1; left > 0; --left) {
             ++block;
             step(out, p, rows);
         }
-        last_step(out, p, rows, turn);
+        last_step(out, p, rows, item);
     }
 
-    // Whether a position of this warpgroup sees a key of the block, or may see one of a second run.
-    __device__ __forceinline__ bool sees_block() const {
+    // Returns true if a position of this warpgroup sees a key of the block, or may see one of its packed tail.
+    __device__ __forceinline__ bool is_visible() const {
         memory.k_full(block).wait(memory.parity(block));
-        const BlockMessage& message = memory.block_message(block);
+        const BlockDescriptor& keys = memory.descriptor(block);
         const int first_row = warpgroup * 64, last_row = first_row + 63;
-        const int first = max(first_row >> args.schedule.pack_shift, message.row_begin);
-        const int last = min(last_row >> args.schedule.pack_shift, message.row_end - 1);
-        return uniform(message.has_guest or (first <= last and first + message.lower < message.end_column and
-                                             last + message.upper > message.first_column));
+        const int first = max(first_row >> args.schedule.pack_shift, keys.row_begin);
+        const int last = min(last_row >> args.schedule.pack_shift, keys.row_end - 1);
+        return uniform(keys.has_packed_tail or (first <= last and first + keys.lower < keys.end_column and
+                                                last + keys.upper > keys.first_column));
     }
 
-    // Leaves a block to the other warpgroups. No product holds the warps together here: hence the barrier, before one
-    // thread gives back what the others may still wait for.
-    __device__ __forceinline__ void pass_block() {
+    // Leaves a block to the other warpgroups. No product keeps the warps together here: all of them have to pass a
+    // barrier before one thread releases what they wait for.
+    __device__ __forceinline__ void skip_block() {
         memory.v_full(block).wait(memory.parity(block));
-        if constexpr (Config::kTurns) {
-            named_barrier_sync(kFirstBarrier + warpgroup, kTurnThreads);
-            named_barrier_arrive(kFirstBarrier + (warpgroup + 1) % Config::kConsumers, kTurnThreads);
-        } else {
+        scheduler_barrier_sync();
+        scheduler_barrier_arrive();
+        if constexpr (not Config::kSchedulerBarrier)
             named_barrier_sync(kFirstBarrier + warpgroup, kWarpgroupThreads);
-        }
         release(memory.k_empty(block));
         release(memory.v_empty(block));
         ++block;
     }
 
-    __device__ __forceinline__ ForwardEpilogue<Config> make_epilogue(int turn) const {
-        const int own = opaque(thread);
-        return {args, memory.tile_message(turn), row(own), own % 32};
-    }
-
-    __device__ __forceinline__ static void clear(Output& out) {
-#pragma unroll
-        for (int i = 0; i < Config::kVDim / 2; ++i)
-            out[i] = 0.f;
+    __device__ __forceinline__ ForwardEpilogue<Config> make_epilogue(int item) const {
+        const int same_thread = opaque(thread);
+        return {args, memory.work_item(item), row_of(same_thread), same_thread % 32};
     }
 
     __device__ __forceinline__ void first_step(Operand& p, RowState& rows) const {
@@ -141,8 +145,7 @@ private:
     __device__ __forceinline__ void step(Output& out, Operand& p, RowState& rows) const {
         const unsigned previous = block - 1;
         Logits logits;
-        if constexpr (Config::kTurns)
-            named_barrier_sync(kFirstBarrier + warpgroup, kTurnThreads);
+        scheduler_barrier_sync();
         memory.k_full(block).wait(memory.parity(block));
         fence_operand(logits);
         fence_operand(out);
@@ -153,9 +156,8 @@ private:
         wgmma_fence();
         multiply_values(out, p, previous);
         wgmma_commit();
-        if constexpr (Config::kTurns)
-            named_barrier_arrive(kFirstBarrier + (warpgroup + 1) % Config::kConsumers, kTurnThreads);
-        const bool masked = memory.block_message(block).masked;
+        scheduler_barrier_arrive();
+        const bool masked = memory.descriptor(block).masked;
         wgmma_wait<1>();
         fence_operand(logits);
         release(memory.k_empty(block));
@@ -166,19 +168,19 @@ private:
         release(memory.v_empty(previous));
         round_to_operand<Element>(logits, p);
         if (rescale)
-            scale_rows(out, rows.scale);
+            scale_rows(out, rows.correction);
     }
 
-    // The exponentials have to run beside the product that is waited for next. ptxas would move them behind the wait;
-    // it does not move an arrival whose condition (never true) depends on them.
+    // Keeps the exponentials before the next wait, so that they overlap with the product it waits for. ptxas would move
+    // them after it, but it does not move an arrival whose condition (never true) depends on them.
     __device__ __forceinline__ void finish_before_wait(const RowState& rows) const {
-        if (rows.sum[0] + rows.sum[1] < 0.f)
+        if (rows.row_sum[0] + rows.row_sum[1] < 0.f)
             memory.q_empty().arrive();
     }
 
-    __device__ __forceinline__ void last_step(Output& out, Operand& p, const RowState& rows, int turn) {
-        const ForwardEpilogue<Config> epilogue = make_epilogue(turn);
-        release_queries();
+    __device__ __forceinline__ void last_step(Output& out, Operand& p, const RowState& rows, int item) {
+        const ForwardEpilogue<Config> epilogue = make_epilogue(item);
+        arrive_from_warp(memory.q_empty());
         memory.v_full(block).wait(memory.parity(block));
         fence_operand(out);
         wgmma_fence();
@@ -193,27 +195,21 @@ private:
         if (args.out_f32)
             epilogue.store_f32(out);
         else
-            store_16bit(out, epilogue, turn);
+            store_16bit(out, epilogue, item);
     }
 
     __device__ __forceinline__ bool stages_out() const { return Config::kStagesOut and not args.out_f32; }
 
     __device__ __forceinline__ void store_16bit(const Output& out, const ForwardEpilogue<Config>& epilogue,
-                                                int turn) const {
+                                                int item) const {
         if constexpr (Config::kStagesOut) {
-            memory.out_empty(warpgroup).wait(memory.out_empty_parity(turn, warpgroup));
+            memory.out_empty(warpgroup).wait(memory.out_empty_parity(item, warpgroup));
             epilogue.stage(out, memory.out() + thread / 32 * 16 * kPanelRowBytes);
             fence_shared_for_async();
-            send_out();
+            arrive_from_warp(memory.out_full());
         } else {
             epilogue.store_16bit(out);
         }
-    }
-
-    __device__ __forceinline__ void send_out() const {
-        __syncwarp();
-        if (elect_lane())
-            memory.out_full().arrive();
     }
 
     __device__ __forceinline__ void multiply_keys(Logits& logits) const {
@@ -235,28 +231,27 @@ private:
             Wgmma<Element, Config::kVDim>::template mma<1>(out, p[i], v.at(i * 16 * kPanelRowBytes), true);
     }
 
-    // What the rows see of the block.
-    __device__ __forceinline__ VisibleBits<Config::kKeys / 2> seen_bits() const {
+    __device__ __forceinline__ VisibleBits<Config::kKeys / 2> visible_bits() const {
         const int pack_shift = args.schedule.pack_shift;
-        const auto find = [&](const BlockMessage& message) {
-            return visible_bits<Config::kKeys / 2>(message, row(thread), pack_shift, first_column());
+        const auto find = [&](const BlockDescriptor& keys) {
+            return sm90::visible_bits<Config::kKeys / 2>(keys, row_of(thread), pack_shift, first_column());
         };
-        auto bits = find(memory.block_message(block));
-        if (memory.block_message(block).has_guest)
-            bits.add(find(memory.guest_message(block)));
+        auto bits = find(memory.descriptor(block));
+        if (memory.descriptor(block).has_packed_tail)
+            bits.add(find(memory.packed_tail(block)));
         return bits;
     }
 
-    // Returns whether the output so far has to be multiplied with rows.scale.
+    // Turns logits into probabilities. Returns true if the output so far has to be multiplied by rows.correction.
     template <bool kMasked>
     __device__ __forceinline__ bool softmax(Logits& logits, RowState& rows) const {
         if constexpr (Config::kSoftCap)
             cap_logits(logits, args.logit_scale, args.cap_log2);
         if constexpr (kMasked)
-            hide(logits, seen_bits());
-        const bool moved = move_references(logits, rows, to_log2());
-        exponentiate(logits, rows, to_log2());
-        return moved;
+            apply_mask(logits, visible_bits());
+        const bool rescale = rescale_if_needed(logits, rows, to_log2());
+        compute_p(logits, rows, to_log2());
+        return rescale;
     }
 };
 

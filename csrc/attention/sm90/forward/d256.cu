@@ -1,7 +1,3 @@
-#include "csrc/attention/sm90/forward/instance.cuh"
+#include "csrc/attention/sm90/forward/launch.cuh"
 
-namespace jaxmagi::sm90 {
-
-const ForwardKernel kForwardD256 = ForwardInstance<256, 256, 2, 80, 64>::kKernel;
-
-}  // namespace jaxmagi::sm90
+const jaxmagi::sm90::ForwardKernel jaxmagi::sm90::kForwardD256 = ForwardInstance<256, 256, 2, 80, 64>::kKernel;

@@ -1,7 +1,3 @@
-#include "csrc/attention/sm90/forward/instance.cuh"
+#include "csrc/attention/sm90/forward/launch.cuh"
 
-namespace jaxmagi::sm90 {
-
-const ForwardKernel kForwardD64 = ForwardInstance<64, 64, 3, 128, 96>::kKernel;
-
-}  // namespace jaxmagi::sm90
+const jaxmagi::sm90::ForwardKernel jaxmagi::sm90::kForwardD64 = ForwardInstance<64, 64, 3, 128, 96>::kKernel;

@@ -1,7 +1,3 @@
-#include "csrc/attention/sm90/forward/instance.cuh"
+#include "csrc/attention/sm90/forward/launch.cuh"
 
-namespace jaxmagi::sm90 {
-
-const ForwardKernel kForwardD96 = ForwardInstance<96, 96, 3, 112, 80>::kKernel;
-
-}  // namespace jaxmagi::sm90
+const jaxmagi::sm90::ForwardKernel jaxmagi::sm90::kForwardD96 = ForwardInstance<96, 96, 3, 112, 80>::kKernel;

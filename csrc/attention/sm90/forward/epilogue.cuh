@@ -2,15 +2,14 @@
 
 #include "csrc/attention/sm90/forward/arguments.cuh"
 #include "csrc/attention/sm90/forward/softmax.cuh"
-#include "csrc/common/sm90/quad.cuh"
 #include "csrc/common/sm90/stmatrix.cuh"
 
-// From the sums of a tile to the result: sinks, normalisation, merging with a previous result, stores.
+// Turns the sums of a tile into the result: sinks, normalisation, merging with a previous result, stores.
 
 namespace jaxmagi::sm90 {
 
-// A store that depends on a condition, without a branch: one between two stores would keep the transposes of the next
-// from running beside those of this one.
+// Stores under a condition without a branch: a branch between two stores would keep the transposes of the next from
+// overlapping with this store.
 __device__ __forceinline__ void store_if(bool wanted, void* to, const uint32_t (&words)[4]) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
@@ -23,34 +22,35 @@ template <typename Config> struct ForwardEpilogue {
     using Element = typename Config::Element;
 
     const ForwardArguments& args;
-    const TileMessage& tile;
-    int row, lane;  // of the tile: this thread's first row; of the warp
+    const ForwardWorkItem& work;
+    int row, lane;  // this thread's first row in the tile; its lane
 
-    // For the two rows of a thread: what their output, and that of the previous result, are multiplied with.
+    // The factors of the output and of the previous result, for the two rows of a thread.
     struct Factors {
-        float own[2], previous[2];
+        float current[2], previous[2];
     };
 
-    // Stores the log-sum-exp of the rows. Needs no output yet, and so can run beside the last product.
+    // Stores the log-sum-exp of the rows and returns their factors. It overlaps with the last product, which it does
+    // not need.
     __device__ __forceinline__ Factors finish_rows(const RowState& rows) const {
         Factors factors;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const LogSum sum = log_sum(rows.reference[r], over_quad_sum(rows.sum[r]), sink(r) * kLog2E);
-            factors.own[r] = sum.factor * store_lse(r, sum.log2, factors.previous[r]);
+            const LogSum sum = log_sum(rows.row_max[r], quad_sum(rows.row_sum[r]), sink(r) * kLog2E);
+            factors.current[r] = sum.factor * store_lse(r, sum.log2, factors.previous[r]);
         }
         return factors;
     }
 
     __device__ __forceinline__ void normalise(float (&out)[kCount], const Factors& factors) const {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i)  // an empty row may hold 0 · NaN
-            out[i] = factors.own[i / 2 % 2] == 0.f ? 0.f : out[i] * factors.own[i / 2 % 2];
+        for (int i = 0; i < kCount; ++i)  // a fully masked row may hold 0 · NaN
+            out[i] = factors.current[i / 2 % 2] == 0.f ? 0.f : out[i] * factors.current[i / 2 % 2];
         if (args.previous_lse != nullptr)
             add_previous(out, factors.previous);
     }
 
-    // To shared memory, from the first row of the warp on, in panels.
+    // Writes the output to shared memory in panels; `to` is the first row of the warp.
     __device__ __forceinline__ void stage(const float (&out)[kCount], SharedAddress to) const {
         const int matrix = lane / 8, inside = lane % 8;
         const SharedAddress first_row = to + (matrix % 2 * 8 + inside) * kPanelRowBytes;
@@ -76,7 +76,7 @@ template <typename Config> struct ForwardEpilogue {
         }
     }
 
-    // 16 bytes a lane, 64 in a row a quad.
+    // Each lane stores 16 bytes, each quad 64 bytes of a row.
     __device__ __forceinline__ void store_16bit(const float (&out)[kCount]) const {
         uint16_t* const first = static_cast<uint16_t*>(args.out) + row_index(0) * args.v_dim + lane % 4 * 8;
         const int64_t next_row = 2 * row_stride();
@@ -94,7 +94,7 @@ template <typename Config> struct ForwardEpilogue {
         }
     }
 
-    // Of a tile that sees nothing: what was there before, or nothing.
+    // Stores the result of a fully masked tile: the previous result, or zeros.
     __device__ __forceinline__ void store_empty() const {
         const int64_t row_bytes = args.v_dim * (args.out_f32 ? 4 : 2);
 #pragma unroll 1
@@ -112,29 +112,28 @@ template <typename Config> struct ForwardEpilogue {
     }
 
 private:
-    // The logarithm of the sum of a row, and the factor that normalises its output.
     struct LogSum {
-        float log2, factor;
+        float log2, factor;  // logarithm of the sum of a row; factor that normalises its output
     };
 
-    __device__ __forceinline__ static LogSum log_sum(float largest, float sum, float sink) {
-        if (sum == 0.f)
+    __device__ __forceinline__ static LogSum log_sum(float row_max, float row_sum, float sink) {
+        if (row_sum == 0.f)
             return {-INFINITY, 0.f};
-        const float top = fmaxf(largest, sink), shrink = exp2_approx(largest - top);
-        const float total = sum * shrink + exp2_approx(sink - top);
-        return {top + log2f(total), shrink / total};
+        const float top = fmaxf(row_max, sink), correction = exp2_approx(row_max - top);
+        const float total = row_sum * correction + exp2_approx(sink - top);
+        return {top + log2f(total), correction / total};
     }
 
-    // Stores the log-sum-exp of both parts; returns the share of this one. By the whole warp.
+    // Stores the log-sum-exp of this and the previous result; returns the share of this one. Called by the whole warp.
     __device__ __forceinline__ float store_lse(int r, float log2, float& previous_share) const {
         float lse = log2 * kLn2, share = 1.f;
         if (args.previous_lse != nullptr) {
             const float previous = exists(r) ? args.previous_lse[row_index(r)] : -INFINITY, top = fmaxf(previous, lse);
             const float a = exp2_approx((lse - top) * kLog2E), b = exp2_approx((previous - top) * kLog2E);
-            const bool alone = lse == -INFINITY;
-            previous_share = previous == -INFINITY ? 0.f : alone ? 1.f : b / (a + b);
-            share = alone ? 0.f : a / (a + b);
-            lse = alone ? previous : top + log2f(a + b) * kLn2;
+            const bool masked = lse == -INFINITY;
+            previous_share = previous == -INFINITY ? 0.f : masked ? 1.f : b / (a + b);
+            share = masked ? 0.f : a / (a + b);
+            lse = masked ? previous : top + log2f(a + b) * kLn2;
         }
         __syncwarp();  // previous_lse may be lse: the whole quad reads before one lane writes
         if (lane % 4 == 0 and exists(r))
@@ -143,24 +142,24 @@ private:
     }
 
     __device__ __forceinline__ int position(int r) const {
-        return tile.row + ((row + 8 * r) >> args.schedule.pack_shift);
+        return work.row + ((row + 8 * r) >> args.schedule.pack_shift);
     }
     __device__ __forceinline__ int head(int r) const {
-        return tile.head + ((row + 8 * r) & (args.schedule.pack - 1));
+        return work.head + ((row + 8 * r) & (args.schedule.pack - 1));
     }
     __device__ __forceinline__ float sink(int r) const { return __ldg(args.sinks + head(r)); }
     __device__ __forceinline__ bool exists(int r) const { return position(r) < args.q_len; }
     __device__ __forceinline__ int64_t row_index(int r) const {
-        return (static_cast<int64_t>(tile.example) * args.q_len + position(r)) * args.heads + head(r);
+        return (static_cast<int64_t>(work.example) * args.q_len + position(r)) * args.heads + head(r);
     }
-    // Of element i of the thread's output: an even one and the next lie side by side.
+    // Returns the column of element i of the thread's output. Elements 2i and 2i + 1 are neighbours.
     __device__ __forceinline__ int column(int i) const { return i / 4 * 8 + lane % 4 * 2; }
     __device__ __forceinline__ bool exists(int r, int i) const { return exists(r) and i / 4 * 8 < args.v_dim; }
 
-    // From a thread's first row to its second, in pairs.
+    // Distance from a thread's first row to its second, in pairs of elements.
     __device__ __forceinline__ int64_t row_stride() const { return (row_index(1) - row_index(0)) * args.v_dim / 2; }
 
-    // Loads are issued four at a time, or each would wait for the one before.
+    // Issues four loads at a time; otherwise each would wait for the one before.
     __device__ __forceinline__ void add_previous(float (&out)[kCount], const float (&share)[2]) const {
         const int64_t first = row_index(0) * args.v_dim / 2;
 #pragma unroll

@@ -1,20 +1,15 @@
 #include "csrc/attention/sm90/forward/forward.h"
 
+#include "csrc/attention/sm90/dispatch.cuh"
 #include "csrc/attention/sm90/forward/kernels.h"
 
 namespace jaxmagi::sm90 {
 namespace {
 
-// The smallest kernel that holds both dimensions, or nullptr.
+// Returns the smallest kernel that holds both dimensions, or nullptr.
 const ForwardKernel* find_kernel(int dim, int v_dim) {
-    const ForwardKernel* const kernels[] = {&kForwardD64,      &kForwardD96,  &kForwardD128,
-                                            &kForwardD192V128, &kForwardD192, &kForwardD256};
-    if (dim < 8 or v_dim < 8 or dim % 8 != 0 or v_dim % 8 != 0)
-        return nullptr;
-    for (const ForwardKernel* kernel : kernels)
-        if (dim <= kernel->dim and v_dim <= kernel->v_dim)
-            return kernel;
-    return nullptr;
+    return smallest_kernel<ForwardKernel>(
+        {&kForwardD64, &kForwardD96, &kForwardD128, &kForwardD192V128, &kForwardD192, &kForwardD256}, dim, v_dim);
 }
 
 }  // namespace

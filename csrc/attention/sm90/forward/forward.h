@@ -10,24 +10,26 @@ namespace jaxmagi::sm90 {
 
 enum class DType { kBF16, kF16 };
 
-// Positions and keys by which the plan counts the cost of a mask. A CTA works on as many rows of logits at a time.
+// Positions of a tile and keys of a block by which the tile schedule counts the cost of a mask. A CTA works on as many
+// rows of logits at a time.
 struct TileShape {
     int rows, keys;
 };
 
-// The tile of the kernel for these head dimensions; for dimensions without a kernel, nothing may be called but this.
+// Returns the tile of the kernel for these head dimensions. For dimensions without a kernel it returns nothing, and no
+// other function may be called.
 std::optional<TileShape> forward_tile(int dim, int v_dim);
 
 struct ForwardParams {
-    DType dtype;   // of q, k, v, and of out unless out_f32
+    DType dtype;  // of q, k, v, and of out unless out_f32
     bool out_f32;
     int batch, q_len, kv_len, heads, kv_heads, dim, v_dim;
     const void *q, *k, *v;  // [batch, length, heads, dim]
-    int num_masks, capacity;    // of one mask, or of one mask per example
+    int num_masks, capacity;  // 1 mask, or one for each example; bands of a mask
     const ScheduledBand* bands;
     const ScheduledTile* tiles;
     const float* sinks;  // [heads], -inf for none
-    // A partial result to merge with, of the same types as the result, which may lie at the same place; or nullptr.
+    // A partial result to merge with, or nullptr. It has the types of the result and may share its memory.
     const void* previous_out;
     const float* previous_lse;
     void* out;     // [batch, q_len, heads, v_dim]

@@ -5,37 +5,45 @@
 #include "csrc/attention/sm90/forward/producer.cuh"
 #include "csrc/attention/sm90/forward/scheduler.cuh"
 
-// The forward kernel: persistent, one scheduler warp, one producer warp, one thread that sends outputs, and
-// Config::kConsumers consumer warpgroups a CTA. Every tile is finished by one CTA, so that results do not depend on
-// which CTA takes it, and need no atomics.
+// The forward kernel is persistent. A CTA has a scheduler warp, a producer warp, a thread that stores outputs, and
+// Config::kConsumers consumer warpgroups. One CTA finishes a work item alone, so that results do not depend on which
+// CTA claims it, and need no atomics.
 //
-// Schedule of a tile with blocks 0 .. n - 1:
-//   scheduler   runs of keys, one for each band that the tile sees; ahead of the producer, but for long tiles not far
-//   producer    K0  Q  K1  V0  K2  V1  ...  K(n-1)  V(n-2)  V(n-1)   each when its place is free; keys first, they are
-//                                                                    needed first
-//   consumers   S0 = Q·K0, softmax;  step j: S(j) = Q·K(j) and O += P(j-1)·V(j-1), softmax of S(j) beside the second
-//               product, O rescaled if a reference moved;  O += P(n-1)·V(n-1), sums and log-sum-exp beside it;
-//               outputs stored, or left to the sender where it has a place for them.
-//               Block 0 is the first that the rows of the warpgroup see or that holds keys of two runs, or the
-//               last of all: it gives back the ones before untouched, but takes its turn for each, so that all
-//               warpgroups take n - 1 turns.
-// Tiles follow each other without a pause: the producer is at the next tile while the consumers finish this one.
+// Schedule of a work item with blocks of keys 0 .. n - 1:
+//   scheduler     writes a run of keys for each band that the tile sees. It is at most one work item ahead of the
+//                 producer, and during a long one not ahead
+//   producer      loads K0  Q  K1  V0  K2  V1  ...  K(n-1)  V(n-2)  V(n-1), each when its stage is free; keys come
+//                 first because they are needed first
+//   consumers     S0 = Q·K0, softmax;
+//                 step j: S(j) = Q·K(j) and O += P(j-1)·V(j-1); softmax of S(j) overlaps with the second product; O is
+//                 rescaled if needed;
+//                 O += P(n-1)·V(n-1), with which row sums and log-sum-exp overlap;
+//                 the output is stored, or left in shared memory for the output store.
+//                 Block 0 of a warpgroup is the first that its rows see or that has a packed tail, or the last of all.
+//                 A warpgroup releases the blocks before it unused, but takes its turn to issue for each, so that all
+//                 warpgroups take n - 1 turns
+//   output store  stores the outputs of the warpgroups one after the other
+// Work items follow each other without a pause: the producer loads the next one while the consumers finish this one.
 //
-// Barriers (arrivals a phase), what completes them, and what they protect:
-//   run_full (1)  scheduler            a run, and with the first of a tile the tile's message
-//   run_empty (1) producer             after the keys of the run are on their way; of a short run, after cleaning.
-//                                      It also keeps the messages of tiles from being overwritten: see ForwardMemory
-//   q_full (1)    producer and TMA     the queries, and so the tile's message; without blocks, the producer alone
-//   q_empty (all consumer warps)       after the last product with the queries. Every warp has then finished the tile
-//                                      before
-//   k_full (1)    producer and TMA     keys of a block, and its messages
-//   k_empty (consumer warpgroups)      after the product with the keys, if any. Messages are read later, in the
-//                                      softmax, but before the next product: hence twice as many of them as stages
-//   v_full (1)    producer and TMA     values of a block; of a short run, the producer alone, after cleaning
-//   v_empty (consumer warpgroups)      after the product with the values, if any
-//   v_loaded (1)  producer and TMA     values to be cleaned, for the producer itself
-//   out_full (warps of a warpgroup)    the output of a warpgroup, or that it has none for this tile, or no more tiles
-//   out_empty (1) sender               of each warpgroup: when the output of the one before it was read
+// Mbarriers (arrivals of a phase), who completes them, and what they protect:
+//   run_full (1)  scheduler            a run and, with the first run of a work item, the work item
+//   run_empty (1) producer             the run, once the loads of its keys are issued; of a short run, once its values
+//                                      are padded. It also keeps work items from being overwritten (ForwardMemory)
+//   q_full (1)    producer and TMA     the queries, and with them the work item; without blocks, the producer alone
+//   q_empty (all consumer warps)       the queries, after their last product. Every warp has then finished the work
+//                                      item before
+//   k_full (1)    producer and TMA     keys of a block, and its descriptors
+//   k_empty (consumer warpgroups)      the keys, after their product if there is one. Descriptors are read later, in
+//                                      the softmax, but before the next product: hence twice as many as stages
+//   v_full (1)    producer and TMA     values of a block; of a short run, the producer alone, after padding
+//   v_empty (consumer warpgroups)      the values, after their product if there is one
+//   v_loaded (1)  producer and TMA     values of a short run, for the producer itself to pad
+//   out_full (warps of a warpgroup)    the output of a warpgroup, or the fact that it has none
+//   out_empty (1) output store         one for each warpgroup: the place of the output, once that of the warpgroup
+//                                      before was read
+// Named barriers:
+//   kFirstBarrier + i (warpgroup i and the one before it)  with kSchedulerBarrier: warpgroup i may issue its products
+//   kFirstBarrier + i (warpgroup i)    without: all warps of the warpgroup are done with a block that they skip
 
 namespace jaxmagi::sm90 {
 
@@ -62,10 +70,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         else if (thread < 64)
             ForwardScheduler<Config>{memory, args}.run();
         else if (Config::kStagesOut and thread == 64 and not args.out_f32)
-            ForwardOutSender<Config>{memory, maps.out, args.schedule.pack_shift}.run();
+            ForwardOutputStore<Config>{memory, maps.out, args.schedule.pack_shift}.run();
     } else {
         warpgroup_reg_alloc<Config::kConsumerRegisters>();
-        // Found again, or ptxas would keep it in local memory in between.
+        // Computed again: ptxas would keep `warpgroup` in local memory.
         const int consumer = uniform(threadIdx.x / kWarpgroupThreads) - 1;
         ForwardConsumer<Config>{memory, args, consumer, thread}.run();
     }

@@ -2,8 +2,8 @@
 
 #include "csrc/attention/sm90/forward/forward.h"
 
-// The kernels that exist, one source file each. Of the tiles that registers and shared memory allow, the fastest that
-// were measured.
+// The kernels that exist, one source file each. Their tiles are the fastest that were measured among those that
+// registers and shared memory allow.
 
 namespace jaxmagi::sm90 {
 

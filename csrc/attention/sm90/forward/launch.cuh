@@ -2,10 +2,12 @@
 
 #include <algorithm>
 
+#include "csrc/attention/sm90/dispatch.cuh"
 #include "csrc/attention/sm90/forward/kernel.cuh"
+#include "csrc/attention/sm90/forward/kernels.h"
 #include "csrc/common/sm90/tensor_map.h"
 
-// Host side of one forward kernel.
+// The host side of a forward kernel.
 
 namespace jaxmagi::sm90 {
 
@@ -38,8 +40,7 @@ template <typename Config> cudaError_t load_forward() {
 
 template <typename Config>
 cudaError_t encode_maps(const ForwardParams& params, int pack, ForwardTensorMaps* maps) {
-    const auto type =
-        params.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    const CUtensorMapDataType type = tensor_map_type(params.dtype);
     const HeadsTensor q{params.q, type, params.batch, params.q_len, params.heads, params.dim};
     const HeadsTensor k{params.k, type, params.batch, params.kv_len, params.kv_heads, params.dim};
     const HeadsTensor v{params.v, type, params.batch, params.kv_len, params.kv_heads, params.v_dim};
@@ -73,5 +74,21 @@ template <typename Config> cudaError_t launch_forward(const ForwardParams& param
     forward_kernel<Config><<<grid, Config::kThreads, ForwardMemory<Config>::kBytes, stream>>>(maps, args);
     return cudaGetLastError();
 }
+
+// kKeys, kCappedKeys: keys of a block without and with soft cap, which takes registers.
+template <int kDim, int kVDim, int kConsumers, int kKeys, int kCappedKeys> struct ForwardInstance {
+    template <typename Element, bool kSoftCap>
+    using Config = ForwardConfig<Element, kDim, kVDim, kConsumers, kSoftCap ? kCappedKeys : kKeys, kSoftCap>;
+
+    static cudaError_t load(DType dtype, bool soft_cap) {
+        return with_config<Config>(dtype, soft_cap, [](auto config) { return load_forward<decltype(config)>(); });
+    }
+    static cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
+        return with_config<Config>(params.dtype, params.soft_cap > 0, [&](auto config) {
+            return launch_forward<decltype(config)>(params, stream);
+        });
+    }
+    static constexpr ForwardKernel kKernel{kDim, kVDim, {64 * kConsumers, kKeys}, load, launch};
+};
 
 }  // namespace jaxmagi::sm90

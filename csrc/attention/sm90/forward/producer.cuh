@@ -5,14 +5,14 @@
 #include "csrc/common/math.h"
 #include "csrc/common/sm90/tma.cuh"
 
-// The producer warp: streams queries, keys and values through shared memory.
+// The producer warp streams queries, keys and values through shared memory.
 //
-// The scheduler's runs of keys become blocks, right to left, from the last key that is seen to the first. What is left
-// over goes to the first block, which is masked most of the time: of its keys those do not count which the next block
-// has too. So no block holds a key which the tile does not see: NaN there must not reach the product with the values.
-// Only a run shorter than one block may hold foreign keys behind its end; their values are overwritten with zeros.
-// Where two runs of a tile leave over no more than a block together, the first block of the first run takes what is
-// left over of the second one, its guests, in place of the keys that do not count there.
+// It cuts each run of keys into blocks from right to left. The remainder goes to the first block, which is masked most
+// of the time: keys of it that the next block has too do not count there. So no block holds a key that the tile does
+// not see, and NaN in such keys never reaches the product with the values. Only a run shorter than one block is
+// followed by such keys; the producer overwrites their values with zeros.
+// Where the remainders of two runs of a tile fit in one block, the first block of the first run also holds the
+// remainder of the second run, its packed tail, in place of the keys that do not count.
 
 namespace jaxmagi::sm90 {
 
@@ -29,15 +29,15 @@ template <typename Config> struct ForwardProducer {
 #pragma unroll 1
         for (unsigned run = 0;; ++run) {
             memory.run_full(run).wait(memory.run_parity(run));
-            const RunMessage& message = memory.run_message(run);
-            if (is_empty(message.keys))
-                announce_empty(message.turn);
+            const ForwardBandRun& band_run = memory.band_run(run);
+            if (is_empty(band_run.keys))
+                announce_without_queries(band_run.item);
             else
                 produce(run);
-            if (message.stop)
+            if (band_run.stop)
                 return;
-            const bool last = message.last;
-            const KeyHead head = message.head;
+            const bool last = band_run.last;
+            const KeyHead head = band_run.head;
             __syncwarp();
             if (elect_lane())
                 memory.run_empty(opaque(run)).arrive();
@@ -47,8 +47,8 @@ template <typename Config> struct ForwardProducer {
     }
 
 private:
-    __device__ __forceinline__ void announce_empty(int turn) const {
-        memory.q_empty().wait((turn & 1) ^ 1);
+    __device__ __forceinline__ void announce_without_queries(int item) const {
+        memory.q_empty().wait((item & 1) ^ 1);
         if (elect_lane())
             memory.q_full().arrive();
     }
@@ -57,35 +57,35 @@ private:
         if (elect_lane())
             produce_blocks(run);
         __syncwarp();
-        const RunMessage& message = memory.run_message(run);
-        const int size = message.keys.end - message.keys.begin;
-        num_blocks += ceil_div(size - message.given, Config::kKeys);
-        pending_key = message.keys.begin;
-        if (size < Config::kKeys and message.keys.end < args.kv_len)
-            load_and_clean_values(run, size);
+        const ForwardBandRun& band_run = memory.band_run(run);
+        const int size = band_run.keys.end - band_run.keys.begin;
+        num_blocks += ceil_div(size - band_run.packed_keys, Config::kKeys);
+        pending_key = band_run.keys.begin;
+        if (size < Config::kKeys and band_run.keys.end < args.kv_len)
+            load_and_pad_values(run, size);
     }
 
-    // From right to left. The first keys of a tile are loaded before its queries, whose place becomes free later;
-    // values after the keys of the next block, which are needed first. Warps of consumers share the issue slots: every
-    // instruction in this loop makes them wait.
+    // Keys of the first block come before the queries, whose place becomes free later, and values come after the keys
+    // of the next block, which are needed first. The consumer warps share the issue slots: every instruction in this
+    // loop delays them.
     __device__ __forceinline__ void produce_blocks(unsigned run) const {
         constexpr int kStep = Config::kKeys;
-        const RunMessage& message = memory.run_message(run);
-        const TileBand band = message.band;
-        const KeyHead head = message.head;
-        const int first_key = message.keys.begin, end = message.keys.end - message.given;
+        const ForwardBandRun& band_run = memory.band_run(run);
+        const TileBand band = band_run.band;
+        const KeyHead head = band_run.head;
+        const int first_key = band_run.keys.begin, end = band_run.keys.end - band_run.packed_keys;
         const int over = (end - first_key) % kStep;
         const int begin = over == 0 or end - first_key < kStep ? 0 : kStep - over;  // the first column that counts
-        int key = max(end - kStep, first_key), guests = message.has_guest ? begin / kPartKeys * kPartKeys : 0;
+        int key = max(end - kStep, first_key), tail = band_run.has_packed_tail ? begin / kPartKeys * kPartKeys : 0;
         unsigned block = num_blocks;
         memory.k_empty(block).wait(memory.parity(block) ^ 1);
-        memory.block_message(block) = band.block(key, begin, min(kStep, end - key), kStep);
-        if (guests > 0)
-            load_keys_with_guests(block, run, guests);
+        memory.descriptor(block) = band.block(key, begin, min(kStep, end - key), kStep);
+        if (tail > 0)
+            load_packed_keys(block, run, tail);
         else
             load_keys(block, key, head);
-        if (message.first)
-            load_queries(message.turn);
+        if (band_run.first)
+            load_queries(band_run.item);
         if (pending_key != kNone)
             load_values(block - 1, pending_key, head, memory.v_full(block - 1));
         int previous_key = key;
@@ -93,13 +93,13 @@ private:
         for (key += begin - kStep; key >= first_key; key -= kStep) {
             ++block;
             memory.k_empty(block).wait(memory.parity(block) ^ 1);
-            memory.block_message(block) = band.block(key, 0, kStep, kStep);
+            memory.descriptor(block) = band.block(key, 0, kStep, kStep);
             load_keys(block, key, head);
-            if (guests > 0)
-                load_values_with_guests(block - 1, run, guests);
+            if (tail > 0)
+                load_packed_values(block - 1, run, tail);
             else
                 load_values(block - 1, previous_key, head, memory.v_full(block - 1));
-            guests = 0;
+            tail = 0;
             previous_key = key;
         }
     }
@@ -116,59 +116,59 @@ private:
         load<Config::kVDim>(memory.v(block), maps.v, Config::kKeys, {0, of.head, key, of.example}, arrived);
     }
 
-    // In the first `guests` columns are the last keys of the next run, of which those count that are left over.
-    __device__ __forceinline__ void load_keys_with_guests(unsigned block, unsigned run, int guests) const {
+    // The first `tail` columns are the last keys of the next run, of which only its packed_keys last ones count.
+    __device__ __forceinline__ void load_packed_keys(unsigned block, unsigned run, int tail) const {
         memory.run_full(run + 1).wait(memory.run_parity(run + 1));
-        const RunMessage& next = memory.run_message(run + 1);
-        memory.guest_message(block) =
-            next.band.block(next.keys.end - guests, guests - next.given, guests, Config::kKeys);
-        memory.block_message(block).has_guest = true;
+        const ForwardBandRun& next = memory.band_run(run + 1);
+        memory.packed_tail(block) = next.band.block(next.keys.end - tail, tail - next.packed_keys, tail, Config::kKeys);
+        memory.descriptor(block).has_packed_tail = true;
         memory.k_full(block).arrive_and_expect(Config::kKBytes);
-        load_parts<Config::kDim>(memory.k(block), maps.k_part, run, guests, memory.k_full(block));
+        load_parts<Config::kDim>(memory.k(block), maps.k_part, run, tail, memory.k_full(block));
     }
 
-    __device__ __forceinline__ void load_values_with_guests(unsigned block, unsigned run, int guests) const {
+    __device__ __forceinline__ void load_packed_values(unsigned block, unsigned run, int tail) const {
         memory.v_empty(block).wait(memory.parity(block) ^ 1);
         memory.v_full(block).arrive_and_expect(Config::kVBytes);
-        load_parts<Config::kVDim>(memory.v(block), maps.v_part, run, guests, memory.v_full(block));
+        load_parts<Config::kVDim>(memory.v(block), maps.v_part, run, tail, memory.v_full(block));
     }
 
     template <int kColumns>
-    __device__ __forceinline__ void load_parts(SharedAddress to, const CUtensorMap& map, unsigned run, int guests,
+    __device__ __forceinline__ void load_parts(SharedAddress to, const CUtensorMap& map, unsigned run, int tail,
                                                Mbarrier arrived) const {
-        const RunMessage& message = memory.run_message(run);
-        const int guest_key = memory.run_message(run + 1).keys.end - guests;
-        const int key = message.keys.end - message.given - Config::kKeys;
+        const ForwardBandRun& band_run = memory.band_run(run);
+        const int tail_key = memory.band_run(run + 1).keys.end - tail;
+        const int key = band_run.keys.end - band_run.packed_keys - Config::kKeys;
 #pragma unroll 1
         for (int i = 0; i < Config::kKeys; i += kPartKeys)
             load<kColumns>(to + i * kPanelRowBytes, map, Config::kKeys,
-                           {0, message.head.head, i + (i < guests ? guest_key : key), message.head.example}, arrived);
+                           {0, band_run.head.head, i + (i < tail ? tail_key : key), band_run.head.example}, arrived);
     }
 
-    __device__ __forceinline__ void load_queries(int turn) const {
-        memory.q_empty().wait((turn & 1) ^ 1);
-        const TileMessage& tile = memory.tile_message(turn);
+    __device__ __forceinline__ void load_queries(int item) const {
+        memory.q_empty().wait((item & 1) ^ 1);
+        const ForwardWorkItem& work = memory.work_item(item);
         memory.q_full().arrive_and_expect(Config::kQBytes);
-        load<Config::kDim>(memory.q(), maps.q, Config::kRows, {0, tile.head, tile.row, tile.example},
+        load<Config::kDim>(memory.q(), maps.q, Config::kRows, {0, work.head, work.row, work.example},
                            memory.q_full());
     }
 
-    // By the whole warp.
+    // Called by the whole warp.
     __device__ __forceinline__ void load_pending_values(const KeyHead& head, Mbarrier arrived) {
         if (pending_key != kNone and elect_lane())
             load_values(num_blocks - 1, pending_key, head, arrived);
         pending_key = kNone;
     }
 
-    // Loads the values of a short run, its newest block, and puts zeros behind the last row.
-    __device__ __forceinline__ void load_and_clean_values(unsigned run, int first_row) {
+    // Loads the values of the newest block, which is all of a short run, and overwrites those from first_row on with
+    // zeros.
+    __device__ __forceinline__ void load_and_pad_values(unsigned run, int first_row) {
         constexpr int kVectors = kPanelRowBytes / 16;
         const unsigned block = num_blocks - 1;
-        load_pending_values(memory.run_message(run).head, memory.v_loaded());
-        memory.v_loaded().wait(memory.num_cleaned() & 1);
+        load_pending_values(memory.band_run(run).head, memory.v_loaded());
+        memory.v_loaded().wait(memory.num_zeroed() & 1);
         __syncwarp();
         if (elect_lane())
-            ++memory.num_cleaned();
+            ++memory.num_zeroed();
         for (int i = first_row * kVectors + threadIdx.x % 32; i < Config::kKeys * kVectors; i += 32) {
 #pragma unroll
             for (int panel = 0; panel < panels(Config::kVDim); ++panel)

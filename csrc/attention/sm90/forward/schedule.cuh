@@ -6,34 +6,34 @@
 #include "csrc/attention/sm90/forward/forward.h"
 #include "csrc/common/math.h"
 
-// How the work is cut into items, and the order in which the CTAs take them.
+// This file cuts the work into work items and orders them.
 //
-// An item has as many rows of logits as a row tile of the plan has positions, all of one key head: some query heads of
-// the group (`pack`, a power of two) at each position of a slice of the tile. One head at all positions would do as
-// well, but a slice sees fewer keys than the whole tile: less is left over at the edges of bands.
+// A work item has as many rows of logits as a tile of the tile schedule has positions, all of one key head: some query
+// heads of the group (`pack`, a power of two) at each position of a slice of the tile. One head at all positions would
+// do as well, but a slice sees fewer keys than the whole tile, and wastes fewer at the edges of bands.
 
 namespace jaxmagi::sm90 {
 
-// Items of a plan are sorted by section, then longest tile first, then by key head. A section is a number of key heads
-// (of any example, where one mask serves all) whose keys and values stay in the L2 cache together.
+// Work items of a mask are sorted by section, then longest tile first, then by key head. A section is a number of key
+// heads (of any example, where one mask serves all) whose keys and values stay in the L2 cache together.
 struct ForwardSchedule {
-    int num_items, per_mask, per_section, per_key_head;  // items
-    int num_tiles;                                       // of one plan
-    int key_heads, section, group;  // key heads of a plan and of a section; query heads of a key head
-    int pack, pack_shift;           // query heads in an item, and log2 of it
-    int slices, per_tile;           // of a tile; items of a tile and key head
+    int num_items, per_mask, per_section, per_key_head;  // numbers of work items
+    int num_tiles;                                       // of one mask
+    int key_heads, section, group;  // key heads of a mask and of a section; query heads of a key head
+    int pack, pack_shift;           // query heads in a work item, and log2 of it
+    int slices, per_tile;           // slices of a tile; work items of a tile and key head
 };
 
 struct ForwardItem {
-    int mask, rank, key_head;  // key_head among those of the plan, example by example
-    int head_in_group, slice;  // the first query head in the group; the slice of the tile's positions
+    int mask, rank, key_head;  // rank of the tile by cost; key_head counts those of the mask, example by example
+    int head_in_group, slice;  // first query head in the group; slice of the tile's positions
 };
 
-// What the keys and values of a section may fill of the L2 cache. All 50 MB would do to find them there, but the fewer
-// lines are in flight the better: 8 MB were up to 3 % faster than 32 MB.
+// How much of the L2 cache the keys and values of a section may fill. All 50 MB would do to find them there, but the
+// fewer lines are in flight the better: 8 MB were up to 3 % faster than 32 MB.
 inline constexpr int64_t kSectionBytes = int64_t{8} << 20;
 
-// At 16 heads a slice is 8 or 12 positions, less than which no longer saves keys.
+// At 16 heads a slice has 8 or 12 positions; shorter slices do not save keys.
 inline constexpr int kMaxPackShift = 4;
 
 inline ForwardSchedule make_schedule(const ForwardParams& params, int tile_rows) {
@@ -42,7 +42,7 @@ inline ForwardSchedule make_schedule(const ForwardParams& params, int tile_rows)
     const int section = static_cast<int>(std::clamp<int64_t>(kSectionBytes / head_bytes, 1, key_heads));
     const int group = params.heads / params.kv_heads;
     const int pack_shift = std::min(std::countr_zero(static_cast<unsigned>(group)), kMaxPackShift);
-    // The last tile may have fewer slices; where it is the only one, there are no others.
+    // A tile that is the only one has no slices behind its last position.
     const int slices = ceil_div(std::min(params.q_len, tile_rows), tile_rows >> pack_shift);
     const int per_tile = slices * (group >> pack_shift), per_key_head = tiles * per_tile;
     return {.num_items = params.num_masks * key_heads * per_key_head,

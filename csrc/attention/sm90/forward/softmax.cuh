@@ -10,12 +10,15 @@
 
 namespace jaxmagi::sm90 {
 
-// A thread's part of two rows: references in units of log 2, far below any logit as long as nothing was seen.
+// The softmax state of a thread's two rows. Probabilities are relative to 2^row_max. The rescale is lazy
+// (FlashAttention-4): row_max, in units of log 2, is the maximum at the last rescale, and the true maximum may be up to
+// kRescaleThreshold larger. It is far below any logit until a key is visible. row_sum covers only the columns of this
+// thread; the epilogue adds up the quad.
 struct RowState {
-    float reference[2] = {-FLT_MAX, -FLT_MAX}, sum[2] = {0.f, 0.f}, scale[2];
+    float row_max[2] = {-FLT_MAX, -FLT_MAX}, row_sum[2] = {0.f, 0.f}, correction[2];
 };
 
-// A bit for each of a thread's logits in one row of a block, in order of columns: whether the row sees it.
+// A bit for each of a thread's logits in one row of a block, in order of columns: set if the row sees the key.
 template <int kCount> struct VisibleBits {
     static constexpr int kWords = (kCount / 2 + 31) / 32;
     uint32_t words[2][kWords];
@@ -29,12 +32,12 @@ template <int kCount> struct VisibleBits {
     }
 };
 
-// row: the thread's first one; positions have 1 << pack_shift rows.
+// Returns the bits of a thread whose first row is `row`; positions have 1 << pack_shift rows.
 template <int kCount>
-__device__ __forceinline__ VisibleBits<kCount> visible_bits(const BlockMessage& message, int row, int pack_shift,
+__device__ __forceinline__ VisibleBits<kCount> visible_bits(const BlockDescriptor& descriptor, int row, int pack_shift,
                                                             int first_column) {
-    const int4 rows = reinterpret_cast<const int4*>(&message)[0];     // row_begin, row_end, lower, upper
-    const int2 columns = reinterpret_cast<const int2*>(&message)[2];  // first_column, end_column
+    const int4 rows = reinterpret_cast<const int4*>(&descriptor)[0];     // row_begin, row_end, lower, upper
+    const int2 columns = reinterpret_cast<const int2*>(&descriptor)[2];  // first_column, end_column
     VisibleBits<kCount> bits;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -49,11 +52,12 @@ __device__ __forceinline__ VisibleBits<kCount> visible_bits(const BlockMessage& 
     return bits;
 }
 
-template <int kCount> __device__ __forceinline__ void hide(float (&logits)[kCount], const VisibleBits<kCount>& seen) {
+template <int kCount>
+__device__ __forceinline__ void apply_mask(float (&logits)[kCount], const VisibleBits<kCount>& visible) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
         const int r = i / 2 % 2, bit = i / 4 * 2 + i % 2;
-        if ((seen.words[r][bit / 32] & 1u << bit % 32) == 0)
+        if ((visible.words[r][bit / 32] & 1u << bit % 32) == 0)
             logits[i] = -INFINITY;
     }
 }
@@ -65,19 +69,19 @@ __device__ __forceinline__ void cap_logits(float (&logits)[kCount], float logit_
         logits[i] = cap_log2 * fast_tanh(logits[i] * logit_scale);
 }
 
-__device__ __forceinline__ float over_quad_max(float x) {
+__device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-__device__ __forceinline__ float over_quad_sum(float x) {
+__device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Of a thread's part of a row; 0 if all are negative. Positive numbers are ordered as their bits are, and the maximum
-// of three integers is one instruction.
-template <int kCount> __device__ __forceinline__ float largest_positive_logit(const float (&logits)[kCount], int r) {
+// Returns the maximum of a thread's part of row r, or 0 if all logits are negative. Positive floats are ordered as
+// their bits are, and the maximum of three integers is one instruction.
+template <int kCount> __device__ __forceinline__ float max_positive_logit(const float (&logits)[kCount], int r) {
     int largest = 0;
 #pragma unroll
     for (int i = 2 * r; i < kCount; i += 4)
@@ -85,8 +89,8 @@ template <int kCount> __device__ __forceinline__ float largest_positive_logit(co
     return __int_as_float(largest);
 }
 
-// Of negative numbers, which are ordered against their bits.
-template <int kCount> __device__ __forceinline__ float largest_negative_logit(const float (&logits)[kCount], int r) {
+// Returns the maximum of logits that are all negative. Their order is opposite to that of their bits.
+template <int kCount> __device__ __forceinline__ float max_negative_logit(const float (&logits)[kCount], int r) {
     uint32_t smallest = __float_as_uint(-INFINITY);
 #pragma unroll
     for (int i = 2 * r; i < kCount; i += 4)
@@ -94,61 +98,60 @@ template <int kCount> __device__ __forceinline__ float largest_negative_logit(co
     return __uint_as_float(smallest);
 }
 
-// Whether the reference of one row of the warp is too far behind its largest logit.
-__device__ __forceinline__ bool is_behind(const float (&largest)[2], const RowState& rows, float to_log2) {
-    constexpr float kMaxLag = 8.f;
-    const bool first = largest[0] * to_log2 - rows.reference[0] > kMaxLag;
-    const bool second = largest[1] * to_log2 - rows.reference[1] > kMaxLag;
+// Returns true for the whole warp if in any of its rows the largest logit exceeds row_max by more than the threshold.
+__device__ __forceinline__ bool needs_rescale(const float (&largest)[2], const RowState& rows, float to_log2) {
+    constexpr float kRescaleThreshold = 8.f;
+    const bool first = largest[0] * to_log2 - rows.row_max[0] > kRescaleThreshold;
+    const bool second = largest[1] * to_log2 - rows.row_max[1] > kRescaleThreshold;
     return __any_sync(~0u, first or second);
 }
 
-// The reference, relative to which probabilities are taken, follows the largest logit only when a row of the warp is
-// more than 2^8 behind: until then probabilities of up to 256 do as well, and scaling the output is saved
-// (FlashAttention-4). Rows without a positive logit count as 0 at first, and are looked at again before anything moves.
-// Returns whether it moved; then the output has to be multiplied with rows.scale. `to_log2` turns logits into units of
-// log 2.
+// Updates row_max and row_sum only if a row of the warp needs it (lazy rescale, FlashAttention-4): probabilities of up
+// to 2^8 do as well, and most blocks do without scaling the output. Returns true if it did; the output so far then has
+// to be multiplied by rows.correction. Rows without a positive logit count as 0 at first, and their true maximum is
+// computed only if something seems to need a rescale. `to_log2` turns logits into units of log 2.
 template <int kCount>
-__device__ __forceinline__ bool move_references(const float (&logits)[kCount], RowState& rows, float to_log2) {
+__device__ __forceinline__ bool rescale_if_needed(const float (&logits)[kCount], RowState& rows, float to_log2) {
     float largest[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-        largest[r] = over_quad_max(largest_positive_logit(logits, r));
-    if (not is_behind(largest, rows, to_log2))
+        largest[r] = quad_max(max_positive_logit(logits, r));
+    if (not needs_rescale(largest, rows, to_log2))
         return false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         if (__any_sync(~0u, largest[r] == 0.f)) {
-            const float negative = over_quad_max(largest_negative_logit(logits, r));
+            const float negative = quad_max(max_negative_logit(logits, r));
             largest[r] = largest[r] == 0.f ? negative : largest[r];
         }
     }
-    if (not is_behind(largest, rows, to_log2))
+    if (not needs_rescale(largest, rows, to_log2))
         return false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const float reference = fmaxf(rows.reference[r], largest[r] * to_log2);
-        rows.scale[r] = exp2_approx(rows.reference[r] - reference);
-        rows.sum[r] *= rows.scale[r];
-        rows.reference[r] = reference;
+        const float row_max = fmaxf(rows.row_max[r], largest[r] * to_log2);
+        rows.correction[r] = exp2_approx(rows.row_max[r] - row_max);
+        rows.row_sum[r] *= rows.correction[r];
+        rows.row_max[r] = row_max;
     }
     return true;
 }
 
-// Logits become probabilities.
+// Turns logits into probabilities and adds them to row_sum.
 template <int kCount>
-__device__ __forceinline__ void exponentiate(float (&logits)[kCount], RowState& rows, float to_log2) {
+__device__ __forceinline__ void compute_p(float (&logits)[kCount], RowState& rows, float to_log2) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
         for (int i = 2 * r; i < kCount; i += 4) {
-            logits[i] = exp2_approx(logits[i] * to_log2 - rows.reference[r]);
-            logits[i + 1] = exp2_approx(logits[i + 1] * to_log2 - rows.reference[r]);
+            logits[i] = exp2_approx(logits[i] * to_log2 - rows.row_max[r]);
+            logits[i + 1] = exp2_approx(logits[i + 1] * to_log2 - rows.row_max[r]);
         }
         float sum = 0.f;
 #pragma unroll
         for (int i = 2 * r; i < kCount; i += 4)
             sum += logits[i] + logits[i + 1];
-        rows.sum[r] += sum;
+        rows.row_sum[r] += sum;
     }
 }
 
