@@ -60,8 +60,9 @@ jaxmagi_add_module(
   csrc/collectives/transfer_order.cc
   csrc/collectives/watchdog.cc
   csrc/collectives/xla_pool.cc
-  xla_ffi/attention_cuda.cc
   xla_ffi/attention_cuda_backward.cc
+  xla_ffi/attention_cuda_forward.cc
+  xla_ffi/attention_cuda_tile_schedule.cc
   xla_ffi/collectives_cuda.cc
   xla_ffi/collectives_launch.cc
   xla_ffi/collectives_transfer.cc

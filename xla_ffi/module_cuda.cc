@@ -64,7 +64,7 @@ template <auto kTile> Tile tile(int dim, int v_dim) {
     return found ? Tile(std::pair(found->rows, found->keys)) : std::nullopt;
 }
 
-int64_t backward_workspace_bytes(int batch, int q_len, int kv_len, int heads, int dim, int v_dim, int plans,
+int64_t backward_workspace_bytes(int batch, int q_len, int kv_len, int heads, int dim, int v_dim, int num_masks,
                                  bool deterministic) {
     const jaxmagi::sm90::BackwardShape shape{.batch = batch,
                                              .q_len = q_len,
@@ -76,7 +76,7 @@ int64_t backward_workspace_bytes(int batch, int q_len, int kv_len, int heads, in
     if (not jaxmagi::sm90::backward_tile(dim, v_dim))
         throw nb::value_error(("no kernel for the head dimensions " + std::to_string(dim) + " and " +
                                std::to_string(v_dim)).c_str());
-    return jaxmagi::sm90::backward_workspace_bytes(shape, plans, deterministic);
+    return jaxmagi::sm90::backward_workspace_bytes(shape, num_masks, deterministic);
 }
 
 int64_t pair_buffer_bytes(int64_t transfers, int64_t cp_size, int64_t pair_rows,
@@ -95,10 +95,11 @@ NB_MODULE(_cuda, m) {
     m.def("backward_tile", tile<jaxmagi::sm90::backward_tile>, nb::arg("dim"), nb::arg("v_dim"),
           "Rows and keys of the backward kernel's tile, or None without a kernel for these head dimensions.");
     m.def("backward_workspace_bytes", backward_workspace_bytes, nb::arg("batch"), nb::arg("q_len"), nb::arg("kv_len"),
-          nb::arg("heads"), nb::arg("dim"), nb::arg("v_dim"), nb::arg("plans"), nb::arg("deterministic"),
+          nb::arg("heads"), nb::arg("dim"), nb::arg("v_dim"), nb::arg("num_masks"), nb::arg("deterministic"),
           "Workspace of the backward pass, a multiple of 16.");
-    m.def("tile_schedule_workspace_words", jaxmagi::sm90::tile_schedule_workspace_words, nb::arg("plans"), nb::arg("capacity"),
-          nb::arg("length"), nb::arg("tile_rows"), "Workspace of the plan in words of 8 bytes.");
+    m.def("tile_schedule_workspace_words", jaxmagi::sm90::tile_schedule_workspace_words, nb::arg("num_masks"),
+          nb::arg("capacity"), nb::arg("length"), nb::arg("tile_rows"),
+          "Returns the workspace of the tile schedule in words of 8 bytes.");
     m.def("pair_buffer_bytes", pair_buffer_bytes, nb::arg("transfers"), nb::arg("cp_size"), nb::arg("pair_rows"),
           nb::arg("row_bytes"), "Workspace of a group collective for pairs of ranks over NCCL, a multiple of 16.");
     m.def("finalize_collectives", jaxmagi::collectives::finalize, nb::call_guard<nb::gil_scoped_release>(),
