@@ -46,7 +46,7 @@ JAXMAGI_HOST_DEVICE constexpr Band crop(Band band, Range rows, Range keys) {
 }
 
 // The rows of [rows) that see at least one key; they are contiguous.
-JAXMAGI_HOST_DEVICE constexpr Range seeing_rows(Band band, Range rows) {
+JAXMAGI_HOST_DEVICE constexpr Range visible_rows(Band band, Range rows) {
     rows = intersect(rows, {band.q0, band.q1});
     if (is_empty(rows) or band.k0 >= band.k1 or band.lo > band.hi)
         return {0, 0};
@@ -64,20 +64,20 @@ JAXMAGI_HOST_DEVICE constexpr Band transposed(Band band) {
 }
 
 // The keys of [keys) that at least one row sees; they are contiguous.
-JAXMAGI_HOST_DEVICE constexpr Range seen_keys(Band band, Range keys) {
-    return seeing_rows(transposed(band), keys);
+JAXMAGI_HOST_DEVICE constexpr Range visible_keys(Band band, Range keys) {
+    return visible_rows(transposed(band), keys);
 }
 
 // The exact hull of the keys that the rows [rows) see.
 JAXMAGI_HOST_DEVICE constexpr Range keys_of_rows(Band band, Range rows) {
     rows = intersect(rows, {band.q0, band.q1});
     return is_empty(rows) ? Range{0, 0}
-                          : seen_keys({rows.begin, rows.end, band.k0, band.k1, band.lo, band.hi}, {0, kUnbounded});
+                          : visible_keys({rows.begin, rows.end, band.k0, band.k1, band.lo, band.hi}, {0, kUnbounded});
 }
 
 // The exact hull of the rows that see a key of [keys).
 JAXMAGI_HOST_DEVICE constexpr Range rows_of_keys(Band band, Range keys) {
-    return seeing_rows(crop(band, {0, kUnbounded}, keys), {0, kUnbounded});
+    return visible_rows(crop(band, {0, kUnbounded}, keys), {0, kUnbounded});
 }
 
 // The part of [rows) that sees one key, assuming that the band holds the key; may be empty.
@@ -97,10 +97,10 @@ JAXMAGI_HOST_DEVICE constexpr Band tighten(Band band, int q_len, int kv_len) {
     band = crop(band, rows, keys);
     band.lo = detail::smaller(detail::larger(band.lo, -kUnbounded), kUnbounded);
     band.hi = detail::smaller(detail::larger(band.hi, -kUnbounded), kUnbounded);
-    const Range q = seeing_rows(band, rows);
+    const Range q = visible_rows(band, rows);
     if (is_empty(q))
         return {};
-    const Range k = seen_keys(band, keys);
+    const Range k = visible_keys(band, keys);
     return {q.begin, q.end, k.begin, k.end, band.lo, band.hi};
 }
 
