@@ -10,25 +10,11 @@
 namespace jaxmagi {
 namespace {
 
-struct Attributes {
-    double scale, soft_cap;
-};
-
-struct ForwardOperands {
-    ffi::AnyBuffer q, k, v, bands, sinks;
-};
-
-struct ForwardResults {
-    ffi::AnyBuffer out, lse;
-};
-
-struct BackwardOperands {
-    ffi::AnyBuffer q, k, v, bands, dout, lse, delta;
-};
-
-struct BackwardResults {
-    ffi::AnyBuffer dq, dk, dv;
-};
+struct Attributes { double scale, soft_cap; };
+struct ForwardOperands { ffi::AnyBuffer q, k, v, bands, sinks; };
+struct ForwardResults { ffi::AnyBuffer out, lse; };
+struct BackwardOperands { ffi::AnyBuffer q, k, v, bands, dout, lse, delta; };
+struct BackwardResults { ffi::AnyBuffer dq, dk, dv; };
 
 ffi::DataType accumulation_type(const ffi::AnyBuffer& operand) {
     return operand.element_type() == ffi::F64 ? ffi::F64 : ffi::F32;

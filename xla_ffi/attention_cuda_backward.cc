@@ -13,12 +13,8 @@ struct Backward {
         bool deterministic;
         int64_t sm_margin;
     };
-    struct Operands {
-        ffi::AnyBuffer q, k, v, sorted, tiles, dout, lse, delta;
-    };
-    struct Results {
-        ffi::AnyBuffer dq, dk, dv, workspace;
-    };
+    struct Operands { ffi::AnyBuffer q, k, v, sorted, tiles, dout, lse, delta; };
+    struct Results { ffi::AnyBuffer dq, dk, dv, workspace; };
 
     static sm90::BackwardParams to_params(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                                           const Attributes& attributes) {

@@ -12,15 +12,9 @@ struct Forward {
         double scale, soft_cap;
         int64_t sm_margin;
     };
-    struct Operands {
-        ffi::AnyBuffer q, k, v, sorted, tiles, sinks;
-    };
-    struct Previous {  // optional operands behind the others: a partial result to merge with
-        ffi::AnyBuffer out, lse;
-    };
-    struct Results {
-        ffi::AnyBuffer out, lse, counter;
-    };
+    struct Operands { ffi::AnyBuffer q, k, v, sorted, tiles, sinks; };
+    struct Previous { ffi::AnyBuffer out, lse; };  // optional operands: a partial result to merge with
+    struct Results { ffi::AnyBuffer out, lse, counter; };
 
     static sm90::ForwardParams to_params(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                                          const Attributes& attributes) {

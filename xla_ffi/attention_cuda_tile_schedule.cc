@@ -13,12 +13,8 @@ struct TileSchedule {
         bool by_keys;
         int64_t dim, v_dim;
     };
-    struct Operands {
-        ffi::AnyBuffer bands;
-    };
-    struct Results {
-        ffi::AnyBuffer sorted, tiles, workspace;
-    };
+    struct Operands { ffi::AnyBuffer bands; };
+    struct Results { ffi::AnyBuffer sorted, tiles, workspace; };
 
     static sm90::TileScheduleParams to_params(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                                               const Attributes& attributes) {

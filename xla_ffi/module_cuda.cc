@@ -22,16 +22,11 @@ nb::capsule capsule(auto* pointer) {
     return nb::capsule(reinterpret_cast<void*>(pointer));
 }
 
-nb::dict stages(jaxmagi::CudaHandlers handlers) {
+// Returns the handlers by stage.
+nb::dict stages(auto handlers) {
     nb::dict stages;
-    stages["initialize"] = capsule(handlers.initialize);
-    stages["execute"] = capsule(handlers.execute);
-    return stages;
-}
-
-nb::dict stages(jaxmagi::CollectiveHandlers handlers) {
-    nb::dict stages;
-    stages["prepare"] = capsule(handlers.prepare);
+    if constexpr (requires { handlers.prepare; })
+        stages["prepare"] = capsule(handlers.prepare);
     stages["initialize"] = capsule(handlers.initialize);
     stages["execute"] = capsule(handlers.execute);
     return stages;
@@ -88,24 +83,24 @@ int64_t pair_buffer_bytes(int64_t transfers, int64_t cp_size, int64_t pair_rows,
 
 NB_MODULE(_cuda, m) {
     m.attr("sources") = kSourcesHash;
-    m.def("registrations", registrations, "Per target the handlers of its stages, for platform \"CUDA\".");
-    m.def("state_types", state_types, "Types that handlers leave objects of with XLA, for platform \"CUDA\".");
+    m.def("registrations", registrations, "Returns the handlers by target and stage, for platform \"CUDA\".");
+    m.def("state_types", state_types, "Returns the types of the state that handlers keep in XLA, for platform \"CUDA\".");
     m.def("forward_tile", tile<jaxmagi::sm90::forward_tile>, nb::arg("dim"), nb::arg("v_dim"),
-          "Rows and keys of the forward kernel's tile, or None without a kernel for these head dimensions.");
+          "Returns the rows and keys of the forward kernel's tile, or None without a kernel for these head dimensions.");
     m.def("backward_tile", tile<jaxmagi::sm90::backward_tile>, nb::arg("dim"), nb::arg("v_dim"),
-          "Rows and keys of the backward kernel's tile, or None without a kernel for these head dimensions.");
+          "Returns the rows and keys of the backward kernel's tile, or None without a kernel for these head dimensions.");
     m.def("backward_workspace_bytes", backward_workspace_bytes, nb::arg("batch"), nb::arg("q_len"), nb::arg("kv_len"),
           nb::arg("heads"), nb::arg("dim"), nb::arg("v_dim"), nb::arg("num_masks"), nb::arg("deterministic"),
-          "Workspace of the backward pass, a multiple of 16.");
+          "Returns the bytes of the backward pass's workspace, a multiple of 16.");
     m.def("tile_schedule_workspace_words", jaxmagi::sm90::tile_schedule_workspace_words, nb::arg("num_masks"),
           nb::arg("capacity"), nb::arg("length"), nb::arg("tile_rows"),
           "Returns the workspace of the tile schedule in words of 8 bytes.");
     m.def("pair_buffer_bytes", pair_buffer_bytes, nb::arg("transfers"), nb::arg("cp_size"), nb::arg("pair_rows"),
-          nb::arg("row_bytes"), "Workspace of a group collective for pairs of ranks over NCCL, a multiple of 16.");
+          nb::arg("row_bytes"), "Returns the bytes of a group collective's workspace for pairs of ranks over NCCL, a multiple of 16.");
     m.def("finalize_collectives", jaxmagi::collectives::finalize, nb::call_guard<nb::gil_scoped_release>(),
-          "Frees what the group collectives keep on the devices.");
+          "Frees the memory that the group collectives keep on the devices.");
     m.def("set_memory_limit", jaxmagi::collectives::set_memory_limit, nb::arg("ordinal"), nb::arg("bytes"),
-          "Tells how much memory XLA's allocator may take of a device of this process; 0 if that is not known.");
+          "Sets how much memory of a device XLA's allocator may take in this process; 0 if that is unknown.");
     m.def("arena_bytes", jaxmagi::collectives::arena_bytes,
-          "Device memory of this process that rows to and from other processes are copied through, beside XLA's.");
+          "Returns the bytes of device memory outside XLA through which rows to and from other processes are copied.");
 }

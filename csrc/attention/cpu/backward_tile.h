@@ -17,30 +17,27 @@
 namespace jaxmagi::cpu::JAXMAGI_ISA {
 
 template <typename T> struct BackwardWorkspace {
-    T *k, *v, *dk, *dv;
-    T *q, *q_t, *dout, *dout_t, *lse, *delta;
-    T *p, *ds, *dq_t;
-    int64_t padded_dim, padded_v_dim, size;
+    WorkspaceAllocator<T> allocator;
+    int64_t dim, v_dim;
+    int64_t padded_dim = round_up(dim, kLanes<T>), padded_v_dim = round_up(v_dim, kLanes<T>);
+    T* k = allocator.allocate(dim * kChunkKeys);
+    T* v = allocator.allocate(v_dim * kChunkKeys);
+    T* dk = allocator.allocate(padded_dim * kChunkKeys);
+    T* dv = allocator.allocate(padded_v_dim * kChunkKeys);
+    T* q = allocator.allocate(padded_dim * kTileRows);
+    T* q_t = allocator.allocate(dim * kTileRows);
+    T* dout = allocator.allocate(padded_v_dim * kTileRows);
+    T* dout_t = allocator.allocate(v_dim * kTileRows);
+    T* lse = allocator.allocate(kTileRows);
+    T* delta = allocator.allocate(kTileRows);
+    T* p = allocator.allocate(kTileKeys * kTileRows);
+    T* ds = allocator.allocate(kTileKeys * kTileRows);
+    T* dq_t = allocator.allocate(dim * kTileRows);
 
-    BackwardWorkspace(void* base, int64_t dim, int64_t v_dim)
-        : padded_dim(round_up(dim, kLanes<T>)), padded_v_dim(round_up(v_dim, kLanes<T>)) {
-        WorkspaceAllocator<T> allocator(base);
-        k = allocator.allocate(dim * kChunkKeys);
-        v = allocator.allocate(v_dim * kChunkKeys);
-        dk = allocator.allocate(padded_dim * kChunkKeys);
-        dv = allocator.allocate(padded_v_dim * kChunkKeys);
-        q = allocator.allocate(padded_dim * kTileRows);
-        q_t = allocator.allocate(dim * kTileRows);
-        dout = allocator.allocate(padded_v_dim * kTileRows);
-        dout_t = allocator.allocate(v_dim * kTileRows);
-        lse = allocator.allocate(kTileRows);
-        delta = allocator.allocate(kTileRows);
-        p = allocator.allocate(kTileKeys * kTileRows);
-        ds = allocator.allocate(kTileKeys * kTileRows);
-        dq_t = allocator.allocate(dim * kTileRows);
-        size = allocator.bytes();
+    BackwardWorkspace(void* base, int64_t dim, int64_t v_dim) : allocator(base), dim(dim), v_dim(v_dim) {}
+    static int64_t bytes(int64_t dim, int64_t v_dim) {
+        return BackwardWorkspace(nullptr, dim, v_dim).allocator.bytes();
     }
-    static int64_t bytes(int64_t dim, int64_t v_dim) { return BackwardWorkspace(nullptr, dim, v_dim).size; }
 };
 
 template <typename T> class KeyChunkKernel {

@@ -17,22 +17,21 @@
 namespace jaxmagi::cpu::JAXMAGI_ISA {
 
 template <typename T> struct ForwardWorkspace {
-    T *q, *k, *v, *scores, *out, *row_max, *row_sum, *correction;
-    int64_t size;
+    WorkspaceAllocator<T> allocator;
+    int64_t dim, v_dim;
+    T* q = allocator.allocate(dim * kTileRows);
+    T* k = allocator.allocate(dim * kTileKeys);
+    T* v = allocator.allocate(v_dim * kTileKeys);
+    T* scores = allocator.allocate(kTileKeys * kTileRows);
+    T* out = allocator.allocate(v_dim * kTileRows);
+    T* row_max = allocator.allocate(kTileRows);
+    T* row_sum = allocator.allocate(kTileRows);
+    T* correction = allocator.allocate(kTileRows);
 
-    ForwardWorkspace(void* base, int64_t dim, int64_t v_dim) {
-        WorkspaceAllocator<T> allocator(base);
-        q = allocator.allocate(dim * kTileRows);
-        k = allocator.allocate(dim * kTileKeys);
-        v = allocator.allocate(v_dim * kTileKeys);
-        scores = allocator.allocate(kTileKeys * kTileRows);
-        out = allocator.allocate(v_dim * kTileRows);
-        row_max = allocator.allocate(kTileRows);
-        row_sum = allocator.allocate(kTileRows);
-        correction = allocator.allocate(kTileRows);
-        size = allocator.bytes();
+    ForwardWorkspace(void* base, int64_t dim, int64_t v_dim) : allocator(base), dim(dim), v_dim(v_dim) {}
+    static int64_t bytes(int64_t dim, int64_t v_dim) {
+        return ForwardWorkspace(nullptr, dim, v_dim).allocator.bytes();
     }
-    static int64_t bytes(int64_t dim, int64_t v_dim) { return ForwardWorkspace(nullptr, dim, v_dim).size; }
 };
 
 template <typename T> class ForwardTileKernel {
