@@ -1,5 +1,5 @@
-# Defines how extension modules are built. `cmake --build … --target develop` links them into the package of the source
-# tree.
+# Defines how extension modules are built. `cmake --build … --target develop` links them into the package of the
+# source tree.
 
 set(jaxmagi_warnings -Wall -Wextra)
 set(jaxmagi_exports "${CMAKE_CURRENT_LIST_DIR}/exports.map")

@@ -22,7 +22,9 @@ nb::dict registrations() {
 
 NB_MODULE(_cpu, m) {
     m.def("registrations", registrations, "Returns the FFI handlers by target, for platform \"cpu\".");
-    m.def("instruction_sets", jaxmagi::cpu::instruction_sets, "Returns the instruction sets that kernels can use on this machine, fastest first.");
-    m.def("use_instruction_set", jaxmagi::cpu::use_instruction_set, nb::arg("name"), "Switches to the kernels of an instruction set, for tests.");
+    m.def("instruction_sets", jaxmagi::cpu::instruction_sets,
+          "Returns the instruction sets that kernels can use on this machine, fastest first.");
+    m.def("use_instruction_set", jaxmagi::cpu::use_instruction_set, nb::arg("name"),
+          "Switches to the kernels of an instruction set, for tests.");
     jaxmagi::bind_planning(m);
 }

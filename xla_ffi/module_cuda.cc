@@ -84,11 +84,11 @@ int64_t pair_buffer_bytes(int64_t transfers, int64_t cp_size, int64_t pair_rows,
 NB_MODULE(_cuda, m) {
     m.attr("sources") = kSourcesHash;
     m.def("registrations", registrations, "Returns the handlers by target and stage, for platform \"CUDA\".");
-    m.def("state_types", state_types, "Returns the types of the state that handlers keep in XLA, for platform \"CUDA\".");
+    m.def("state_types", state_types, "Returns the types of state that handlers keep in XLA, for platform \"CUDA\".");
     m.def("forward_tile", tile<jaxmagi::sm90::forward_tile>, nb::arg("dim"), nb::arg("v_dim"),
-          "Returns the rows and keys of the forward kernel's tile, or None without a kernel for these head dimensions.");
+          "Returns the rows and keys of the forward kernel's tile, or None if no kernel has these head dimensions.");
     m.def("backward_tile", tile<jaxmagi::sm90::backward_tile>, nb::arg("dim"), nb::arg("v_dim"),
-          "Returns the rows and keys of the backward kernel's tile, or None without a kernel for these head dimensions.");
+          "Returns the rows and keys of the backward kernel's tile, or None if no kernel has these head dimensions.");
     m.def("backward_workspace_bytes", backward_workspace_bytes, nb::arg("batch"), nb::arg("q_len"), nb::arg("kv_len"),
           nb::arg("heads"), nb::arg("dim"), nb::arg("v_dim"), nb::arg("num_masks"), nb::arg("deterministic"),
           "Returns the bytes of the backward pass's workspace, a multiple of 16.");
@@ -96,7 +96,8 @@ NB_MODULE(_cuda, m) {
           nb::arg("capacity"), nb::arg("length"), nb::arg("tile_rows"),
           "Returns the workspace of the tile schedule in words of 8 bytes.");
     m.def("pair_buffer_bytes", pair_buffer_bytes, nb::arg("transfers"), nb::arg("cp_size"), nb::arg("pair_rows"),
-          nb::arg("row_bytes"), "Returns the bytes of a group collective's workspace for pairs of ranks over NCCL, a multiple of 16.");
+          nb::arg("row_bytes"),
+          "Returns the bytes of a group collective's workspace for pairs of ranks over NCCL, a multiple of 16.");
     m.def("finalize_collectives", jaxmagi::collectives::finalize, nb::call_guard<nb::gil_scoped_release>(),
           "Frees the memory that the group collectives keep on the devices.");
     m.def("set_memory_limit", jaxmagi::collectives::set_memory_limit, nb::arg("ordinal"), nb::arg("bytes"),
