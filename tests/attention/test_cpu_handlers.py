@@ -244,7 +244,7 @@ def nan_rows(x: np.ndarray) -> list[int]:
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_reach_of_nan_in_a_value(rng: np.random.Generator, poison: float) -> None:
-    """It reaches outputs of all rows of the tiles of 64 where a row sees it; gradients of these rows alone."""
+    """It reaches outputs of all rows of the tiles of 64 where a row sees it; gradients only of such rows."""
     inputs = make_inputs(rng, [[0, 100, 0, 100, -UNBOUNDED, 0]], (1, 100, 1, 8), (1, 100, 1))
     want = reference(inputs)
     inputs.v[0, 80] = poison
