@@ -2,6 +2,10 @@
 # everything else for the baseline, so that one wheel runs on every machine of its architecture.
 
 set(kernel_source "${PROJECT_SOURCE_DIR}/csrc/attention/cpu/tile_kernels.cc")
+set(csrc "${PROJECT_SOURCE_DIR}/csrc")
+file(GLOB host_sources CONFIGURE_DEPENDS "${csrc}/attention/cpu/*.cc" "${csrc}/common/*.cc" "${csrc}/mask/*.cc"
+     "${csrc}/planning/*.cc")
+list(REMOVE_ITEM host_sources "${kernel_source}")
 
 function(jaxmagi_add_kernels ISA)
   add_library(jaxmagi_kernels_${ISA} OBJECT "${kernel_source}")
@@ -14,33 +18,9 @@ function(jaxmagi_add_kernels ISA)
   target_sources(_cpu PRIVATE $<TARGET_OBJECTS:jaxmagi_kernels_${ISA}>)
 endfunction()
 
-jaxmagi_add_module(
-  _cpu
-  csrc/attention/cpu/backward.cc
-  csrc/attention/cpu/backward_schedule.cc
-  csrc/attention/cpu/dispatch.cc
-  csrc/attention/cpu/forward.cc
-  csrc/common/parallel.cc
-  csrc/mask/tile_count.cc
-  csrc/mask/tile_index.cc
-  csrc/planning/balance.cc
-  csrc/planning/balancer.cc
-  csrc/planning/first_deal.cc
-  csrc/planning/hand.cc
-  csrc/planning/merge.cc
-  csrc/planning/owners.cc
-  csrc/planning/routing.cc
-  csrc/planning/runs.cc
-  csrc/planning/shard.cc
-  csrc/planning/swap_search.cc
-  csrc/planning/tile_work.cc
-  csrc/planning/transfers.cc
-  csrc/planning/units.cc
-  xla_ffi/attention_cpu.cc
-  xla_ffi/module_cpu.cc
-  xla_ffi/planning.cc)
+jaxmagi_add_module(_cpu ${host_sources} xla_ffi/attention_cpu.cc xla_ffi/module_cpu.cc xla_ffi/planning.cc)
 
-# Plans are made on every host, and have to be the same ones: no compiler may fuse a product into a sum.
+# Every host computes the plans and must get the same ones: no compiler may contract a product and a sum.
 target_compile_options(_cpu PRIVATE -ffp-contract=off)
 
 jaxmagi_add_kernels(generic)

@@ -1,6 +1,6 @@
-# The CUDA module `jaxmagi._cuda`. Each kernel file is compiled by a command of its own rather than by CMake's CUDA
-# language, which ends the configuration where a compiler is broken, sticks to the first one that a build folder saw,
-# and does not find the libraries of PyPI's wheels.
+# The CUDA module `jaxmagi._cuda`. A custom command compiles each kernel file. CMake's CUDA language is not used: it
+# aborts the configuration where a compiler is broken, keeps the first compiler that a build folder saw, and does not
+# find the libraries of PyPI's wheels.
 
 set(JAXMAGI_CUDA AUTO CACHE STRING "Build for CUDA: AUTO, ON or OFF")
 set_property(CACHE JAXMAGI_CUDA PROPERTY STRINGS AUTO ON OFF)
@@ -12,13 +12,13 @@ endif()
 
 include(JaxmagiNvcc)
 if(NOT JAXMAGI_NVCC AND JAXMAGI_CUDA STREQUAL "ON")
-  message(FATAL_ERROR "JAXMAGI_CUDA=ON needs nvcc >= ${JAXMAGI_MIN_NVCC}; found: ${JAXMAGI_NVCC_MISFITS}")
+  message(FATAL_ERROR "JAXMAGI_CUDA=ON needs nvcc >= ${JAXMAGI_MIN_NVCC}; found: ${JAXMAGI_NVCC_ERRORS}")
 elseif(NOT JAXMAGI_NVCC)
-  message(STATUS "CUDA: skipped, nvcc >= ${JAXMAGI_MIN_NVCC} is needed; found: ${JAXMAGI_NVCC_MISFITS}")
+  message(STATUS "CUDA: skipped, nvcc >= ${JAXMAGI_MIN_NVCC} is needed; found: ${JAXMAGI_NVCC_ERRORS}")
   return()
 endif()
 
-# Another Python (of an isolated build, say) runs the generator again, but does not touch what comes out the same.
+# Another Python, as in an isolated build, runs the generator again; an unchanged output is left untouched.
 set(wgmma_generator "${PROJECT_SOURCE_DIR}/csrc/common/sm90/generate_wgmma.py")
 set(wgmma_shapes "${PROJECT_BINARY_DIR}/generated/wgmma_shapes.inc")
 file(MAKE_DIRECTORY "${PROJECT_BINARY_DIR}/generated")
@@ -48,31 +48,16 @@ function(jaxmagi_compile_kernels OUT)
 endfunction()
 
 file(GLOB_RECURSE kernels CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/*.cu")
+set(xla_ffi "${PROJECT_SOURCE_DIR}/xla_ffi")
+file(GLOB host_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/collectives/*.cc" "${xla_ffi}/attention_cuda_*.cc"
+     "${xla_ffi}/collectives_*.cc" "${xla_ffi}/communicator.cc" "${xla_ffi}/module_cuda.cc")
 jaxmagi_compile_kernels(kernel_objects ${kernels})
-jaxmagi_add_module(
-  _cuda
-  csrc/collectives/descriptor_mail.cc
-  csrc/collectives/identity.cc
-  csrc/collectives/nccl.cc
-  csrc/collectives/peers.cc
-  csrc/collectives/shared_buffers.cc
-  csrc/collectives/shared_memory.cc
-  csrc/collectives/transfer_order.cc
-  csrc/collectives/watchdog.cc
-  csrc/collectives/xla_pool.cc
-  xla_ffi/attention_cuda.cc
-  xla_ffi/attention_cuda_backward.cc
-  xla_ffi/collectives_cuda.cc
-  xla_ffi/collectives_launch.cc
-  xla_ffi/collectives_transfer.cc
-  xla_ffi/communicator.cc
-  xla_ffi/module_cuda.cc
-  ${kernel_objects})
+jaxmagi_add_module(_cuda ${host_sources} ${kernel_objects})
 target_include_directories(_cuda PRIVATE "${PROJECT_BINARY_DIR}/generated")
 target_include_directories(_cuda SYSTEM PRIVATE ${JAXMAGI_CUDA_INCLUDE_DIRS})
 target_link_libraries(_cuda PRIVATE "${JAXMAGI_CUDART}" dl rt pthread)
 
-# In every build and before anything is compiled: sources that change meanwhile then belong to another hash.
+# Every build hashes the sources before it compiles, so that sources that change meanwhile have another hash.
 set(sources_header "${PROJECT_BINARY_DIR}/generated/sources.h")
 add_custom_target(
   sources_hash

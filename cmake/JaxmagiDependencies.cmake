@@ -16,7 +16,7 @@ endfunction()
 jaxmagi_ask_python(nanobind_ROOT "import nanobind; print(nanobind.cmake_dir())")
 find_package(nanobind CONFIG REQUIRED)
 
-# jaxlib alone carries the headers; jax, with its jax.ffi.include_dir(), is not needed to build.
+# jaxlib has the headers: jax, which has jax.ffi.include_dir(), is not needed to build.
 jaxmagi_ask_python(
   jaxlib_dir
   "import importlib.util, pathlib; print(pathlib.Path(importlib.util.find_spec('jaxlib').origin).parent)")

@@ -1,5 +1,5 @@
-# What the extension modules have in common. `cmake --build … --target develop` puts them into the package, to run
-# from the source tree.
+# Defines how extension modules are built. `cmake --build … --target develop` links them into the package of the
+# source tree.
 
 set(jaxmagi_warnings -Wall -Wextra)
 set(jaxmagi_exports "${CMAKE_CURRENT_LIST_DIR}/exports.map")
@@ -13,9 +13,8 @@ function(jaxmagi_add_module MODULE)
   target_include_directories(${MODULE} PRIVATE "${PROJECT_SOURCE_DIR}")
   target_compile_options(${MODULE} PRIVATE ${jaxmagi_warnings} ${jaxmagi_baseline})
   target_link_libraries(${MODULE} PRIVATE jaxmagi_ffi_headers)
-  # libstdc++ and libgcc travel inside, so that their versions on the user's machine do not matter, and the version
-  # script keeps their symbols to the module: some (weak and unique ones) would otherwise be merged with another
-  # module's copy.
+  # libstdc++ and libgcc are linked statically, so that their versions on the user's machine do not matter. The version
+  # script hides their symbols: weak and unique ones would otherwise be merged with another module's copy.
   target_link_options(${MODULE} PRIVATE -static-libstdc++ -static-libgcc
                       "LINKER:--version-script=${jaxmagi_exports}" "LINKER:--gc-sections")
   set_target_properties(${MODULE} PROPERTIES CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON

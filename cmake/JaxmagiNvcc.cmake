@@ -2,14 +2,14 @@
 #   JAXMAGI_NVCC              a script in the build folder: that nvcc with the flags of all kernels
 #   JAXMAGI_CUDA_INCLUDE_DIRS headers of the CUDA runtime, for the host compiler
 #   JAXMAGI_CUDART            libcudart_static.a
-# or JAXMAGI_NVCC_MISFITS, which describes what was found instead.
+# or JAXMAGI_NVCC_ERRORS, which describes why the candidates cannot be used.
 
 set(JAXMAGI_MIN_NVCC 12.8)
 set(jaxmagi_nvcc_template "${CMAKE_CURRENT_LIST_DIR}/nvcc_sm90a.in")
 set(jaxmagi_nvcc_trial "${CMAKE_CURRENT_LIST_DIR}/nvcc_trial.cu")
 
-# Candidates in order of preference. CUDACXX is a choice, so that nothing else is tried beside it. pip's isolated
-# builds hide the environment that is installed into, but its wheels can be used: hence purelib.
+# Returns candidates in order of preference. If CUDACXX is set, it is the only candidate. pip's isolated builds hide the
+# packages of the environment that is installed into, whose wheels purelib finds.
 function(jaxmagi_nvcc_candidates OUT)
   if(NOT "$ENV{CUDACXX}" STREQUAL "")
     find_program(chosen NAMES "$ENV{CUDACXX}" NO_CACHE)  # a path, or a name in PATH
@@ -33,7 +33,7 @@ function(jaxmagi_nvcc_candidates OUT)
   set(${OUT} "${found}" PARENT_SCOPE)
 endfunction()
 
-# The folders that nvcc passes to its host compiler and linker; `nvcc` itself may be a script or a link elsewhere.
+# Returns the folders that nvcc passes to its host compiler and linker; `nvcc` itself may be a script or a link.
 function(jaxmagi_nvcc_folders NVCC INCLUDE_DIRS CUDART)
   execute_process(COMMAND "${NVCC}" --dryrun -x cu -c /dev/null ERROR_VARIABLE plan OUTPUT_QUIET)
   string(REGEX MATCHALL "\"-I[^\"]+" include_dirs "${plan}")
@@ -42,28 +42,28 @@ function(jaxmagi_nvcc_folders NVCC INCLUDE_DIRS CUDART)
   string(REGEX MATCHALL "\"-L[^\"]+" library_dirs "${plan}")
   list(TRANSFORM library_dirs REPLACE "^\"-L" "")
   if(plan MATCHES "TOP=([^\n]+)")
-    list(APPEND library_dirs "${CMAKE_MATCH_1}/lib")  # of the wheels, whose nvcc looks in lib64
+    list(APPEND library_dirs "${CMAKE_MATCH_1}/lib")  # the wheels have lib, but their nvcc looks in lib64
   endif()
   find_library(cudart libcudart_static.a PATHS ${library_dirs} NO_DEFAULT_PATH NO_CACHE)
   set(${INCLUDE_DIRS} "${include_dirs}" PARENT_SCOPE)
   set(${CUDART} "${cudart}" PARENT_SCOPE)
 endfunction()
 
-# Sets MISFIT to the reason where `nvcc` is of no use, and otherwise what this file promises.
-function(jaxmagi_try_nvcc nvcc MISFIT)
+# Sets ERROR to the reason if `nvcc` cannot be used; otherwise sets JAXMAGI_NVCC and the other variables of this file.
+function(jaxmagi_try_nvcc nvcc ERROR)
   execute_process(COMMAND "${nvcc}" --version OUTPUT_VARIABLE banner ERROR_QUIET)
   if(NOT banner MATCHES "release [0-9.]+, V([0-9.]+)")
-    set(${MISFIT} "does not run" PARENT_SCOPE)
+    set(${ERROR} "does not run" PARENT_SCOPE)
     return()
   endif()
   set(version "${CMAKE_MATCH_1}")
   if(version VERSION_LESS JAXMAGI_MIN_NVCC)
-    set(${MISFIT} "version ${version}" PARENT_SCOPE)
+    set(${ERROR} "version ${version}" PARENT_SCOPE)
     return()
   endif()
   jaxmagi_nvcc_folders("${nvcc}" include_dirs cudart)
   if(NOT cudart)
-    set(${MISFIT} "version ${version}, without libcudart_static.a" PARENT_SCOPE)
+    set(${ERROR} "version ${version}, without libcudart_static.a" PARENT_SCOPE)
     return()
   endif()
   cmake_path(GET cudart PARENT_PATH cudart_dir)
@@ -75,31 +75,31 @@ function(jaxmagi_try_nvcc nvcc MISFIT)
     ERROR_VARIABLE complaint
     RESULT_VARIABLE status)
   if(NOT status EQUAL 0)
-    set(${MISFIT} "version ${version}, does not compile ${jaxmagi_nvcc_trial}:\n${complaint}" PARENT_SCOPE)
+    set(${ERROR} "version ${version}, does not compile ${jaxmagi_nvcc_trial}:\n${complaint}" PARENT_SCOPE)
     return()
   endif()
   message(STATUS "CUDA: nvcc ${version} at ${nvcc}")
   set(JAXMAGI_NVCC "${script}" PARENT_SCOPE)
   set(JAXMAGI_CUDA_INCLUDE_DIRS "${include_dirs}" PARENT_SCOPE)
   set(JAXMAGI_CUDART "${cudart}" PARENT_SCOPE)
-  set(${MISFIT} "" PARENT_SCOPE)
+  set(${ERROR} "" PARENT_SCOPE)
 endfunction()
 
 jaxmagi_nvcc_candidates(candidates)
-set(JAXMAGI_NVCC_MISFITS "")
+set(JAXMAGI_NVCC_ERRORS "")
 foreach(candidate IN LISTS candidates)
   if(NOT EXISTS "${candidate}")
     continue()
   endif()
-  jaxmagi_try_nvcc("${candidate}" misfit)
-  if(NOT misfit)
+  jaxmagi_try_nvcc("${candidate}" error)
+  if(NOT error)
     return()
   endif()
-  list(APPEND JAXMAGI_NVCC_MISFITS "${candidate} (${misfit})")
+  list(APPEND JAXMAGI_NVCC_ERRORS "${candidate} (${error})")
 endforeach()
-list(JOIN JAXMAGI_NVCC_MISFITS ", " JAXMAGI_NVCC_MISFITS)
-if(NOT JAXMAGI_NVCC_MISFITS AND NOT "$ENV{CUDACXX}" STREQUAL "")
-  set(JAXMAGI_NVCC_MISFITS "CUDACXX=$ENV{CUDACXX} (no such program)")
-elseif(NOT JAXMAGI_NVCC_MISFITS)
-  set(JAXMAGI_NVCC_MISFITS "no nvcc in PATH, the nvidia wheels of ${Python_EXECUTABLE}, CUDA_HOME or /usr/local/cuda")
+list(JOIN JAXMAGI_NVCC_ERRORS ", " JAXMAGI_NVCC_ERRORS)
+if(NOT JAXMAGI_NVCC_ERRORS AND NOT "$ENV{CUDACXX}" STREQUAL "")
+  set(JAXMAGI_NVCC_ERRORS "CUDACXX=$ENV{CUDACXX} (no such program)")
+elseif(NOT JAXMAGI_NVCC_ERRORS)
+  set(JAXMAGI_NVCC_ERRORS "no nvcc in PATH, the nvidia wheels of ${Python_EXECUTABLE}, CUDA_HOME or /usr/local/cuda")
 endif()

@@ -1,4 +1,4 @@
-// Compiles and links where everything that the CUDA module needs of a CUDA installation is there and fits together.
+// Compiles and links only if the CUDA installation has all that the CUDA module needs, in matching versions.
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

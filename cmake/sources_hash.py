@@ -1,6 +1,6 @@
-"""Which sources a module was built from: a hash of everything that decides what the kernels are.
+"""Hashes the sources that decide what the kernels are, to tell which sources a module was built from.
 
-    python cmake/sources_hash.py HEADER          # writes it as kSourcesHash, where HEADER says otherwise
+    python cmake/sources_hash.py HEADER          # writes kSourcesHash, unless HEADER has it already
 
 The build puts it into `jaxmagi._cuda`, and the log of the GPU tests compares it with that of the tree.
 """
@@ -15,7 +15,7 @@ _HEADER = '#pragma once\n\ninline constexpr const char* kSourcesHash = "{}";\n'
 
 
 def sources_hash(root: Path) -> str:
-    """Sha256 over the names and contents of all files of `SOURCES`, but for what Python compiles."""
+    """Returns the sha256 of the names and contents of all files of `SOURCES`, except Python's caches."""
     files = (path for name in SOURCES for path in (root / name, *(root / name).rglob("*")) if path.is_file())
     digest = hashlib.sha256()
     for path in sorted(path for path in files if "__pycache__" not in path.parts):
@@ -25,7 +25,7 @@ def sources_hash(root: Path) -> str:
 
 
 def main() -> None:
-    """Leaves a header that is right untouched, for nothing to be compiled again."""
+    """Writes the header, unless it is up to date: then nothing is compiled again."""
     header = Path(sys.argv[1])
     text = _HEADER.format(sources_hash(Path(__file__).resolve().parent.parent))
     if not header.exists() or header.read_text() != text:

@@ -4,7 +4,7 @@
 
 namespace jaxmagi {
 
-// The stages of a target.
+// The handlers of a target by stage.
 struct CudaHandlers {
     XLA_FFI_Handler *initialize, *execute;
 };

@@ -6,18 +6,20 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
 
-// Checks of buffers and attributes. A failed check throws std::invalid_argument, which `guarded` turns into the
-// handler's error.
+// Handlers decode and check buffers and attributes with these functions. A failed check throws std::invalid_argument,
+// which `guarded` turns into the handler's error.
 
 namespace jaxmagi {
 
+namespace ffi = xla::ffi;
 using Shape = std::vector<int64_t>;
 
-inline Shape shape_of(const xla::ffi::AnyBuffer& buffer) {
+inline Shape shape_of(const ffi::AnyBuffer& buffer) {
     return {buffer.dimensions().begin(), buffer.dimensions().end()};
 }
 
@@ -29,7 +31,7 @@ inline std::string to_string(const Shape& shape) {
 }
 
 inline std::string to_string(double x) {
-    std::ostringstream text;  // std::to_string has 1e-50 as 0.000000
+    std::ostringstream text;  // std::to_string would print 1e-50 as 0.000000
     text << x;
     return text.str();
 }
@@ -39,67 +41,95 @@ inline void check(bool holds, const std::string& message) {
         throw std::invalid_argument(message);
 }
 
-// By default up to 2^30, so that the sum of two fits an int.
+// Returns the value as an int. It is at most 2^30 by default, so that the sum of two fits an int.
 inline int to_int(const char* name, int64_t value, int64_t least = 0, int64_t most = int64_t{1} << 30) {
     check(least <= value and value <= most, std::string(name) + " must be from " + std::to_string(least) + " to " +
                                                 std::to_string(most) + ", got " + std::to_string(value));
     return static_cast<int>(value);
 }
 
-inline void check_rank(const char* name, const xla::ffi::AnyBuffer& buffer, size_t rank) {
+inline void check_rank(const char* name, const ffi::AnyBuffer& buffer, size_t rank) {
     const Shape shape = shape_of(buffer);
     check(shape.size() == rank,
           std::string(name) + " must have rank " + std::to_string(rank) + ", got shape " + to_string(shape));
 }
 
-inline void check_shape(const char* name, const xla::ffi::AnyBuffer& buffer, const Shape& expected) {
+inline void check_shape(const char* name, const ffi::AnyBuffer& buffer, const Shape& expected) {
     const Shape shape = shape_of(buffer);
     check(shape == expected,
           std::string(name) + " must have shape " + to_string(expected) + ", got " + to_string(shape));
 }
 
-inline std::string type_name(xla::ffi::DataType type) {
+inline std::string type_name(ffi::DataType type) {
     switch (type) {
-        case xla::ffi::F64: return "f64";
-        case xla::ffi::F32: return "f32";
-        case xla::ffi::BF16: return "bf16";
-        case xla::ffi::F16: return "f16";
-        case xla::ffi::S32: return "s32";
+        case ffi::F64: return "f64";
+        case ffi::F32: return "f32";
+        case ffi::BF16: return "bf16";
+        case ffi::F16: return "f16";
+        case ffi::S32: return "s32";
         default: return "XLA type " + std::to_string(static_cast<int>(type));
     }
 }
 
-inline void check_type(const char* name, const xla::ffi::AnyBuffer& buffer, xla::ffi::DataType expected) {
+inline void check_type(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType expected) {
     check(buffer.element_type() == expected, std::string(name) + " must be " + type_name(expected) + ", got " +
                                                  type_name(buffer.element_type()));
+}
+
+inline void check_buffer(const char* name, const ffi::AnyBuffer& buffer, const Shape& shape, ffi::DataType type) {
+    check_shape(name, buffer, shape);
+    check_type(name, buffer, type);
+}
+
+inline ffi::AnyBuffer buffer_at(const ffi::RemainingArgs& operands, size_t index) {
+    return operands.get<ffi::AnyBuffer>(index).value();
+}
+
+inline ffi::AnyBuffer buffer_at(const ffi::RemainingRets& results, size_t index) {
+    return *results.get<ffi::AnyBuffer>(index).value();
+}
+
+// The number of members of a struct that has only buffers.
+template <typename Buffers> inline constexpr size_t kNumBuffers = sizeof(Buffers) / sizeof(ffi::AnyBuffer);
+
+// Decodes operands or results into the members of a struct that has only buffers. The call must have `before` buffers
+// before these and `after` behind them.
+template <typename Buffers, typename Call>
+Buffers decode_buffers(const Call& call, size_t before = 0, size_t after = 0) {
+    const size_t expected = before + kNumBuffers<Buffers> + after;
+    check(call.size() == expected, "expected " + std::to_string(expected) +
+                                       (std::is_same_v<Call, ffi::RemainingArgs> ? " operands" : " results") +
+                                       ", got " + std::to_string(call.size()));
+    return [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+        return Buffers{buffer_at(call, before + kIndex)...};
+    }(std::make_index_sequence<kNumBuffers<Buffers>>());
 }
 
 inline bool is_positive_normal_float(double x) {
     return std::numeric_limits<float>::min() <= x and x <= std::numeric_limits<float>::max();
 }
 
-// Kernels divide by the cap in float, on threads that may take subnormal numbers for zero.
+// Kernels divide by the cap in float, on threads that may flush subnormal numbers to zero.
 inline void check_soft_cap(double soft_cap) {
     check(soft_cap == 0 or is_positive_normal_float(soft_cap),
           "soft_cap must be a positive normal float, or 0 for none, got " + to_string(soft_cap));
 }
 
-// What the body returns, if anything, or how it failed.
+// Returns what the body returns, or the error of the exception that it throws.
 template <typename Body> auto guarded(const char* handler, Body body) {
-    using xla::ffi::Error;
     using Value = std::invoke_result_t<Body>;
-    using Result = std::conditional_t<std::is_void_v<Value>, Error, xla::ffi::ErrorOr<Value>>;
+    using Result = std::conditional_t<std::is_void_v<Value>, ffi::Error, ffi::ErrorOr<Value>>;
     try {
         if constexpr (std::is_void_v<Value>) {
             body();
-            return Error::Success();
+            return ffi::Error::Success();
         } else {
             return Result(body());
         }
     } catch (const std::invalid_argument& error) {
-        return Result(Error::InvalidArgument(std::string(handler) + ": " + error.what()));
+        return Result(ffi::Error::InvalidArgument(std::string(handler) + ": " + error.what()));
     } catch (const std::exception& error) {
-        return Result(Error::Internal(std::string(handler) + ": " + error.what()));
+        return Result(ffi::Error::Internal(std::string(handler) + ": " + error.what()));
     }
 }
 

@@ -8,7 +8,7 @@
 #include "csrc/common/check_cuda.h"
 #include "xla_ffi/checks.h"
 
-// What handlers on CUDA ask of the runtime and of the device. Failures throw, for `guarded`.
+// Handlers on CUDA query the runtime and the device with these functions, which throw on failure.
 
 namespace jaxmagi {
 
@@ -23,7 +23,7 @@ inline CudaDevice query_device(int ordinal) {
     return {properties.name, properties.major, properties.minor, properties.multiProcessorCount};
 }
 
-// The device that XLA made current for the handler. Asked for once: the answer takes the driver a while.
+// Returns the device that XLA made current for the handler. The driver is slow to answer, so it is asked only once.
 inline const CudaDevice& current_device() {
     static std::mutex mutex;
     static auto* const devices = new std::map<int, CudaDevice>;  // never destroyed: handlers may outlive main
@@ -41,7 +41,7 @@ inline const CudaDevice& hopper_device() {
     return device;
 }
 
-// The data of a buffer as Element, with the alignment that the kernels count on.
+// Returns the data of a buffer, after a check of the alignment that the kernels rely on.
 template <typename Element>
 Element* data_of(const char* name, const xla::ffi::AnyBuffer& buffer, size_t alignment = alignof(Element)) {
     check(reinterpret_cast<uintptr_t>(buffer.untyped_data()) % alignment == 0,

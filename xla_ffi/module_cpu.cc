@@ -21,8 +21,10 @@ nb::dict registrations() {
 }  // namespace
 
 NB_MODULE(_cpu, m) {
-    m.def("registrations", registrations, "FFI handlers for platform \"cpu\", by target name.");
-    m.def("instruction_sets", jaxmagi::cpu::instruction_sets, "Sets whose kernels run here, fastest first.");
-    m.def("use_instruction_set", jaxmagi::cpu::use_instruction_set, nb::arg("name"), "For tests of each set.");
+    m.def("registrations", registrations, "Returns the FFI handlers by target, for platform \"cpu\".");
+    m.def("instruction_sets", jaxmagi::cpu::instruction_sets,
+          "Returns the instruction sets that kernels can use on this machine, fastest first.");
+    m.def("use_instruction_set", jaxmagi::cpu::use_instruction_set, nb::arg("name"),
+          "Switches to the kernels of an instruction set, for tests.");
     jaxmagi::bind_planning(m);
 }

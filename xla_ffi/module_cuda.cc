@@ -22,16 +22,11 @@ nb::capsule capsule(auto* pointer) {
     return nb::capsule(reinterpret_cast<void*>(pointer));
 }
 
-nb::dict stages(jaxmagi::CudaHandlers handlers) {
+// Returns the handlers by stage.
+nb::dict stages(auto handlers) {
     nb::dict stages;
-    stages["initialize"] = capsule(handlers.initialize);
-    stages["execute"] = capsule(handlers.execute);
-    return stages;
-}
-
-nb::dict stages(jaxmagi::CollectiveHandlers handlers) {
-    nb::dict stages;
-    stages["prepare"] = capsule(handlers.prepare);
+    if constexpr (requires { handlers.prepare; })
+        stages["prepare"] = capsule(handlers.prepare);
     stages["initialize"] = capsule(handlers.initialize);
     stages["execute"] = capsule(handlers.execute);
     return stages;
@@ -64,7 +59,7 @@ template <auto kTile> Tile tile(int dim, int v_dim) {
     return found ? Tile(std::pair(found->rows, found->keys)) : std::nullopt;
 }
 
-int64_t backward_workspace_bytes(int batch, int q_len, int kv_len, int heads, int dim, int v_dim, int plans,
+int64_t backward_workspace_bytes(int batch, int q_len, int kv_len, int heads, int dim, int v_dim, int num_masks,
                                  bool deterministic) {
     const jaxmagi::sm90::BackwardShape shape{.batch = batch,
                                              .q_len = q_len,
@@ -76,7 +71,7 @@ int64_t backward_workspace_bytes(int batch, int q_len, int kv_len, int heads, in
     if (not jaxmagi::sm90::backward_tile(dim, v_dim))
         throw nb::value_error(("no kernel for the head dimensions " + std::to_string(dim) + " and " +
                                std::to_string(v_dim)).c_str());
-    return jaxmagi::sm90::backward_workspace_bytes(shape, plans, deterministic);
+    return jaxmagi::sm90::backward_workspace_bytes(shape, num_masks, deterministic);
 }
 
 int64_t pair_buffer_bytes(int64_t transfers, int64_t cp_size, int64_t pair_rows,
@@ -88,23 +83,24 @@ int64_t pair_buffer_bytes(int64_t transfers, int64_t cp_size, int64_t pair_rows,
 
 NB_MODULE(_cuda, m) {
     m.attr("sources") = kSourcesHash;
-    m.def("registrations", registrations, "Per target the handlers of its stages, for platform \"CUDA\".");
-    m.def("state_types", state_types, "Types that handlers leave objects of with XLA, for platform \"CUDA\".");
+    m.def("registrations", registrations, "Returns the handlers by target and stage, for platform \"CUDA\".");
+    m.def("state_types", state_types, "Returns the types of state that handlers keep in XLA, for platform \"CUDA\".");
     m.def("forward_tile", tile<jaxmagi::sm90::forward_tile>, nb::arg("dim"), nb::arg("v_dim"),
-          "Rows and keys of the forward kernel's tile, or None without a kernel for these head dimensions.");
+          "Returns the rows and keys of the forward kernel's tile, or None if no kernel has these head dimensions.");
     m.def("backward_tile", tile<jaxmagi::sm90::backward_tile>, nb::arg("dim"), nb::arg("v_dim"),
-          "Rows and keys of the backward kernel's tile, or None without a kernel for these head dimensions.");
+          "Returns the rows and keys of the backward kernel's tile, or None if no kernel has these head dimensions.");
     m.def("backward_workspace_bytes", backward_workspace_bytes, nb::arg("batch"), nb::arg("q_len"), nb::arg("kv_len"),
-          nb::arg("heads"), nb::arg("dim"), nb::arg("v_dim"), nb::arg("plans"), nb::arg("deterministic"),
-          "Workspace of the backward pass, a multiple of 16.");
-    m.def("tile_schedule_workspace_words", jaxmagi::sm90::tile_schedule_workspace_words, nb::arg("plans"), nb::arg("capacity"),
-          nb::arg("length"), nb::arg("tile_rows"), "Workspace of the plan in words of 8 bytes.");
+          nb::arg("heads"), nb::arg("dim"), nb::arg("v_dim"), nb::arg("num_masks"), nb::arg("deterministic"),
+          "Returns the bytes of the backward pass's workspace, a multiple of 16.");
+    m.def("tile_schedule_workspace_words", jaxmagi::sm90::tile_schedule_workspace_words, nb::arg("num_masks"),
+          nb::arg("capacity"), nb::arg("length"), nb::arg("tile_rows"),
+          "Returns the workspace of the tile schedule in words of 8 bytes.");
     m.def("pair_buffer_bytes", pair_buffer_bytes, nb::arg("transfers"), nb::arg("cp_size"), nb::arg("pair_rows"),
           nb::arg("row_bytes"), "Workspace of a group collective for pairs of ranks over NCCL, a multiple of 16.");
     m.def("finalize_collectives", jaxmagi::collectives::finalize, nb::call_guard<nb::gil_scoped_release>(),
-          "Frees what the group collectives keep on the devices.");
+          "Frees the memory that the group collectives keep on the devices.");
     m.def("set_memory_limit", jaxmagi::collectives::set_memory_limit, nb::arg("ordinal"), nb::arg("bytes"),
-          "Tells how much memory XLA's allocator may take of a device of this process; 0 if that is not known.");
+          "Sets how much memory of a device XLA's allocator may take in this process; 0 if that is unknown.");
     m.def("arena_bytes", jaxmagi::collectives::arena_bytes,
           "Device memory of this process that rows to and from other processes are copied through, beside XLA's.");
 }

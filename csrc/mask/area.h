@@ -13,7 +13,8 @@ constexpr int64_t triangle(int64_t n) {
     return n > 0 ? n * (n + 1) / 2 : 0;
 }
 
-// Cells with k - q <= limit: row q has q + limit + 1 - k0 of them, clamped to [0, k1 - k0], a difference of two ramps.
+// Returns the number of cells with k - q <= limit. Row q has q + limit + 1 - k0 of them, clamped to [0, k1 - k0]; the
+// clamped count is a difference of two ramps.
 constexpr int64_t cells_up_to(const Band& band, int64_t limit) {
     const int64_t first = band.q0 + limit - band.k0, last = band.q1 + limit - band.k0, width = band.k1 - band.k0;
     return triangle(last) - triangle(first) - triangle(last - width) + triangle(first - width);
@@ -21,7 +22,7 @@ constexpr int64_t cells_up_to(const Band& band, int64_t limit) {
 
 }  // namespace detail
 
-// The number of cells of a band, exact up to lengths of 2^30.
+// Returns the number of cells of a band. It is exact for lengths up to 2^30.
 constexpr int64_t area(const Band& band) {
     if (band.q0 >= band.q1 or band.k0 >= band.k1 or band.lo > band.hi)
         return 0;

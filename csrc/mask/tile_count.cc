@@ -7,7 +7,7 @@
 namespace jaxmagi {
 namespace {
 
-// Keys that all of the rows see; they are consecutive.
+// Returns the number of keys that all of the rows see.
 int64_t keys_of_all(const Band& band, Range rows) {
     const int64_t begin = std::max<int64_t>(band.k0, int64_t{rows.end} - 1 + band.lo);
     const int64_t end = std::min<int64_t>(band.k1, int64_t{rows.begin} + band.hi + 1);
@@ -15,18 +15,18 @@ int64_t keys_of_all(const Band& band, Range rows) {
 }
 
 TileCount count_in_rows(const Band& band, Range tile, int keys) {
-    const Range rows = intersect({band.q0, band.q1}, tile), seen = keys_of_rows(band, rows);
-    const int64_t tiles = ceil_div(seen.end - seen.begin, keys);
-    const bool is_whole = rows.begin == tile.begin and rows.end == tile.end;
-    const int64_t full = is_whole ? keys_of_all(band, rows) / keys : 0;
+    const Range rows = intersect({band.q0, band.q1}, tile), visible = keys_of_rows(band, rows);
+    const int64_t tiles = ceil_div(visible.end - visible.begin, keys);
+    const bool has_all_rows = rows.begin == tile.begin and rows.end == tile.end;
+    const int64_t full = has_all_rows ? keys_of_all(band, rows) / keys : 0;
     return {.full = full, .partial = tiles - full};
 }
 
 TileCount count_in_rectangle(const Band& band, int rows, int keys) {
-    const int64_t met = ceil_div(band.q1, rows) - band.q0 / rows;
-    const int64_t whole = std::max(0, band.q1 / rows - ceil_div(band.q0, rows));
-    const int64_t width = band.k1 - band.k0, full = whole * (width / keys);
-    return {.full = full, .partial = met * ceil_div(band.k1 - band.k0, keys) - full};
+    const int64_t touched = ceil_div(band.q1, rows) - band.q0 / rows;
+    const int64_t full_rows = std::max(0, band.q1 / rows - ceil_div(band.q0, rows));
+    const int64_t width = band.k1 - band.k0, full = full_rows * (width / keys);
+    return {.full = full, .partial = touched * ceil_div(band.k1 - band.k0, keys) - full};
 }
 
 void add(TileCount& count, TileCount more) {

@@ -10,12 +10,11 @@ namespace jaxmagi {
 
 enum class Axis { kQuery, kKey };
 
-// The non-empty bands of a mask [num_bands, 6], cropped to [0, q_len) x [0, kv_len) and shrunk to the rows that see
-// something and the keys that are seen. Order is kept.
+// Returns the non-empty bands of a mask [num_bands, 6], in order, each tightened as in `tighten`.
 std::vector<Band> tighten_bands(const int32_t* rows, int64_t num_bands, int q_len, int kv_len);
 
-// For every tile of an axis the bands that have a visible cell in it, in ascending order. Built in
-// O(bands + tiles + entries); every entry stands for real work, because the bands are tight.
+// Finds the bands that have a visible cell in a tile of an axis, in ascending order. It is built in
+// O(bands + tiles + entries); every entry stands for visible cells, because the bands are tight.
 class TileIndex {
 public:
     TileIndex(const std::vector<Band>& bands, Axis axis, int length, int tile);

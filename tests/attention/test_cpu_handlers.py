@@ -11,11 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.typing import DTypeLike
+from numpy.typing import ArrayLike
 
 from jaxmagi import _native
 from jaxmagi.attention._reference import attention_reference, attention_reference_vjp
 from jaxmagi.masks import UNBOUNDED
 from tests.cases import FP32_TOLERANCE, random_bands
+
+from .helpers import max_error
 
 FORWARD, BACKWARD = "jaxmagi_attention_forward_test", "jaxmagi_attention_backward_test"
 
@@ -49,22 +52,23 @@ class Inputs:
 
 def make_inputs(
     rng: np.random.Generator,
-    bands: np.ndarray,
+    bands: ArrayLike,
     q_shape: tuple[int, int, int, int],
     kv_shape: tuple[int, int, int],
-    value_dim: int | None = None,
+    v_dim: int | None = None,
     soft_cap: float = 0.0,
     sinks: bool = False,
 ) -> Inputs:
-    batch, q_len, heads, dim = q_shape
-    _, kv_len, kv_heads = kv_shape
-    value_dim = dim if value_dim is None else value_dim
+    """Unit-normal inputs under bands [C, 6] or [B, C, 6]."""
+    *rows, heads, dim = q_shape
+    v_dim = dim if v_dim is None else v_dim
+    bands = np.asarray(bands, np.int32)
     return Inputs(
         q=rng.standard_normal(q_shape),
-        k=rng.standard_normal((batch, kv_len, kv_heads, dim)),
-        v=rng.standard_normal((batch, kv_len, kv_heads, value_dim)),
-        dout=rng.standard_normal((batch, q_len, heads, value_dim)),
-        bands=np.asarray(bands, np.int32),
+        k=rng.standard_normal((*kv_shape, dim)),
+        v=rng.standard_normal((*kv_shape, v_dim)),
+        dout=rng.standard_normal((*rows, heads, v_dim)),
+        bands=bands if bands.ndim == 3 else bands[None],
         sinks=rng.standard_normal(heads) if sinks else np.full(heads, -np.inf),
         scale=dim**-0.5,
         soft_cap=soft_cap,
@@ -81,11 +85,7 @@ def cast(inputs: Inputs, dtype: DTypeLike) -> Inputs:
 
 def reference(inputs: Inputs) -> dict[str, np.ndarray]:
     """Outputs and gradients by dense float64 attention."""
-    options = {
-        "scale": inputs.scale,
-        "logits_soft_cap": inputs.soft_cap or None,
-        "sinks": inputs.sinks,
-    }
+    options = {"scale": inputs.scale, "logits_soft_cap": inputs.soft_cap or None, "sinks": inputs.sinks}
     operands = (inputs.q, inputs.k, inputs.v, inputs.bands)
     out, lse = attention_reference(*operands, **options)
     grads = attention_reference_vjp(*operands, inputs.dout, **options)
@@ -97,56 +97,61 @@ def accumulator(dtype: DTypeLike) -> DTypeLike:
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
+def operands(inputs: Inputs, dtype: DTypeLike) -> list[jax.Array]:
+    return [*(jnp.asarray(x, dtype) for x in (inputs.q, inputs.k, inputs.v)), jnp.asarray(inputs.bands)]
+
+
+def attributes(inputs: Inputs) -> dict[str, np.float64]:
+    return {"scale": np.float64(inputs.scale), "soft_cap": np.float64(inputs.soft_cap)}
+
+
 def call_forward(inputs: Inputs, dtype: DTypeLike, out_dtype: DTypeLike | None = None) -> list[np.ndarray]:
-    shape = inputs.q.shape
-    call = jax.ffi.ffi_call(
-        FORWARD,
-        [
-            jax.ShapeDtypeStruct((*shape[:3], inputs.v.shape[3]), out_dtype or dtype),
-            jax.ShapeDtypeStruct(shape[:3], accumulator(dtype)),
-        ],
-    )
-    operands = [jnp.asarray(x, dtype) for x in (inputs.q, inputs.k, inputs.v)]
+    rows = inputs.q.shape[:3]
+    out = jax.ShapeDtypeStruct((*rows, inputs.v.shape[3]), out_dtype or dtype)
+    call = jax.ffi.ffi_call(FORWARD, [out, jax.ShapeDtypeStruct(rows, accumulator(dtype))])
     sinks = jnp.asarray(inputs.sinks, accumulator(dtype))
-    attributes = {"scale": np.float64(inputs.scale), "soft_cap": np.float64(inputs.soft_cap)}
-    return [np.asarray(x) for x in call(*operands, jnp.asarray(inputs.bands), sinks, **attributes)]
+    return [np.asarray(x) for x in call(*operands(inputs, dtype), sinks, **attributes(inputs))]
 
 
 def call_backward(
     inputs: Inputs, lse: np.ndarray, delta: np.ndarray, dtype: DTypeLike, grad_dtype: DTypeLike | None = None
 ) -> list[np.ndarray]:
-    shapes = [jax.ShapeDtypeStruct(x.shape, grad_dtype or dtype) for x in (inputs.q, inputs.k, inputs.v)]
-    operands = [jnp.asarray(x, dtype) for x in (inputs.q, inputs.k, inputs.v)]
-    rows = [jnp.asarray(x, accumulator(dtype)) for x in (lse, delta)]
-    attributes = {"scale": np.float64(inputs.scale), "soft_cap": np.float64(inputs.soft_cap)}
-    call = jax.ffi.ffi_call(BACKWARD, shapes)
-    results = call(*operands, jnp.asarray(inputs.bands), jnp.asarray(inputs.dout, dtype), *rows, **attributes)
-    return [np.asarray(x) for x in results]
+    grads = [jax.ShapeDtypeStruct(x.shape, grad_dtype or dtype) for x in (inputs.q, inputs.k, inputs.v)]
+    rows = [jnp.asarray(inputs.dout, dtype), *(jnp.asarray(x, accumulator(dtype)) for x in (lse, delta))]
+    call = jax.ffi.ffi_call(BACKWARD, grads)
+    return [np.asarray(x) for x in call(*operands(inputs, dtype), *rows, **attributes(inputs))]
 
 
-def assert_close(name: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> None:
-    """Infinities must match exactly; the tolerance of finite values is absolute."""
-    finite = np.isfinite(want)
-    assert np.array_equal(got[~finite].astype(np.float64), want[~finite]), name
-    assert np.all(np.isfinite(got[finite].astype(np.float64))), name
-    if finite.any():
-        error = np.abs(got[finite].astype(np.float64) - want[finite]).max()
-        assert error <= tolerance, f"{name}: {error} > {tolerance}"
+def run(
+    inputs: Inputs,
+    want: dict[str, np.ndarray],
+    dtype: DTypeLike = jnp.float32,
+    result: DTypeLike | None = None,
+) -> dict[str, np.ndarray]:
+    """The results of both handlers; the backward pass gets lse and delta from ``want``."""
+    out, lse = call_forward(inputs, dtype, result)
+    dq, dk, dv = call_backward(inputs, want["lse"], want["delta"], dtype, result)
+    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+def assert_close(got: dict[str, np.ndarray], want: dict[str, np.ndarray], tolerance: float) -> None:
+    for name, x in got.items():
+        assert max_error(x, want[name]) <= tolerance, name
+
+
+def assert_equal(runs: list[dict[str, np.ndarray]]) -> None:
+    for other in runs[1:]:
+        assert all(np.array_equal(runs[0][name], other[name]) for name in other)
 
 
 def check(inputs: Inputs, dtype: DTypeLike = jnp.float32, tolerance: float = FP32_TOLERANCE) -> None:
     """Compares both handlers, with results in the accumulation type, to the reference."""
     inputs = cast(inputs, dtype)
     want = reference(inputs)
-    out, lse = call_forward(inputs, dtype, accumulator(dtype))
-    assert_close("out", out, want["out"], tolerance)
-    assert_close("lse", lse, want["lse"], tolerance)
+    got = run(inputs, want, dtype, accumulator(dtype))
+    assert_close(got, want, tolerance)
     empty = np.isneginf(want["lse"])
-    assert not np.any(out[empty])
-    grads = call_backward(inputs, want["lse"], want["delta"], dtype, accumulator(dtype))
-    for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
-        assert_close(name, grad, want[name], tolerance)
-    assert not np.any(grads[0][empty])
+    assert not np.any(got["out"][empty]) and not np.any(got["dq"][empty])
 
 
 @pytest.mark.parametrize("q_len", [1, 3, 17, 64, 130, 300])
@@ -154,13 +159,13 @@ def check(inputs: Inputs, dtype: DTypeLike = jnp.float32, tolerance: float = FP3
 def test_random_bands(rng: np.random.Generator, q_len: int, kv_len: int) -> None:
     for count in (1, 4, 9):
         bands = random_bands(rng, q_len, kv_len, count)
-        check(make_inputs(rng, bands[None], (1, q_len, 2, 16), (1, kv_len, 1)))
+        check(make_inputs(rng, bands, (1, q_len, 2, 16), (1, kv_len, 1)))
 
 
-@pytest.mark.parametrize(("dim", "value_dim"), [(1, 1), (3, 7), (40, 24), (64, 80), (128, 128), (192, 128)])
-def test_head_dims(rng: np.random.Generator, dim: int, value_dim: int) -> None:
+@pytest.mark.parametrize(("dim", "v_dim"), [(1, 1), (3, 7), (40, 24), (64, 80), (128, 128), (192, 128)])
+def test_head_dims(rng: np.random.Generator, dim: int, v_dim: int) -> None:
     bands = random_bands(rng, 100, 150, 4)
-    check(make_inputs(rng, bands[None], (1, 100, 2, dim), (1, 150, 2), value_dim))
+    check(make_inputs(rng, bands, (1, 100, 2, dim), (1, 150, 2), v_dim))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 1), (6, 2), (6, 3), (6, 6)])
@@ -174,123 +179,101 @@ def test_grouped_heads_and_batch(rng: np.random.Generator, heads: int, kv_heads:
 @pytest.mark.parametrize("sinks", [False, True])
 def test_soft_cap_and_sinks(rng: np.random.Generator, soft_cap: float, sinks: bool) -> None:
     bands = random_bands(rng, 120, 140, 5)
-    check(make_inputs(rng, bands[None], (1, 120, 4, 16), (1, 140, 2), soft_cap=soft_cap, sinks=sinks))
+    check(make_inputs(rng, bands, (1, 120, 4, 16), (1, 140, 2), soft_cap=soft_cap, sinks=sinks))
 
 
 @pytest.mark.parametrize("soft_cap", [0.0, 3.0])
 def test_float64(x64: None, rng: np.random.Generator, soft_cap: float) -> None:
     bands = random_bands(rng, 200, 330, 6)
-    inputs = make_inputs(rng, bands[None], (1, 200, 4, 24), (1, 330, 2), 20, soft_cap=soft_cap, sinks=True)
+    inputs = make_inputs(rng, bands, (1, 200, 4, 24), (1, 330, 2), 20, soft_cap=soft_cap, sinks=True)
     check(inputs, jnp.float64, 1e-13)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_types(rng: np.random.Generator, dtype: DTypeLike) -> None:
     bands = random_bands(rng, 100, 110, 4)
-    inputs = make_inputs(rng, bands[None], (1, 100, 2, 32), (1, 110, 2), 24)
+    inputs = make_inputs(rng, bands, (1, 100, 2, 32), (1, 110, 2), 24)
     check(inputs, dtype)
     inputs = cast(inputs, dtype)
     want = reference(inputs)
-    single, _ = call_forward(inputs, dtype, jnp.float32)
-    half, _ = call_forward(inputs, dtype)
-    assert half.dtype == dtype
-    assert np.array_equal(half, single.astype(dtype))
-    rows = (want["lse"], want["delta"])
-    halves, singles = call_backward(inputs, *rows, dtype), call_backward(inputs, *rows, dtype, jnp.float32)
-    for half, single in zip(halves, singles, strict=True):
-        assert half.dtype == dtype
-        assert np.array_equal(half, single.astype(dtype))
+    halves, singles = run(inputs, want, dtype), run(inputs, want, dtype, jnp.float32)
+    for name in ("out", "dq", "dk", "dv"):
+        assert halves[name].dtype == dtype
+        assert np.array_equal(halves[name], singles[name].astype(dtype))
 
 
 def test_overlapping_bands_count_once_each(rng: np.random.Generator) -> None:
     whole = [0, 70, 0, 90, -UNBOUNDED, UNBOUNDED]
-    bands = np.array([whole, [10, 60, 5, 80, -20, 30], whole], np.int32)
-    check(make_inputs(rng, bands[None], (1, 70, 2, 16), (1, 90, 1)))
+    bands = [whole, [10, 60, 5, 80, -20, 30], whole]
+    check(make_inputs(rng, bands, (1, 70, 2, 16), (1, 90, 1)))
 
 
 def test_many_small_bands(rng: np.random.Generator) -> None:
     edges = np.unique(rng.integers(0, 700, 300))
     bands = [[a, b, a, b, -UNBOUNDED, 0] for a, b in itertools.pairwise(edges)]
-    check(make_inputs(rng, np.array(bands)[None], (1, 700, 2, 16), (1, 700, 1)))
+    check(make_inputs(rng, bands, (1, 700, 2, 16), (1, 700, 1)))
 
 
 def test_bands_beyond_the_operands_are_cut(rng: np.random.Generator) -> None:
-    inside = make_inputs(rng, np.array([[[0, 40, 0, 50, -60, 60]]]), (1, 40, 1, 8), (1, 50, 1))
+    inside = make_inputs(rng, [[0, 40, 0, 50, -60, 60]], (1, 40, 1, 8), (1, 50, 1))
     huge = 2**31 - 1
     bands = np.array([[[-5, huge, -7, huge, -huge - 1, huge], [3, 1, 0, 9, 0, 0], [0] * 6]], np.int32)
     beyond = dataclasses.replace(inside, bands=bands)
     want = reference(inside)
-    runs = [
-        call_forward(inputs, jnp.float32) + call_backward(inputs, want["lse"], want["delta"], jnp.float32)
-        for inputs in (inside, beyond)
-    ]
-    assert all(np.array_equal(a, b) for a, b in zip(*runs, strict=True))
+    assert_equal([run(inputs, want) for inputs in (inside, beyond)])
 
 
-def test_nothing_leaks_from_invisible_rows(rng: np.random.Generator) -> None:
-    bands = np.array([[10, 75, 20, 90, -8, 25], [80, 150, 200, 330, -UNBOUNDED, 120]], np.int32)
-    inputs = make_inputs(rng, bands[None], (1, 170, 2, 16), (1, 400, 1))
+def test_nothing_leaks_from_masked_rows(rng: np.random.Generator) -> None:
+    bands = [[10, 75, 20, 90, -8, 25], [80, 150, 200, 330, -UNBOUNDED, 120]]
+    inputs = make_inputs(rng, bands, (1, 170, 2, 16), (1, 400, 1))
     want = reference(inputs)
-    unseen, unseeing = ~want["dv"].any((0, 2, 3)), np.isneginf(want["lse"]).all((0, 2))
-    assert unseen.any()
-    assert unseeing.any()
+    masked_keys, masked_rows = ~want["dv"].any((0, 2, 3)), np.isneginf(want["lse"]).all((0, 2))
+    assert masked_keys.any() and masked_rows.any()
     for poison in (np.nan, np.inf):
         for array in (inputs.k, inputs.v):
-            array[:, unseen] = poison
+            array[:, masked_keys] = poison
         for array in (inputs.q, inputs.dout, want["delta"]):
-            array[:, unseeing] = poison
-        out, lse = call_forward(inputs, jnp.float32)
-        assert_close("out", out, want["out"], FP32_TOLERANCE)
-        assert_close("lse", lse, want["lse"], FP32_TOLERANCE)
-        grads = call_backward(inputs, want["lse"], want["delta"], jnp.float32)
-        for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
-            assert_close(name, grad, want[name], FP32_TOLERANCE)
+            array[:, masked_rows] = poison
+        assert_close(run(inputs, want), want, FP32_TOLERANCE)
 
 
-def nan_rows(x: np.ndarray) -> np.ndarray:
-    """Positions on axis 1 that hold NaN."""
-    return np.flatnonzero(np.isnan(x).any(axis=tuple(i for i in range(x.ndim) if i != 1)))
+def nan_rows(x: np.ndarray) -> list[int]:
+    """Returns the positions on axis 1 that hold NaN."""
+    return np.flatnonzero(np.isnan(x).any(axis=tuple(i for i in range(x.ndim) if i != 1))).tolist()
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_reach_of_nan_in_a_value(rng: np.random.Generator, poison: float) -> None:
-    """All rows of the tiles of 64 where some row sees it, in the output; who sees it, in the gradients."""
-    bands = np.array([[0, 100, 0, 100, -UNBOUNDED, 0]], np.int32)
-    inputs = make_inputs(rng, bands[None], (1, 100, 1, 8), (1, 100, 1))
+    """It reaches outputs of all rows of the tiles of 64 where a row sees it; gradients only of such rows."""
+    inputs = make_inputs(rng, [[0, 100, 0, 100, -UNBOUNDED, 0]], (1, 100, 1, 8), (1, 100, 1))
     want = reference(inputs)
     inputs.v[0, 80] = poison
     inputs.v[0, 80, :, ::2] *= -1  # so that its product with a cotangent is inf - inf
     inputs.dout[:] = 1
-    out, lse = call_forward(inputs, jnp.float32)
-    assert_close("lse", lse, want["lse"], FP32_TOLERANCE)
-    unseeing = nan_rows(out)
-    assert set(range(64, 80)) <= set(unseeing)
-    assert unseeing.min() == 64
-    dq, dk, dv = call_backward(inputs, want["lse"], want["delta"], jnp.float32)
-    assert nan_rows(dq).tolist() == list(range(80, 100))
-    assert nan_rows(dk).tolist() == [80]
-    assert nan_rows(dv).tolist() == []
+    got = run(inputs, want)
+    assert max_error(got["lse"], want["lse"]) <= FP32_TOLERANCE
+    assert set(range(64, 80)) <= set(nan_rows(got["out"])) <= set(range(64, 100))
+    assert nan_rows(got["dq"]) == list(range(80, 100))
+    assert nan_rows(got["dk"]) == [80]
+    assert nan_rows(got["dv"]) == []
 
 
 def test_reach_of_nan_in_a_key(rng: np.random.Generator) -> None:
-    """The rows that see it, in the output; all rows of their tiles of 64, in the gradient of the queries."""
-    bands = np.array([[0, 100, 0, 100, -UNBOUNDED, 0]], np.int32)
-    inputs = make_inputs(rng, bands[None], (1, 100, 1, 8), (1, 100, 1))
+    """It reaches the outputs of the rows that see it, and the gradients of all rows of their tiles of 64."""
+    inputs = make_inputs(rng, [[0, 100, 0, 100, -UNBOUNDED, 0]], (1, 100, 1, 8), (1, 100, 1))
     want = reference(inputs)
     inputs.k[0, 80] = np.nan
-    out, lse = call_forward(inputs, jnp.float32)
-    assert nan_rows(lse).tolist() == nan_rows(out).tolist() == list(range(80, 100))
-    dq, dk, dv = call_backward(inputs, want["lse"], want["delta"], jnp.float32)
-    assert nan_rows(dq).tolist() == list(range(64, 100))
-    assert nan_rows(dk).tolist() == nan_rows(dv).tolist() == [80]
+    got = run(inputs, want)
+    assert nan_rows(got["lse"]) == nan_rows(got["out"]) == list(range(80, 100))
+    assert nan_rows(got["dq"]) == list(range(64, 100))
+    assert nan_rows(got["dk"]) == nan_rows(got["dv"]) == [80]
 
 
-def check_nothing_seen(inputs: Inputs) -> None:
-    out, lse = call_forward(inputs, jnp.float32)
-    assert not np.any(out)
-    assert np.all(np.isneginf(lse))
-    for grad in call_backward(inputs, lse, np.zeros(lse.shape), jnp.float32):
-        assert not np.any(grad)
+def check_fully_masked(inputs: Inputs) -> None:
+    rows = inputs.q.shape[:3]
+    got = run(inputs, {"lse": np.full(rows, -np.inf), "delta": np.zeros(rows)})
+    assert np.all(np.isneginf(got.pop("lse")))
+    assert not any(np.any(x) for x in got.values())
 
 
 @pytest.mark.parametrize("capacity", [0, 8])
@@ -307,12 +290,11 @@ def test_no_bands_and_empty_axes(
     q_shape: tuple[int, int, int, int], kv_shape: tuple[int, int, int], capacity: int
 ) -> None:
     rng = np.random.default_rng(0)
-    check_nothing_seen(make_inputs(rng, np.zeros((1, capacity, 6)), q_shape, kv_shape))
+    check_fully_masked(make_inputs(rng, np.zeros((1, capacity, 6)), q_shape, kv_shape))
 
 
 def test_no_head_dims(rng: np.random.Generator) -> None:
-    bands = np.array([[0, 70, 0, 90, -UNBOUNDED, 9]], np.int32)
-    inputs = make_inputs(rng, bands[None], (1, 70, 2, 4), (1, 90, 1), 3)
+    inputs = make_inputs(rng, [[0, 70, 0, 90, -UNBOUNDED, 9]], (1, 70, 2, 4), (1, 90, 1), 3)
     check(dataclasses.replace(inputs, q=inputs.q[..., :0], k=inputs.k[..., :0]))
     check(dataclasses.replace(inputs, v=inputs.v[..., :0], dout=inputs.dout[..., :0]))
 
@@ -339,10 +321,10 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_every_instruction_set(x64: None, rng: np.random.Generator) -> None:
     bands = random_bands(rng, 150, 290, 5)
     for dtype, tolerance in ((jnp.float32, FP32_TOLERANCE), (jnp.float64, 1e-13)):
-        for dim, value_dim in ((24, 33), (64, 64)):
-            inputs = make_inputs(rng, bands[None], (1, 150, 2, dim), (1, 290, 1), value_dim, 4.0, True)
+        for dim, v_dim in ((24, 33), (64, 64)):
+            inputs = make_inputs(rng, bands, (1, 150, 2, dim), (1, 290, 1), v_dim, 4.0, True)
             check(inputs, dtype, tolerance)
-    inputs = make_inputs(rng, bands[None], (1, 150, 2, 32), (1, 290, 1))
+    inputs = make_inputs(rng, bands, (1, 150, 2, 32), (1, 290, 1))
     for dtype in (jnp.bfloat16, jnp.float16):
         check(inputs, dtype)
 
@@ -350,14 +332,20 @@ def test_every_instruction_set(x64: None, rng: np.random.Generator) -> None:
 def mean_of_two_values(
     first: np.ndarray, second: np.ndarray, out_dtype: DTypeLike, sink: float
 ) -> np.ndarray:
-    """[n] halves in rows of 64, averaged by attention with equal scores: exact in float32 without a sink."""
+    """Averages halves [n], in rows of 64, by attention with equal scores: exact in float32 without a sink."""
     first, second = (x.reshape(1, -1, 1, 64) for x in (first, second))
     rows = first.shape[1]
     values = np.stack([first, second], axis=2).reshape(1, 2 * rows, 1, 64)
-    bands = np.array([[r, r + 1, 2 * r, 2 * r + 2, -UNBOUNDED, UNBOUNDED] for r in range(rows)], np.int32)
-    inputs = make_inputs(np.random.default_rng(0), bands[None], (1, rows, 1, 1), (1, 2 * rows, 1), 64)
+    bands = [[r, r + 1, 2 * r, 2 * r + 2, -UNBOUNDED, UNBOUNDED] for r in range(rows)]
+    inputs = make_inputs(np.random.default_rng(0), bands, (1, rows, 1, 1), (1, 2 * rows, 1), 64)
     inputs = dataclasses.replace(inputs, q=0 * inputs.q, v=values, sinks=np.array([sink]))
     return call_forward(inputs, jnp.float16, out_dtype)[0].reshape(-1)
+
+
+def one_key(value: np.ndarray) -> Inputs:
+    """Inputs whose output is ``value``."""
+    inputs = make_inputs(np.random.default_rng(0), [[0, 1, 0, 1, 0, 0]], (1, 1, 1, 1), (1, 1, 1))
+    return dataclasses.replace(inputs, q=0 * inputs.q, v=value, dout=value)
 
 
 @pytest.mark.usefixtures("instruction_set")
@@ -375,23 +363,18 @@ def test_all_float16_values() -> None:
     assert np.array_equal(mean_of_two_values(finite, above, jnp.float32, -np.inf), between)
 
     others = bits[magnitudes >= 0x7C00].view(np.float16).reshape(1, 1, 1, -1)
-    bands = np.array([[[0, 1, 0, 1, 0, 0]]], np.int32)
-    inputs = make_inputs(np.random.default_rng(0), bands, (1, 1, 1, 1), (1, 1, 1))
-    inputs = dataclasses.replace(inputs, q=0 * inputs.q, v=others)
+    inputs = one_key(others)
     for dtype in (jnp.float16, jnp.float32):
-        assert np.array_equal(
-            call_forward(inputs, jnp.float16, dtype)[0], others.astype(dtype), equal_nan=True
-        )
+        out, _ = call_forward(inputs, jnp.float16, dtype)
+        assert np.array_equal(out, others.astype(dtype), equal_nan=True)
 
 
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("factor", [1.0, 1.5, 3.0])
-def test_float16_overflow_is_that_of_numpy(factor: float) -> None:
-    """dv = dout · exp(-lse), beyond 65504 too."""
+def test_float16_overflows_as_in_numpy(factor: float) -> None:
+    """dv is dout · exp(-lse), which may exceed 65504."""
     bits = np.arange(2**16, dtype=np.uint16)
-    finite = bits[(bits & 0x7FFF) < 0x7C00].view(np.float16).reshape(1, 1, 1, -1)
-    inputs = make_inputs(np.random.default_rng(0), np.array([[[0, 1, 0, 1, 0, 0]]]), (1, 1, 1, 1), (1, 1, 1))
-    inputs = dataclasses.replace(inputs, q=0 * inputs.q, v=finite, dout=finite)
+    inputs = one_key(bits[(bits & 0x7FFF) < 0x7C00].view(np.float16).reshape(1, 1, 1, -1))
     rows = (np.full((1, 1, 1), -np.log(factor)), np.zeros((1, 1, 1)))
     single = call_backward(inputs, *rows, jnp.float16, jnp.float32)[2]
     with np.errstate(over="ignore"):
@@ -408,28 +391,22 @@ def test_unknown_instruction_set_is_named() -> None:
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.usefixtures("instruction_set")
 def test_scores_of_minus_infinity_are_like_none(rng: np.random.Generator, sinks: bool) -> None:
-    inputs = make_inputs(rng, np.array([[[0, 4, 0, 5, -UNBOUNDED, 0]]]), (1, 6, 1, 1), (1, 5, 1), sinks=sinks)
+    inputs = make_inputs(rng, [[0, 4, 0, 5, -UNBOUNDED, 0]], (1, 6, 1, 1), (1, 5, 1), sinks=sinks)
     inputs.q[:], inputs.k[:] = 1.0, -np.inf
-    check_nothing_seen(inputs)
+    check_fully_masked(inputs)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_reruns_are_bitwise_equal(rng: np.random.Generator, kv_heads: int) -> None:
     """One key head makes the threads take turns on dQ of the same rows; with four they seldom meet."""
-    bands = np.array([[0, 900, 0, 1100, -UNBOUNDED, 300], [100, 800, 500, 1100, 301, UNBOUNDED]], np.int32)
-    inputs = make_inputs(rng, bands[None], (1, 900, 4, 32), (1, 1100, kv_heads))
+    bands = [[0, 900, 0, 1100, -UNBOUNDED, 300], [100, 800, 500, 1100, 301, UNBOUNDED]]
+    inputs = make_inputs(rng, bands, (1, 900, 4, 32), (1, 1100, kv_heads))
     want = reference(inputs)
-    dtype = jnp.float32
-    runs = [
-        call_forward(inputs, dtype) + call_backward(inputs, want["lse"], want["delta"], dtype)
-        for _ in range(4)
-    ]
-    for run in runs[1:]:
-        assert all(np.array_equal(a, b) for a, b in zip(runs[0], run, strict=True))
+    assert_equal([run(inputs, want) for _ in range(4)])
 
 
 def test_devices_run_side_by_side(rng: np.random.Generator) -> None:
-    """All host devices in their handlers at once, between collectives: nothing waits for a busy pool."""
+    """All host devices are in their handlers at once, between collectives: nothing waits for a busy pool."""
     mesh = jax.make_mesh((8,), ("device",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.P("device")
     bands = jnp.asarray([[[0, 300, 0, 300, -UNBOUNDED, 0]]], jnp.int32)
@@ -475,3 +452,12 @@ def test_wrong_buffers_are_named(change: dict[str, np.ndarray], message: str) ->
     inputs = make_inputs(np.random.default_rng(0), np.zeros((1, 1, 6)), (1, 5, 2, 4), (1, 6, 2))
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         call_forward(dataclasses.replace(inputs, **change), jnp.float32)
+
+
+def test_wrong_number_of_buffers() -> None:
+    inputs = make_inputs(np.random.default_rng(0), np.zeros((1, 1, 6)), (1, 5, 2, 4), (1, 6, 2))
+    rows = jax.ShapeDtypeStruct((1, 5, 2), jnp.float32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="attention_forward: expected 5 operands, got 4"):
+        jax.ffi.ffi_call(FORWARD, [rows, rows])(*operands(inputs, jnp.float32), **attributes(inputs))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="attention_forward: expected 2 results, got 1"):
+        jax.ffi.ffi_call(FORWARD, [rows])(*operands(inputs, jnp.float32), jnp.zeros(2), **attributes(inputs))

@@ -81,7 +81,7 @@ def test_what_fits_runs(target: str) -> None:
         (_cuda.PLAN, {"sorted": array(1, BANDS, 6)}, r"sorted must have shape \[1, 5, 8\], got \[1, 5, 6\]"),
         (_cuda.PLAN, {"tiles": array(1, 7, 4)}, r"tiles must have shape \[1, \d, 4\], got \[1, 7, 4\]"),
         (_cuda.FORWARD, {"tiles": array(1, 7, 4)}, r"tiles must have shape \[1, \d, 4\], got \[1, 7, 4\]"),
-        (_cuda.FORWARD, {"sorted": array(2, BANDS, 8)}, "1 plan or one for each of 1 examples, got 2"),
+        (_cuda.FORWARD, {"sorted": array(2, BANDS, 8)}, "1 tile schedule or one for each .*, got 2"),
         (_cuda.FORWARD, {"sorted": array(1, BANDS, 8, dtype=jnp.float32)}, "sorted must be s32, got f32"),
         (_cuda.FORWARD, {"q": array(1, LENGTH, HEADS, DIM)}, "q must be bf16 or f16, got s32"),
         (_cuda.FORWARD, {"lse": array(1, LENGTH, HEADS)}, "lse must be f32, got s32"),

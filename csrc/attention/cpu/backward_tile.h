@@ -1,144 +1,131 @@
 #pragma once
 
-#include "csrc/attention/cpu/carver.h"
 #include "csrc/attention/cpu/gemm.h"
 #include "csrc/attention/cpu/rows.h"
 #include "csrc/attention/cpu/scores.h"
+#include "csrc/attention/cpu/workspace_allocator.h"
 
-// Schedule of a backward item: a chunk of kChunkKeys keys of one key head stays, query tiles of every query head of
-// its group stream past. Per query tile Q and dO are read, both ways round; then per band and key tile
+// A backward work item keeps a chunk of kChunkKeys keys of one key head, and streams query tiles of every query head
+// of its group. Q and dO of a query tile are read, and transposed; then per band and key tile
 //     Sᵀ = K Qᵀ, dPᵀ = V dOᵀ                              [keys, rows]
-//     cap, mask, Pᵀ = exp(Sᵀ - lse), dSᵀ = Pᵀ (dPᵀ - δ)
+//     soft cap, mask, Pᵀ = exp(Sᵀ - lse), dSᵀ = Pᵀ (dPᵀ - δ)
 //     dV += Pᵀ dO,  dK += dSᵀ Q                            [keys, D]
 //     dQᵀ += Kᵀ dSᵀ                                        [D, rows]
-// Q is read times the scale, so only dQ is still to be scaled when it leaves.
-// Sums over keys and rows span exactly those that the band joins: 0 · NaN of a key or query outside never occurs.
+// Q is read times the scale, so only dQ is left to be scaled when it is stored.
+// Sums over keys and rows span exactly those of the band, so that 0 · NaN of a key or query outside never occurs.
 
 namespace jaxmagi::cpu::JAXMAGI_ISA {
 
 template <typename T> struct BackwardWorkspace {
-    T *keys, *values, *key_grads, *value_grads;
-    T *query, *query_t, *dout, *dout_t, *lse, *delta;
-    T *probs, *score_grads, *query_grad_t;
-    int64_t padded_dim, padded_value_dim, size;
+    WorkspaceAllocator<T> allocator;
+    int64_t dim, v_dim;
+    int64_t padded_dim = round_up(dim, kLanes<T>), padded_v_dim = round_up(v_dim, kLanes<T>);
+    T* k = allocator.allocate(dim * kChunkKeys);
+    T* v = allocator.allocate(v_dim * kChunkKeys);
+    T* dk = allocator.allocate(padded_dim * kChunkKeys);
+    T* dv = allocator.allocate(padded_v_dim * kChunkKeys);
+    T* q = allocator.allocate(padded_dim * kTileRows);
+    T* q_t = allocator.allocate(dim * kTileRows);
+    T* dout = allocator.allocate(padded_v_dim * kTileRows);
+    T* dout_t = allocator.allocate(v_dim * kTileRows);
+    T* lse = allocator.allocate(kTileRows);
+    T* delta = allocator.allocate(kTileRows);
+    T* p = allocator.allocate(kTileKeys * kTileRows);
+    T* ds = allocator.allocate(kTileKeys * kTileRows);
+    T* dq_t = allocator.allocate(dim * kTileRows);
 
-    BackwardWorkspace(void* base, int64_t dim, int64_t value_dim)
-        : padded_dim(round_up(dim, kLanes<T>)), padded_value_dim(round_up(value_dim, kLanes<T>)) {
-        Carver<T> carver(base);
-        keys = carver.take(dim * kChunkKeys);
-        values = carver.take(value_dim * kChunkKeys);
-        key_grads = carver.take(padded_dim * kChunkKeys);
-        value_grads = carver.take(padded_value_dim * kChunkKeys);
-        query = carver.take(padded_dim * kTileRows);
-        query_t = carver.take(dim * kTileRows);
-        dout = carver.take(padded_value_dim * kTileRows);
-        dout_t = carver.take(value_dim * kTileRows);
-        lse = carver.take(kTileRows);
-        delta = carver.take(kTileRows);
-        probs = carver.take(kTileKeys * kTileRows);
-        score_grads = carver.take(kTileKeys * kTileRows);
-        query_grad_t = carver.take(dim * kTileRows);
-        size = carver.bytes();
+    BackwardWorkspace(void* base, int64_t dim, int64_t v_dim) : allocator(base), dim(dim), v_dim(v_dim) {}
+    static int64_t bytes(int64_t dim, int64_t v_dim) {
+        return BackwardWorkspace(nullptr, dim, v_dim).allocator.bytes();
     }
-    static int64_t bytes(int64_t dim, int64_t value_dim) { return BackwardWorkspace(nullptr, dim, value_dim).size; }
 };
 
 template <typename T> class KeyChunkKernel {
 public:
     KeyChunkKernel(const KeyChunk& chunk, void* workspace)
-        : chunk_(chunk), params_(*chunk.params), ws_(workspace, params_.q.dim, params_.v.dim) {}
+        : chunk_(chunk), params_(*chunk.params), count_(chunk.keys.end - chunk.keys.begin),
+          ws_(workspace, params_.q.dim, params_.v.dim) {}
 
-    void load_chunk() {
-        const int count = chunk_.keys.end - chunk_.keys.begin;
+    void load() {
         const RowId first{chunk_.batch, chunk_.keys.begin, chunk_.kv_head};
-        read_rows(params_.k, first, count, T(1), ws_.keys, params_.k.dim);
-        read_rows(params_.v, first, count, T(1), ws_.values, params_.v.dim);
-        for (int64_t i = 0; i < count * ws_.padded_dim; ++i)
-            ws_.key_grads[i] = T(0);
-        for (int64_t i = 0; i < count * ws_.padded_value_dim; ++i)
-            ws_.value_grads[i] = T(0);
-        // The padding columns of Q and dO are multiplied too; visits leave them as they are.
-        for (int64_t i = 0; i < kTileRows * ws_.padded_dim; ++i)
-            ws_.query[i] = T(0);
-        for (int64_t i = 0; i < kTileRows * ws_.padded_value_dim; ++i)
-            ws_.dout[i] = T(0);
+        read_rows(params_.k, first, count_, ws_.k);
+        read_rows(params_.v, first, count_, ws_.v);
+        fill(ws_.dk, count_ * ws_.padded_dim, T(0));
+        fill(ws_.dv, count_ * ws_.padded_v_dim, T(0));
+        // The padding columns of Q and dO are multiplied too, and query tiles do not write them.
+        fill(ws_.q, kTileRows * ws_.padded_dim, T(0));
+        fill(ws_.dout, kTileRows * ws_.padded_v_dim, T(0));
     }
 
-    void store_chunk() {
-        for (int i = 0; i < chunk_.keys.end - chunk_.keys.begin; ++i) {
+    void store() {
+        for (int i = 0; i < count_; ++i) {
             const RowId id{chunk_.batch, chunk_.keys.begin + i, chunk_.kv_head};
-            write_row(params_.dk, id, T(1), ws_.key_grads + i * ws_.padded_dim, 1);
-            write_row(params_.dv, id, T(1), ws_.value_grads + i * ws_.padded_value_dim, 1);
+            write_row(params_.dk, id, T(1), ws_.dk + i * ws_.padded_dim, 1);
+            write_row(params_.dv, id, T(1), ws_.dv + i * ws_.padded_v_dim, 1);
         }
     }
 
 private:
     const KeyChunk& chunk_;
     const BackwardParams& params_;
+    const int count_;
     const BackwardWorkspace<T> ws_;
 };
 
 template <typename T> class BackwardTileKernel {
 public:
     BackwardTileKernel(const BackwardTile& tile, void* workspace)
-        : tile_(tile), params_(*tile.chunk.params), dim_(params_.q.dim), value_dim_(params_.v.dim),
-          soft_cap_(static_cast<T>(params_.soft_cap)), ws_(workspace, dim_, value_dim_) {}
+        : tile_(tile), params_(*tile.chunk.params), dim_(params_.q.dim), v_dim_(params_.v.dim),
+          soft_cap_(static_cast<T>(params_.soft_cap)), ws_(workspace, dim_, v_dim_) {}
 
-    void visit() {
+    void run() {
         load_rows();
-        for (int64_t i = 0; i < dim_ * kTileRows; ++i)
-            ws_.query_grad_t[i] = T(0);
-        for (int i = 0; i < tile_.visible.count; ++i) {
-            const Band& whole = tile_.visible.bands[tile_.visible.ids[i]];
-            const Band band = crop(whole, tile_.rows, tile_.chunk.keys);
-            const Range seen = seen_keys(band, tile_.chunk.keys);
-            for (int key = seen.begin; key < seen.end; key += kTileKeys)
-                add_keys(band, intersect(seen, {key, key + kTileKeys}));
-        }
+        fill(ws_.dq_t, dim_ * kTileRows, T(0));
+        for_each_key_tile(tile_.visible, tile_.rows, tile_.chunk.keys,
+                          [&](const Band& band, Range keys) { add_keys(band, keys); });
     }
 
-    void add_query_grad(QueryGrad grad) {
-        T* sum = static_cast<T*>(grad.sum);
+    void add_dq(DqAccumulator dq) {
+        T* sum = static_cast<T*>(dq.sum);
         for (int64_t i = 0; i < dim_ * kTileRows; i += kLanes<T>) {
-            const vec_t<T> visit = load(ws_.query_grad_t + i);
-            store(sum + i, grad.first ? visit : load(sum + i) + visit);
+            const vec_t<T> step = load(ws_.dq_t + i);
+            store(sum + i, dq.first ? step : load(sum + i) + step);
         }
-        if (grad.last)
-            write_query_grad(sum);
+        if (dq.last)
+            store_dq(sum);
     }
 
 private:
-    void write_query_grad(const T* sum) {
+    void store_dq(const T* sum) {
         for (int i = 0; i < tile_.rows.end - tile_.rows.begin; ++i) {
-            if (ws_.lse[i] == -kInfinity<T>)  // only scores of -inf: the sum may hold 0 · inf of a key
-                clear_row<T>(params_.dq, query_row(i));
+            if (ws_.lse[i] == -kInfinity<T>)  // all scores are -inf, and the sum may hold 0 · inf of a key
+                zero_row<T>(params_.dq, query_row(i));
             else
                 write_row(params_.dq, query_row(i), static_cast<T>(params_.scale), sum + i, kTileRows);
         }
     }
 
-    // Rows beyond the end get lse = -inf like those without any finite score; such rows have probability 0 everywhere,
-    // and zeros for Q and dO, which may hold NaN.
+    // Rows beyond the end get lse = -inf, as fully masked rows have it. Rows with lse = -inf have probability 0
+    // everywhere, and zeros in place of Q and dO, which may hold NaN.
     void load_rows() {
         const int count = tile_.rows.end - tile_.rows.begin;
         for (int i = 0; i < kTileRows; ++i) {
             const RowId id = query_row(i);
             const int64_t at = row_index(params_.q, id);
-            const bool sees = i < count and static_cast<const T*>(params_.lse)[at] != -kInfinity<T>;
-            ws_.lse[i] = sees ? static_cast<const T*>(params_.lse)[at] : -kInfinity<T>;
-            ws_.delta[i] = sees ? static_cast<const T*>(params_.delta)[at] : T(0);
-            if (sees) {
-                read_row(params_.q, id, static_cast<T>(params_.scale), ws_.query + i * ws_.padded_dim, 1);
-                read_row(params_.dout, id, T(1), ws_.dout + i * ws_.padded_value_dim, 1);
+            const bool visible = i < count and static_cast<const T*>(params_.lse)[at] != -kInfinity<T>;
+            ws_.lse[i] = visible ? static_cast<const T*>(params_.lse)[at] : -kInfinity<T>;
+            ws_.delta[i] = visible ? static_cast<const T*>(params_.delta)[at] : T(0);
+            T *q = ws_.q + i * ws_.padded_dim, *dout = ws_.dout + i * ws_.padded_v_dim;
+            if (visible) {
+                read_row(params_.q, id, static_cast<T>(params_.scale), q, 1);
+                read_row(params_.dout, id, T(1), dout, 1);
             } else {
-                for (int64_t j = 0; j < dim_; ++j)
-                    ws_.query[i * ws_.padded_dim + j] = T(0);
-                for (int64_t j = 0; j < value_dim_; ++j)
-                    ws_.dout[i * ws_.padded_value_dim + j] = T(0);
+                fill(q, dim_, T(0));
+                fill(dout, v_dim_, T(0));
             }
         }
-        transpose(ws_.query, ws_.padded_dim, dim_, ws_.query_t);
-        transpose(ws_.dout, ws_.padded_value_dim, value_dim_, ws_.dout_t);
+        transpose(ws_.q, ws_.padded_dim, dim_, ws_.q_t);
+        transpose(ws_.dout, ws_.padded_v_dim, v_dim_, ws_.dout_t);
     }
 
     static void transpose(const T* from, int64_t stride, int64_t columns, T* into) {
@@ -148,47 +135,42 @@ private:
     }
 
     void add_keys(const Band& band, Range keys) {
-        const int count = keys.end - keys.begin;
-        const int at = keys.begin - tile_.chunk.keys.begin;
-        const T* k = ws_.keys + at * dim_;
-        const T* v = ws_.values + at * value_dim_;
-        gemm<T>(count, kTileRows, dim_, {k, dim_, 1}, {ws_.query_t, kTileRows}, {ws_.probs, kTileRows}, false);
-        gemm<T>(count, kTileRows, value_dim_, {v, value_dim_, 1}, {ws_.dout_t, kTileRows},
-                {ws_.score_grads, kTileRows}, false);
-        const bool masked = not covers(band, tile_.rows, keys);
-        for (int i = 0; i < count; ++i) {
-            const Range seeing = masked ? seeing_lanes(band, keys.begin + i, tile_.rows) : Range{0, kTileRows};
-            differentiate_row(i, LaneInterval<T>(seeing));
-        }
-        // Keys outside a row's interval have probability 0 but their rows may be NaN: sums keep to the band's rows.
-        const Range joined = rows_of_keys(band, keys);
-        const int row = joined.begin - tile_.rows.begin, depth = joined.end - joined.begin;
-        gemm<T>(count, ws_.padded_value_dim, depth, {ws_.probs + row, kTileRows, 1},
-                {ws_.dout + row * ws_.padded_value_dim, ws_.padded_value_dim},
-                {ws_.value_grads + at * ws_.padded_value_dim, ws_.padded_value_dim}, true);
-        gemm<T>(count, ws_.padded_dim, depth, {ws_.score_grads + row, kTileRows, 1},
-                {ws_.query + row * ws_.padded_dim, ws_.padded_dim},
-                {ws_.key_grads + at * ws_.padded_dim, ws_.padded_dim}, true);
-        gemm<T>(dim_, kTileRows, count, {k, 1, dim_}, {ws_.score_grads, kTileRows}, {ws_.query_grad_t, kTileRows},
+        const int count = keys.end - keys.begin, first = keys.begin - tile_.chunk.keys.begin;
+        const T *k = ws_.k + first * dim_, *v = ws_.v + first * v_dim_;
+        gemm<T>(count, kTileRows, dim_, {k, dim_, 1}, {ws_.q_t, kTileRows}, {ws_.p, kTileRows}, false);
+        gemm<T>(count, kTileRows, v_dim_, {v, v_dim_, 1}, {ws_.dout_t, kTileRows}, {ws_.ds, kTileRows}, false);
+        compute_p_and_ds(band, keys);
+        // Rows outside the band have probability 0 for these keys but may hold NaN: sums span the band's rows.
+        const Range rows = intersect(rows_of_keys(band, keys), tile_.rows);
+        const int row = rows.begin - tile_.rows.begin, depth = rows.end - rows.begin;
+        gemm<T>(count, ws_.padded_v_dim, depth, {ws_.p + row, kTileRows, 1},
+                {ws_.dout + row * ws_.padded_v_dim, ws_.padded_v_dim},
+                {ws_.dv + first * ws_.padded_v_dim, ws_.padded_v_dim}, true);
+        gemm<T>(count, ws_.padded_dim, depth, {ws_.ds + row, kTileRows, 1},
+                {ws_.q + row * ws_.padded_dim, ws_.padded_dim}, {ws_.dk + first * ws_.padded_dim, ws_.padded_dim},
                 true);
+        gemm<T>(dim_, kTileRows, count, {k, 1, dim_}, {ws_.ds, kTileRows}, {ws_.dq_t, kTileRows}, true);
     }
 
-    // Scores and dP of one key become P and dS.
-    void differentiate_row(int i, const LaneInterval<T>& seeing) {
-        for (int column = 0; column < kTileRows; column += kLanes<T>) {
-            T* prob = ws_.probs + i * kTileRows + column;
-            T* grad = ws_.score_grads + i * kTileRows + column;
-            vec_t<T> score = load(prob), slope = broadcast(T(1));
-            if (soft_cap_ > 0) {
-                score = cap_score<T>(score, soft_cap_);
-                slope -= (score / soft_cap_) * (score / soft_cap_);
+    // Turns the scores in `p` into P, and dP in `ds` into dS.
+    void compute_p_and_ds(const Band& band, Range keys) {
+        for (int key = keys.begin; key < keys.end; ++key) {
+            const VisibleLanes<T> visible_lanes(band, key, tile_.rows);
+            for (int column = 0; column < kTileRows; column += kLanes<T>) {
+                T* p = ws_.p + (key - keys.begin) * kTileRows + column;
+                T* ds = ws_.ds + (key - keys.begin) * kTileRows + column;
+                vec_t<T> score = load(p), slope = broadcast(T(1));
+                if (soft_cap_ > 0) {
+                    score = apply_soft_cap<T>(score, soft_cap_);
+                    slope -= (score / soft_cap_) * (score / soft_cap_);
+                }
+                const vec_t<T> lse = load(ws_.lse + column);
+                const bits_t<T> visible = visible_lanes.at(column) & (lse != -kInfinity<T>);
+                const vec_t<T> probability = visible ? exp<T>(score - lse) : vec_t<T>{};
+                const vec_t<T> ds_visible = probability * (load(ds) - load(ws_.delta + column)) * slope;
+                store(p, probability);
+                store(ds, visible ? ds_visible : vec_t<T>{});
             }
-            const vec_t<T> lse = load(ws_.lse + column);
-            const bits_t<T> visible = seeing.contains(column) & (lse != -kInfinity<T>);
-            const vec_t<T> p = visible ? exp<T>(score - lse) : vec_t<T>{};
-            const vec_t<T> ds = p * (load(grad) - load(ws_.delta + column)) * slope;
-            store(prob, p);
-            store(grad, visible ? ds : vec_t<T>{});
         }
     }
 
@@ -196,7 +178,7 @@ private:
 
     const BackwardTile& tile_;
     const BackwardParams& params_;
-    const int64_t dim_, value_dim_;
+    const int64_t dim_, v_dim_;
     const T soft_cap_;
     const BackwardWorkspace<T> ws_;
 };

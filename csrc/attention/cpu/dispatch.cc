@@ -5,8 +5,8 @@
 
 namespace jaxmagi::cpu {
 
-#define JAXMAGI_DECLARE_KERNELS(ISA)        \
-    namespace ISA {                         \
+#define JAXMAGI_DECLARE_KERNELS(ISA)         \
+    namespace ISA {                          \
     extern const KernelTable kFloatKernels;  \
     extern const KernelTable kDoubleKernels; \
     }
@@ -26,28 +26,20 @@ struct KernelSet {
     const KernelTable* double_kernels;
 };
 
-bool has_baseline() {
-    return true;
-}
-
-#if defined(JAXMAGI_X86_DISPATCH)
-bool has_avx2() {
-    return __builtin_cpu_supports("avx2") and __builtin_cpu_supports("fma");
-}
-
-bool has_avx512() {
-    return has_avx2() and __builtin_cpu_supports("avx512f") and __builtin_cpu_supports("avx512bw") and
-           __builtin_cpu_supports("avx512dq") and __builtin_cpu_supports("avx512vl");
-}
-#endif
-
-// The flags that each set is compiled with are in cmake/JaxmagiCpu.cmake. Fastest first.
+// The sets, fastest first. cmake/JaxmagiCpu.cmake has the compiler flags of each.
 constexpr KernelSet kKernelSets[] = {
 #if defined(JAXMAGI_X86_DISPATCH)
-    {"avx512", has_avx512, &avx512::kFloatKernels, &avx512::kDoubleKernels},
-    {"avx2", has_avx2, &avx2::kFloatKernels, &avx2::kDoubleKernels},
+    {"avx512",
+     [] {
+         return __builtin_cpu_supports("avx2") and __builtin_cpu_supports("fma") and
+                __builtin_cpu_supports("avx512f") and __builtin_cpu_supports("avx512bw") and
+                __builtin_cpu_supports("avx512dq") and __builtin_cpu_supports("avx512vl");
+     },
+     &avx512::kFloatKernels, &avx512::kDoubleKernels},
+    {"avx2", [] { return __builtin_cpu_supports("avx2") and __builtin_cpu_supports("fma"); }, &avx2::kFloatKernels,
+     &avx2::kDoubleKernels},
 #endif
-    {"generic", has_baseline, &generic::kFloatKernels, &generic::kDoubleKernels},
+    {"generic", [] { return true; }, &generic::kFloatKernels, &generic::kDoubleKernels},
 };
 
 const KernelSet* fastest() {

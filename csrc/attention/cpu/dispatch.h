@@ -7,13 +7,14 @@
 
 namespace jaxmagi::cpu {
 
-// The kernels in use for operands of this type: the fastest that this machine runs, unless told otherwise.
+// Returns the kernels for operands of this type: those of the fastest instruction set that this machine has, or of the
+// set that a test has chosen.
 const KernelTable& kernel_table(DType operand);
 
-// The instruction sets with kernels that this machine runs, fastest first.
+// Returns the instruction sets that have kernels and that this machine has, fastest first.
 std::vector<std::string> instruction_sets();
 
-// Switches to the kernels of one of instruction_sets(), so that tests reach them all.
+// Switches to the kernels of one of instruction_sets(), for tests.
 void use_instruction_set(const std::string& name);
 
 }  // namespace jaxmagi::cpu

@@ -19,7 +19,8 @@ struct TiledMask {
 
 }  // namespace
 
-// One item per (example, head, query tile). The last tiles come first: under causal masks they take longest.
+// There is a work item for each example, head and query tile. The last tiles come first: with causal masks they take
+// longest.
 void attention_forward(const ForwardParams& params, const Scheduler& scheduler) {
     const int q_len = static_cast<int>(params.q.length), kv_len = static_cast<int>(params.k.length);
     const int64_t heads = params.q.heads;

@@ -5,11 +5,11 @@
 
 namespace jaxmagi::cpu {
 
-// Writes every element of out and lse. Bitwise the same for any number of threads.
+// Writes every element of out and lse. The results are bitwise equal for any number of threads.
 //
-// NaN and infinities in keys, values and queries that the mask joins with nothing reach nothing. NaN in a key reaches
-// the rows that see it. NaN or an infinity in a value reaches the outputs of all rows in tiles of kTileRows where one
-// row sees it, since it is multiplied by the others' zeros; not their lse, nor rows with lse = -inf.
+// NaN and infinities in fully masked rows, and in keys and values that no row sees, change no result. NaN in a key
+// reaches the rows that see it. NaN or an infinity in a value is multiplied by the zeros of masked cells: it reaches
+// the outputs, not lse, of all rows in the tiles of kTileRows in which a row sees it, except rows with lse = -inf.
 void attention_forward(const ForwardParams& params, const Scheduler& scheduler);
 
 }  // namespace jaxmagi::cpu

@@ -1,105 +1,94 @@
 #pragma once
 
-#include "csrc/attention/cpu/carver.h"
 #include "csrc/attention/cpu/gemm.h"
 #include "csrc/attention/cpu/rows.h"
 #include "csrc/attention/cpu/scores.h"
+#include "csrc/attention/cpu/workspace_allocator.h"
 
-// Schedule of a forward tile: kTileRows queries of one head stay, keys stream past in tiles of kTileKeys.
+// A forward tile keeps kTileRows queries of one head, and streams keys in tiles of kTileKeys.
 //   Qᵀ [D, rows] is packed once, times the scale; then per band and key tile
 //     K, V [keys, D] are read to the accumulation type
-//     Sᵀ = K Qᵀ                        [keys, rows]
-//     cap, mask, running maximum and sum, Pᵀ = exp(Sᵀ - m)
-//     Oᵀ = exp(m_old - m) Oᵀ + Vᵀ Pᵀ   [Dv, rows]
-//   and at the end O = Oᵀ / l leaves with lse = m + log(l).
-// Bands follow one another in the same running softmax, so a cell of two bands counts twice.
+//     Sᵀ = K Qᵀ                                           [keys, rows]
+//     soft cap, mask, row_max and row_sum, Pᵀ = exp(Sᵀ - row_max)
+//     Oᵀ = exp(previous row_max - row_max) Oᵀ + Vᵀ Pᵀ     [Dv, rows]
+//   and at the end O = Oᵀ / row_sum is stored with lse = row_max + log(row_sum).
+// Bands follow one another in the same online softmax, so a cell of two bands counts twice.
 
 namespace jaxmagi::cpu::JAXMAGI_ISA {
 
 template <typename T> struct ForwardWorkspace {
-    T *query, *keys, *values, *scores, *out, *maximum, *sum, *rescale;
-    int64_t size;
+    WorkspaceAllocator<T> allocator;
+    int64_t dim, v_dim;
+    T* q = allocator.allocate(dim * kTileRows);
+    T* k = allocator.allocate(dim * kTileKeys);
+    T* v = allocator.allocate(v_dim * kTileKeys);
+    T* scores = allocator.allocate(kTileKeys * kTileRows);
+    T* out = allocator.allocate(v_dim * kTileRows);
+    T* row_max = allocator.allocate(kTileRows);
+    T* row_sum = allocator.allocate(kTileRows);
+    T* correction = allocator.allocate(kTileRows);
 
-    ForwardWorkspace(void* base, int64_t dim, int64_t value_dim) {
-        Carver<T> carver(base);
-        query = carver.take(dim * kTileRows);
-        keys = carver.take(dim * kTileKeys);
-        values = carver.take(value_dim * kTileKeys);
-        scores = carver.take(kTileKeys * kTileRows);
-        out = carver.take(value_dim * kTileRows);
-        maximum = carver.take(kTileRows);
-        sum = carver.take(kTileRows);
-        rescale = carver.take(kTileRows);
-        size = carver.bytes();
+    ForwardWorkspace(void* base, int64_t dim, int64_t v_dim) : allocator(base), dim(dim), v_dim(v_dim) {}
+    static int64_t bytes(int64_t dim, int64_t v_dim) {
+        return ForwardWorkspace(nullptr, dim, v_dim).allocator.bytes();
     }
-    static int64_t bytes(int64_t dim, int64_t value_dim) { return ForwardWorkspace(nullptr, dim, value_dim).size; }
 };
 
 template <typename T> class ForwardTileKernel {
 public:
     ForwardTileKernel(const ForwardTile& tile, void* workspace)
-        : tile_(tile), params_(*tile.params), dim_(params_.q.dim), value_dim_(params_.v.dim),
+        : tile_(tile), params_(*tile.params), dim_(params_.q.dim), v_dim_(params_.v.dim),
           kv_head_(tile.head / (params_.q.heads / params_.k.heads)), soft_cap_(static_cast<T>(params_.soft_cap)),
-          ws_(workspace, dim_, value_dim_) {}
+          ws_(workspace, dim_, v_dim_) {}
 
     void run() {
-        start();
-        for (int i = 0; i < tile_.visible.count; ++i) {
-            const Band& band = tile_.visible.bands[tile_.visible.ids[i]];
-            const Range seen = keys_of_rows(band, tile_.rows);
-            for (int key = seen.begin; key < seen.end; key += kTileKeys)
-                add_keys(band, intersect(seen, {key, key + kTileKeys}));
-        }
-        finish();
+        load_q();
+        fill(ws_.row_max, kTileRows, -kInfinity<T>);
+        fill(ws_.row_sum, kTileRows, T(0));
+        fill(ws_.out, v_dim_ * kTileRows, T(0));
+        for_each_key_tile(tile_.visible, tile_.rows, {0, static_cast<int>(params_.k.length)},
+                          [&](const Band& band, Range keys) { add_keys(band, keys); });
+        store_out();
     }
 
 private:
-    void start() {
-        const int count = tile_.rows.end - tile_.rows.begin;
-        for (int64_t i = 0; i < dim_ * kTileRows; ++i)
-            ws_.query[i] = T(0);
-        for (int i = 0; i < count; ++i)
-            read_row(params_.q, query_row(i), static_cast<T>(params_.scale), ws_.query + i, kTileRows);
-        for (int i = 0; i < kTileRows; ++i) {
-            ws_.maximum[i] = -kInfinity<T>;
-            ws_.sum[i] = T(0);
-        }
-        for (int64_t i = 0; i < value_dim_ * kTileRows; ++i)
-            ws_.out[i] = T(0);
+    void load_q() {
+        fill(ws_.q, dim_ * kTileRows, T(0));
+        for (int i = 0; i < tile_.rows.end - tile_.rows.begin; ++i)
+            read_row(params_.q, query_row(i), static_cast<T>(params_.scale), ws_.q + i, kTileRows);
     }
 
     void add_keys(const Band& band, Range keys) {
         const int count = keys.end - keys.begin;
         const RowId first{tile_.batch, keys.begin, kv_head_};
-        read_rows(params_.k, first, count, T(1), ws_.keys, dim_);
-        read_rows(params_.v, first, count, T(1), ws_.values, value_dim_);
-        gemm<T>(count, kTileRows, dim_, {ws_.keys, dim_, 1}, {ws_.query, kTileRows}, {ws_.scores, kTileRows}, false);
+        read_rows(params_.k, first, count, ws_.k);
+        read_rows(params_.v, first, count, ws_.v);
+        gemm<T>(count, kTileRows, dim_, {ws_.k, dim_, 1}, {ws_.q, kTileRows}, {ws_.scores, kTileRows}, false);
         if (soft_cap_ > 0)
-            cap(count);
+            cap_scores(count);
         if (not covers(band, tile_.rows, keys))
-            mask(band, keys);
+            apply_mask(band, keys);
         update_softmax(count);
         rescale_out();
-        gemm<T>(value_dim_, kTileRows, count, {ws_.values, 1, value_dim_}, {ws_.scores, kTileRows},
-                {ws_.out, kTileRows}, true);
+        gemm<T>(v_dim_, kTileRows, count, {ws_.v, 1, v_dim_}, {ws_.scores, kTileRows}, {ws_.out, kTileRows}, true);
     }
 
-    void cap(int count) {
+    void cap_scores(int count) {
         for (int i = 0; i < count * kTileRows; i += kLanes<T>)
-            store(ws_.scores + i, cap_score<T>(load(ws_.scores + i), soft_cap_));
+            store(ws_.scores + i, apply_soft_cap<T>(load(ws_.scores + i), soft_cap_));
     }
 
-    // Selects, never adds: a score of an invisible cell may be NaN.
-    void mask(const Band& band, Range keys) {
+    // Masking selects and never adds: the score of a masked cell may be NaN.
+    void apply_mask(const Band& band, Range keys) {
         for (int key = keys.begin; key < keys.end; ++key) {
             T* row = ws_.scores + (key - keys.begin) * kTileRows;
-            const LaneInterval<T> seeing(seeing_lanes(band, key, tile_.rows));
+            const VisibleLanes<T> visible(band, key, tile_.rows);
             for (int column = 0; column < kTileRows; column += kLanes<T>)
-                store(row + column, seeing.contains(column) ? load(row + column) : broadcast(-kInfinity<T>));
+                store(row + column, visible.at(column) ? load(row + column) : broadcast(-kInfinity<T>));
         }
     }
 
-    // Turns scores into probabilities relative to the new maximum, some vectors of queries at a time.
+    // Turns scores into probabilities relative to the new row_max, a group of vectors of queries at a time.
     void update_softmax(int count) {
         constexpr int kGroup = kTileRows / kLanes<T> < 4 ? kTileRows / kLanes<T> : 4;
         for (int column = 0; column < kTileRows; column += kGroup * kLanes<T>)
@@ -107,60 +96,60 @@ private:
     }
 
     template <int kGroup> void update_columns(int count, int column) {
-        vec_t<T> maximum[kGroup], shift[kGroup], sum[kGroup];
+        vec_t<T> row_max[kGroup], shift[kGroup], row_sum[kGroup];
         for (int j = 0; j < kGroup; ++j)
-            maximum[j] = load(ws_.maximum + column + j * kLanes<T>);
+            row_max[j] = load(ws_.row_max + column + j * kLanes<T>);
         for (int i = 0; i < count; ++i)
             for (int j = 0; j < kGroup; ++j) {
                 const vec_t<T> score = load(ws_.scores + i * kTileRows + column + j * kLanes<T>);
-                maximum[j] = score > maximum[j] ? score : maximum[j];
+                row_max[j] = score > row_max[j] ? score : row_max[j];
             }
         for (int j = 0; j < kGroup; ++j) {
             const int at = column + j * kLanes<T>;
-            // -inf - -inf would be NaN for a row that has seen nothing yet.
-            shift[j] = maximum[j] == -kInfinity<T> ? vec_t<T>{} : maximum[j];
-            const vec_t<T> rescale = exp<T>(load(ws_.maximum + at) - shift[j]);
-            sum[j] = load(ws_.sum + at) * rescale;
-            store(ws_.rescale + at, rescale);
-            store(ws_.maximum + at, maximum[j]);
+            // A row that has been fully masked so far has row_max = -inf, and -inf - -inf would be NaN.
+            shift[j] = row_max[j] == -kInfinity<T> ? vec_t<T>{} : row_max[j];
+            const vec_t<T> correction = exp<T>(load(ws_.row_max + at) - shift[j]);
+            row_sum[j] = load(ws_.row_sum + at) * correction;
+            store(ws_.correction + at, correction);
+            store(ws_.row_max + at, row_max[j]);
         }
         for (int i = 0; i < count; ++i)
             for (int j = 0; j < kGroup; ++j) {
                 T* score = ws_.scores + i * kTileRows + column + j * kLanes<T>;
                 const vec_t<T> p = exp<T>(load(score) - shift[j]);
                 store(score, p);
-                sum[j] += p;
+                row_sum[j] += p;
             }
         for (int j = 0; j < kGroup; ++j)
-            store(ws_.sum + column + j * kLanes<T>, sum[j]);
+            store(ws_.row_sum + column + j * kLanes<T>, row_sum[j]);
     }
 
     void rescale_out() {
         for (int column = 0; column < kTileRows; column += kLanes<T>) {
-            const vec_t<T> factor = load(ws_.rescale + column);
-            for (int64_t i = 0; i < value_dim_; ++i) {
+            const vec_t<T> correction = load(ws_.correction + column);
+            for (int64_t i = 0; i < v_dim_; ++i) {
                 T* out = ws_.out + i * kTileRows + column;
-                store(out, load(out) * factor);
+                store(out, load(out) * correction);
             }
         }
     }
 
-    void finish() {
+    void store_out() {
         const T sink = static_cast<const T*>(params_.sinks)[tile_.head];
         T* lse = static_cast<T*>(params_.lse);
         for (int i = 0; i < tile_.rows.end - tile_.rows.begin; ++i) {
             const RowId id = query_row(i);
             T& row_lse = lse[row_index(params_.q, id)];
-            if (ws_.sum[i] == T(0)) {  // it sees nothing, or only scores of -inf
+            if (ws_.row_sum[i] == T(0)) {  // the row is fully masked, or all its scores are -inf
                 row_lse = -kInfinity<T>;
-                clear_row<T>(params_.out, id);
+                zero_row<T>(params_.out, id);
                 continue;
             }
-            const T maximum = sink > ws_.maximum[i] ? sink : ws_.maximum[i];
-            const T weight = __builtin_exp(ws_.maximum[i] - maximum);
-            const T sum = ws_.sum[i] * weight + static_cast<T>(__builtin_exp(sink - maximum));
-            row_lse = maximum + static_cast<T>(__builtin_log(sum));
-            write_row(params_.out, id, weight / sum, ws_.out + i, kTileRows);
+            const T row_max = sink > ws_.row_max[i] ? sink : ws_.row_max[i];
+            const T correction = __builtin_exp(ws_.row_max[i] - row_max);
+            const T row_sum = ws_.row_sum[i] * correction + static_cast<T>(__builtin_exp(sink - row_max));
+            row_lse = row_max + static_cast<T>(__builtin_log(row_sum));
+            write_row(params_.out, id, correction / row_sum, ws_.out + i, kTileRows);
         }
     }
 
@@ -168,7 +157,7 @@ private:
 
     const ForwardTile& tile_;
     const ForwardParams& params_;
-    const int64_t dim_, value_dim_, kv_head_;
+    const int64_t dim_, v_dim_, kv_head_;
     const T soft_cap_;
     const ForwardWorkspace<T> ws_;
 };

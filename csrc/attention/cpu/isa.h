@@ -1,8 +1,8 @@
 #pragma once
 
 // The tile kernels are compiled once per instruction set, each time inside its own namespace JAXMAGI_ISA.
-// NOTES: they use no std:: templates and no other inline functions of external linkage: the linker keeps one copy
-// of those for the whole module, which might hold instructions the machine does not have.
+// They use no std:: templates and no other inline functions of external linkage: the linker keeps one copy of each
+// for the whole module, which may hold instructions that the machine does not have.
 #if not defined(JAXMAGI_ISA)
 #error "compile with -DJAXMAGI_ISA=<name of the instruction set>"
 #endif

@@ -15,13 +15,13 @@ template <typename Pointer> struct TensorAt {
 using Operand = TensorAt<const void*>;
 using Result = TensorAt<void*>;
 
-// int32 [batch, count, 6]; batch is 1 or that of the operands.
+// An int32 array [batch, count, 6], with 1 or the operands' batch.
 struct BandTable {
     const int32_t* data;
     int64_t batch, count;
 };
 
-// lse, sinks, delta and every sum are in the accumulation type: double for double operands, else float.
+// lse, sinks, delta and every sum have the accumulation type: double for double operands, float for others.
 struct ForwardParams {
     int64_t batch;
     Operand q, k, v;

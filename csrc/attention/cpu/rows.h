@@ -3,7 +3,7 @@
 #include "csrc/attention/cpu/params.h"
 #include "csrc/attention/cpu/simd.h"
 
-// Rows of the operands to and from the accumulation type.
+// Rows of tensors are converted to and from the accumulation type.
 
 namespace jaxmagi::cpu::JAXMAGI_ISA {
 
@@ -18,14 +18,14 @@ struct BFloat16 {
     explicit operator float() const { return __builtin_bit_cast(float, static_cast<uint32_t>(bits) << 16); }
 };
 
-// IEEE binary16. No _Float16: g++ 11 on x86 and g++ 12 on aarch64 lack it, and without F16C it calls libgcc.
-// Both conversions are free of branches, so that loops become vectors, and of subnormal floats, which the threads of
-// XLA may flush to zero.
+// IEEE binary16. _Float16 is no alternative: g++ 11 on x86 and g++ 12 on aarch64 lack it, and without F16C it calls
+// libgcc. Both conversions are free of branches, so that loops are vectorized, and of subnormal floats, which XLA's
+// threads may flush to zero.
 struct Float16 {
     uint16_t bits;
 
     explicit Float16(float x) {
-        constexpr float kToSubnormal = 0.5f;  // its last mantissa bit is worth 2^-24, as that of a subnormal half
+        constexpr float kToSubnormal = 0.5f;  // its last mantissa bit is worth 2^-24, as in a subnormal half
         const uint32_t whole = __builtin_bit_cast(uint32_t, x), magnitude = whole & 0x7fffffff;
         const uint32_t nearest_even = magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1);
         const float shifted = __builtin_bit_cast(float, magnitude) + kToSubnormal;
@@ -51,7 +51,7 @@ struct RowId {
     int64_t batch, row, head;
 };
 
-// Position of the row's number in [batch, length, heads].
+// Returns the index of a row in [batch, length, heads].
 template <typename Pointer> inline int64_t row_index(const TensorAt<Pointer>& tensor, RowId id) {
     return (id.batch * tensor.length + id.row) * tensor.heads + id.head;
 }
@@ -64,7 +64,7 @@ template <typename Element, typename Pointer> inline auto* row_data(const Tensor
         return static_cast<const Element*>(tensor.data) + offset;
 }
 
-// Calls visit(typed pointer to the row) for the row's element type. A float accumulator never meets double operands.
+// Calls visit with a pointer of the row's element type. Only double accumulators have double operands.
 template <typename T, typename Pointer, typename Visitor>
 inline void visit_row(const TensorAt<Pointer>& tensor, RowId id, Visitor visit) {
     if constexpr (sizeof(T) == 8) {
@@ -98,18 +98,17 @@ template <typename T> inline void write_row(const Result& tensor, RowId id, T sc
     });
 }
 
-template <typename T> inline void clear_row(const Result& tensor, RowId id) {
+template <typename T> inline void zero_row(const Result& tensor, RowId id) {
     visit_row<T>(tensor, id, [&]<typename Element>(Element* row) {
         for (int64_t i = 0; i < tensor.dim; ++i)
             row[i] = static_cast<Element>(T(0));
     });
 }
 
-// [count, dim] rows of one head, side by side with a row stride.
-template <typename T>
-inline void read_rows(const Operand& tensor, RowId first, int count, T scale, T* into, int64_t stride) {
+// Reads `count` rows of one head into a dense [count, dim].
+template <typename T> inline void read_rows(const Operand& tensor, RowId first, int count, T* into) {
     for (int i = 0; i < count; ++i)
-        read_row(tensor, {first.batch, first.row + i, first.head}, scale, into + i * stride, 1);
+        read_row(tensor, {first.batch, first.row + i, first.head}, T(1), into + i * tensor.dim, 1);
 }
 
 }  // namespace jaxmagi::cpu::JAXMAGI_ISA

@@ -8,25 +8,32 @@
 
 namespace jaxmagi::cpu::JAXMAGI_ISA {
 
-// Lanes [begin, end) of a row of scores, with a comparison per vector.
-template <typename T> struct LaneInterval {
+// Calls body(band, keys) for the keys in `range` that `rows` see, band by band and in tiles of at most kTileKeys.
+template <typename Body>
+inline void for_each_key_tile(const BandList& visible, Range rows, Range range, const Body& body) {
+    for (int i = 0; i < visible.count; ++i) {
+        const Band& band = visible.bands[visible.ids[i]];
+        const Range keys = intersect(keys_of_rows(band, rows), range);
+        for (int key = keys.begin; key < keys.end; key += kTileKeys)
+            body(band, intersect(keys, {key, key + kTileKeys}));
+    }
+}
+
+// The lanes of the queries, among `rows`, that see a key. Each vector of scores takes one comparison.
+template <typename T> struct VisibleLanes {
     bits_t<T> lanes = lane_indices<T>();
     int begin, end;
 
-    explicit LaneInterval(Range rows) : begin(rows.begin), end(rows.end) {}
-    bits_t<T> contains(int column) const {
-        return (lanes >= begin - column) & (lanes < end - column);
+    VisibleLanes(const Band& band, int key, Range rows) {
+        const Range visible = rows_of_key(band, key, rows);
+        begin = visible.begin - rows.begin;
+        end = visible.end - rows.begin;
     }
+    bits_t<T> at(int column) const { return (lanes >= begin - column) & (lanes < end - column); }
 };
 
-// Those of the tile's `rows` that see `key`, as lanes.
-inline Range seeing_lanes(const Band& band, int key, Range rows) {
-    const Range seeing = rows_of_key(band, key, rows);
-    return {seeing.begin - rows.begin, seeing.end - rows.begin};
-}
-
-template <typename T> inline vec_t<T> cap_score(vec_t<T> score, T cap) {
-    return cap * tanh<T>(score / cap);
+template <typename T> inline vec_t<T> apply_soft_cap(vec_t<T> score, T soft_cap) {
+    return soft_cap * tanh<T>(score / soft_cap);
 }
 
 }  // namespace jaxmagi::cpu::JAXMAGI_ISA

@@ -36,7 +36,12 @@ template <typename T> inline void store(T* p, vec_t<T> x) {
 }
 
 template <typename T> inline vec_t<T> broadcast(T x) {
-    return x - vec_t<T>{};  // exact also for -0, unlike a sum with 0, so no instruction is left of it
+    return x - vec_t<T>{};  // exact for -0 too, unlike a sum with 0, so that it takes no instruction
+}
+
+template <typename T> inline void fill(T* data, int64_t count, T value) {
+    for (int64_t i = 0; i < count; ++i)
+        data[i] = value;
 }
 
 template <typename T> inline bits_t<T> lane_indices() {

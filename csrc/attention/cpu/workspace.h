@@ -9,7 +9,7 @@
 
 namespace jaxmagi::cpu {
 
-// Equal aligned pieces of one allocation, not initialised: pages that no worker touches are never committed.
+// Equal aligned pieces of one allocation, which is not initialised: pages that no worker touches are never committed.
 class Workspace {
 public:
     Workspace(int64_t pieces, int64_t piece_bytes)

@@ -6,15 +6,15 @@
 
 namespace jaxmagi::cpu::JAXMAGI_ISA {
 
-// Cuts a workspace into aligned arrays, one after another. Without a workspace it only adds up their size.
-template <typename T> class Carver {
+// Allocates aligned arrays one after another in a workspace. Without a workspace it only adds up their sizes.
+template <typename T> class WorkspaceAllocator {
 public:
-    explicit Carver(void* base) : base_(static_cast<T*>(base)) {}
+    explicit WorkspaceAllocator(void* base) : base_(static_cast<T*>(base)) {}
 
-    T* take(int64_t count) {
-        T* part = base_ ? base_ + used_ : nullptr;
+    T* allocate(int64_t count) {
+        T* array = base_ ? base_ + used_ : nullptr;
         used_ += round_up(count, kWorkspaceAlignment / static_cast<int>(sizeof(T)));
-        return part;
+        return array;
     }
     int64_t bytes() const { return used_ * static_cast<int64_t>(sizeof(T)); }
 
