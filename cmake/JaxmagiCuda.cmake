@@ -51,20 +51,19 @@ file(GLOB_RECURSE kernels CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/*.cu")
 jaxmagi_compile_kernels(kernel_objects ${kernels})
 jaxmagi_add_module(
   _cuda
-  csrc/collectives/descriptor_mail.cc
-  csrc/collectives/identity.cc
+  csrc/collectives/descriptor_exchange.cc
+  csrc/collectives/ipc_memory.cc
   csrc/collectives/nccl.cc
+  csrc/collectives/nccl_watchdog.cc
+  csrc/collectives/peer_memory.cc
   csrc/collectives/peers.cc
-  csrc/collectives/shared_buffers.cc
-  csrc/collectives/shared_memory.cc
   csrc/collectives/transfer_order.cc
-  csrc/collectives/watchdog.cc
   csrc/collectives/xla_pool.cc
   xla_ffi/attention_cuda.cc
   xla_ffi/attention_cuda_backward.cc
   xla_ffi/collectives_cuda.cc
   xla_ffi/collectives_launch.cc
-  xla_ffi/collectives_transfer.cc
+  xla_ffi/collectives_params.cc
   xla_ffi/communicator.cc
   xla_ffi/module_cuda.cc
   ${kernel_objects})
