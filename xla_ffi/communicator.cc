@@ -5,8 +5,8 @@
 namespace jaxmagi {
 namespace {
 
-// Tells our communicators from those of XLA's collectives, which have 0 and 1: no call of XLA's comes between ours on
-// the same communicator. "magi" in ASCII.
+// XLA's own collectives have the ids 0 and 1. With another id ("magi" in ASCII), no operation of XLA's comes between
+// ours on the same communicator.
 constexpr int64_t kCommunicationId = 0x6d616769;
 
 std::vector<XLA_FFI_ReplicaGroup> replica_groups(DeviceIds ids, int64_t group_size) {
@@ -28,45 +28,41 @@ void check_extension(const CollectivesContext& context) {
                                  " bytes and lends no communicators, for which it needs " + std::to_string(kNeeded));
 }
 
-void check_error(const CollectivesContext& context, XLA_FFI_Error* error, const std::string& what) {
-    if (error == nullptr)
-        return;
-    const std::string message = xla::ffi::internal::GetErrorMessage(context.api, error);
-    xla::ffi::internal::DestroyError(context.api, error);
-    throw std::runtime_error(what + ": " + message);
-}
-
-template <typename Arguments>
-Arguments to_arguments(size_t struct_size, const std::vector<XLA_FFI_ReplicaGroup>& groups) {
+// Calls a function of the extension for groups. Throws if it fails.
+template <typename Arguments, typename Function>
+Arguments call(const CollectivesContext& context, Function XLA_FFI_Collectives_Extension::*function, size_t struct_size,
+               DeviceIds ids, int64_t group_size, const std::string& what) {
+    check_extension(context);
+    const auto groups = replica_groups(ids, group_size);
     Arguments arguments{};
     arguments.struct_size = struct_size;
     arguments.group_mode = XLA_FFI_GROUP_FLATTENED_ID;
     arguments.groups = groups.data();
     arguments.num_groups = groups.size();
     arguments.communication_id = kCommunicationId;
+    if (XLA_FFI_Error* const error = (context.extension->*function)(context.extension, &arguments)) {
+        const std::string message = xla::ffi::internal::GetErrorMessage(context.api, error);
+        xla::ffi::internal::DestroyError(context.api, error);
+        throw std::runtime_error(what + ": " + message);
+    }
     return arguments;
 }
 
 }  // namespace
 
 void request_communicator(const CollectivesContext& context, DeviceIds ids, int64_t group_size) {
-    check_extension(context);
-    const auto groups = replica_groups(ids, group_size);
-    auto request =
-        to_arguments<XLA_FFI_Communicator_Request_Args>(XLA_FFI_Communicator_Request_Args_STRUCT_SIZE, groups);
-    check_error(context, context.extension->request_communicator(context.extension, &request),
-                "requesting a communicator from XLA");
+    call<XLA_FFI_Communicator_Request_Args>(context, &XLA_FFI_Collectives_Extension::request_communicator,
+                                            XLA_FFI_Communicator_Request_Args_STRUCT_SIZE, ids, group_size,
+                                            "requesting a communicator from XLA");
 }
 
 nccl::Communicator get_communicator(const CollectivesContext& context, DeviceIds ids, int64_t group_size) {
-    check_extension(context);
-    const auto groups = replica_groups(ids, group_size);
-    auto query = to_arguments<XLA_FFI_Communicator_Get_Args>(XLA_FFI_Communicator_Get_Args_STRUCT_SIZE, groups);
-    check_error(context, context.extension->get_communicator(context.extension, &query),
-                "getting the communicator from XLA");
-    if (query.communicator == nullptr)
+    const auto found = call<XLA_FFI_Communicator_Get_Args>(
+        context, &XLA_FFI_Collectives_Extension::get_communicator, XLA_FFI_Communicator_Get_Args_STRUCT_SIZE, ids,
+        group_size, "getting the communicator from XLA");
+    if (found.communicator == nullptr)
         throw std::runtime_error("XLA has no communicator for this device's group");
-    return reinterpret_cast<nccl::Communicator>(query.communicator);
+    return reinterpret_cast<nccl::Communicator>(found.communicator);
 }
 
 }  // namespace jaxmagi

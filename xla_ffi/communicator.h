@@ -4,7 +4,7 @@
 #include "xla/ffi/api/collectives_c_api.h"
 #include "xla/ffi/api/ffi.h"
 
-// Communicators that XLA lends to handlers: of the devices' groups along a mesh axis, apart from those of XLA's own
+// NCCL communicators that XLA lends to handlers, of a device's group along a mesh axis. They are not those of XLA's own
 // collectives. Failures throw.
 
 namespace jaxmagi {
@@ -14,7 +14,7 @@ struct CollectivesContext {
     const XLA_FFI_Collectives_Extension* extension;
 };
 
-// Binds as .Ctx<xla::ffi::Extension<Collectives>>(), for a CollectivesContext.
+// .Ctx<xla::ffi::Extension<Collectives>>() binds a CollectivesContext.
 struct Collectives {
     using Type = CollectivesContext;
     using CExtension = XLA_FFI_Collectives_Extension;
@@ -31,11 +31,11 @@ struct Collectives {
 
 using DeviceIds = xla::ffi::Span<const int64_t>;
 
-// In Prepare: has XLA make the communicator of the device's group, unless it has one. `ids` are all groups of a mesh
-// axis, one after another, each of `group_size` devices by their places in the program's device assignment.
+// For Prepare: has XLA make the communicator of the device's group, unless it has one. `ids` lists all groups of a mesh
+// axis, each as `group_size` places in the program's device assignment.
 void request_communicator(const CollectivesContext& context, DeviceIds ids, int64_t group_size);
 
-// In Initialize and Execute, of groups that were requested. The communicator stays XLA's.
+// For Initialize and Execute: returns a requested communicator, which XLA keeps.
 nccl::Communicator get_communicator(const CollectivesContext& context, DeviceIds ids, int64_t group_size);
 
 }  // namespace jaxmagi

@@ -8,8 +8,8 @@
 #include "csrc/attention/sm90/backward/backward.h"
 #include "csrc/attention/sm90/forward/forward.h"
 #include "csrc/attention/sm90/tile_schedule.h"
+#include "csrc/collectives/peer_memory.h"
 #include "csrc/collectives/peers.h"
-#include "csrc/collectives/shared_buffers.h"
 #include "sources.h"
 #include "xla_ffi/attention_cuda.h"
 #include "xla_ffi/collectives_cuda.h"
@@ -74,9 +74,8 @@ int64_t backward_workspace_bytes(int batch, int q_len, int kv_len, int heads, in
     return jaxmagi::sm90::backward_workspace_bytes(shape, num_masks, deterministic);
 }
 
-int64_t pair_buffer_bytes(int64_t transfers, int64_t cp_size, int64_t pair_rows,
-                          const std::vector<int64_t>& row_bytes) {
-    return jaxmagi::pair_buffer_bytes(transfers, cp_size, pair_rows, row_bytes);
+int64_t pair_buffer_bytes(int64_t batch, int64_t cp_size, int64_t pair_rows, const std::vector<int64_t>& row_bytes) {
+    return jaxmagi::pair_buffer_bytes(batch, cp_size, pair_rows, row_bytes);
 }
 
 }  // namespace
@@ -95,12 +94,12 @@ NB_MODULE(_cuda, m) {
     m.def("tile_schedule_workspace_words", jaxmagi::sm90::tile_schedule_workspace_words, nb::arg("num_masks"),
           nb::arg("capacity"), nb::arg("length"), nb::arg("tile_rows"),
           "Returns the workspace of the tile schedule in words of 8 bytes.");
-    m.def("pair_buffer_bytes", pair_buffer_bytes, nb::arg("transfers"), nb::arg("cp_size"), nb::arg("pair_rows"),
+    m.def("pair_buffer_bytes", pair_buffer_bytes, nb::arg("batch"), nb::arg("cp_size"), nb::arg("pair_rows"),
           nb::arg("row_bytes"), "Workspace of a group collective for pairs of ranks over NCCL, a multiple of 16.");
     m.def("finalize_collectives", jaxmagi::collectives::finalize, nb::call_guard<nb::gil_scoped_release>(),
           "Frees the memory that the group collectives keep on the devices.");
     m.def("set_memory_limit", jaxmagi::collectives::set_memory_limit, nb::arg("ordinal"), nb::arg("bytes"),
           "Sets how much memory of a device XLA's allocator may take in this process; 0 if that is unknown.");
-    m.def("arena_bytes", jaxmagi::collectives::arena_bytes,
+    m.def("staging_bytes", jaxmagi::collectives::staging_bytes,
           "Device memory of this process that rows to and from other processes are copied through, beside XLA's.");
 }

@@ -8,10 +8,13 @@
 
 #include "csrc/common/check_cuda.h"
 
+// A function of the CUDA driver, as in JAXMAGI_DRIVER(cuMemMap)(...).
+#define JAXMAGI_DRIVER(name) ::jaxmagi::collectives::driver_function<decltype(name)>(#name)
+
 namespace jaxmagi::collectives {
 
-// A function of CUDA's driver, from the runtime, so that the module needs no link to the driver's library. Throws
-// std::runtime_error where the driver has none of this name.
+// Returns a function of the CUDA driver, found by the runtime so that the module does not link libcuda. Throws
+// std::runtime_error if the driver has no function of this name.
 template <typename Function> Function* driver_function(const char* name) {
     constexpr unsigned kFirstVersion = 12000;
     void* found = nullptr;

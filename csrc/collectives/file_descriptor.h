@@ -6,7 +6,7 @@
 
 namespace jaxmagi::collectives {
 
-// Closed at the end, unless there is none.
+// Owns a file descriptor, or none.
 class FileDescriptor {
 public:
     explicit FileDescriptor(int number = -1) : number_(number) {}

@@ -1,56 +1,44 @@
 #include <algorithm>
 
 #include "csrc/collectives/launch.cuh"
-#include "csrc/collectives/segments.cuh"
-#include "csrc/collectives/unsent_rows.cuh"
+#include "csrc/collectives/pair_headers.cuh"
+#include "csrc/collectives/shared_storage.cuh"
+#include "csrc/collectives/zero_fill_cast.cuh"
 
-// Rows to where they are needed. Each warp takes chunks of its own. It loads a chunk piece by piece into shared memory,
-// as far as somebody needs it, and stores every piece to all who do, each lane to another. The last warp of each CTA
-// writes zeros where nobody sends anything.
+// Group cast: each rank pushes its input rows into the output arrays of the native peers that need them, and into pair
+// buffers for remote peers.
 //
-// Schedule of a warp: kStages buffers in turn. Up to kAhead loads are under way, so that kStages - kAhead pieces may be
-// on their way out. Between chunks there is a pause of some microseconds, which the other warps fill.
+// Protocol: after the barrier at the start, which tells each rank where its peers' outputs are, each warp takes chunks
+// of input rows. It loads a chunk piece by piece into shared memory, as far as any peer needs it, and stores each piece
+// to all who do, one lane per segment. The last warp of each CTA writes zeros to this rank's output rows that nobody
+// sends. Nobody waits for single rows: the barrier at the end says that all stores of all peers are complete.
+//
+// Pipeline of a warp: a ring of kStages buffers with up to kAhead loads in flight, so that the stores of
+// kStages - kAhead pieces may still read theirs. Between chunks there is a bubble of some microseconds, which the other
+// warps fill.
 
 namespace jaxmagi::collectives {
 namespace {
 
 constexpr int kWarps = 4, kThreads = (kWarps + 1) * kWarp;
 constexpr int kPiece = 8192, kStages = 5, kAhead = 2;
-constexpr int kMostChunkBytes = 32 * kPiece;  // a bit for each piece
-constexpr int kZeroedBytesOfCta = 1 << 18;  // at most, if there are as many CTAs
+constexpr int kMaxChunkBytes = 32 * kPiece;     // one bit per piece in `needed`
+constexpr int kMaxZeroedBytesPerCta = 1 << 18;  // if there are enough SMs
 
-struct WarpMemory {
-    alignas(128) char stages[kStages][kPiece];
-    Segments segments;
-    alignas(8) uint64_t arrived[kStages];
-};
+using Storage = SharedStorage<kWarps, kStages, kPiece>;
+using PushStorage = WarpStorage<kStages, kPiece>;
 
-struct Memory {
-    WarpMemory warps[kWarps];
-    Meeting meeting;
-};
-static_assert(sizeof(Memory) <= kMostSharedBytes);
-
-struct Range {
+struct ByteRange {
     int begin, end;
-    __device__ Range both(const Segment& segment) const {
-        return {max(begin, segment.begin), min(end, segment.begin + segment.bytes)};
-    }
 };
 
 class Pusher {
 public:
-    __device__ explicit Pusher(WarpMemory& memory) : memory_(memory) {
-        if (lane_ == 0)
-            for (int i = 0; i < kStages; ++i)
-                arrived(i).init(1);
-        sm90::fence_mbarrier_init();
-        __syncwarp();
-    }
+    __device__ explicit Pusher(PushStorage& storage) : storage_(storage) { storage.init_barriers(); }
 
     __device__ void push(const char* from, int bytes, int num_segments) {
-        const uint32_t wanted = wanted_pieces(num_segments);
-        uint32_t to_load = wanted, to_store = wanted;
+        const uint32_t needed = needed_pieces(num_segments);
+        uint32_t to_load = needed, to_store = needed;
         while (to_store) {
             for (; to_load and loaded_ - stored_ < kAhead; to_load &= to_load - 1)
                 load(from, piece(__ffs(to_load) - 1, bytes));
@@ -60,95 +48,89 @@ public:
     }
 
 private:
-    static __device__ Range piece(int number, int bytes) {
-        return {number * kPiece, min((number + 1) * kPiece, bytes)};
-    }
-    __device__ sm90::Mbarrier arrived(int stage) const { return {sm90::shared_address(&memory_.arrived[stage])}; }
+    static __device__ ByteRange piece(int i, int bytes) { return {i * kPiece, min((i + 1) * kPiece, bytes)}; }
 
-    __device__ uint32_t wanted_pieces(int num_segments) const {
-        uint32_t wanted = 0;
+    // Returns a bit for each piece of the chunk that meets a segment.
+    __device__ uint32_t needed_pieces(int num_segments) const {
+        uint32_t needed = 0;
         for (int i = lane_; i < num_segments; i += kWarp) {
-            const Segment& segment = memory_.segments.list[i];
+            const Segment& segment = storage_.segments[i];
             const int first = segment.begin / kPiece, last = (segment.begin + segment.bytes - 1) / kPiece;
-            wanted |= (~0u << first) & (~0u >> (31 - last));
+            needed |= (~0u << first) & (~0u >> (31 - last));
         }
-        return __reduce_or_sync(~0u, wanted);
+        return __reduce_or_sync(~0u, needed);
     }
 
-    // Each lane waits until what it stored from the buffer has been read.
-    __device__ void load(const char* from, Range range) {
+    // Waits first until each lane's bulk stores have read the buffer that the load overwrites.
+    __device__ void load(const char* from, ByteRange range) {
         sm90::bulk_wait_read<kStages - kAhead>();
         __syncwarp();
-        const unsigned stage = loaded_++ % kStages;
-        if (lane_ == 0) {
-            arrived(stage).arrive_and_expect(range.end - range.begin);
-            sm90::bulk_load(sm90::shared_address(memory_.stages[stage]), from + range.begin, range.end - range.begin,
-                            arrived(stage));
-        }
+        const unsigned n = loaded_++;
+        if (lane_ == 0)
+            storage_.load(n, 0, from + range.begin, range.end - range.begin);
     }
 
-    __device__ void store(Range range, int num_segments) {
+    __device__ void store(ByteRange range, int num_segments) {
         const unsigned stage = stored_ % kStages;
-        arrived(stage).wait(stored_ / kStages & 1);
-        ++stored_;
+        storage_.wait(stored_++);
         for (int i = lane_; i < num_segments; i += kWarp) {
-            const Segment& segment = memory_.segments.list[i];
-            const Range part = range.both(segment);
-            if (part.begin < part.end)
-                sm90::bulk_store(segment.remote + (part.begin - segment.begin),
-                                 sm90::shared_address(memory_.stages[stage]) + part.begin - range.begin,
-                                 part.end - part.begin);
+            const Segment& segment = storage_.segments[i];
+            const int begin = max(range.begin, segment.begin), end = min(range.end, segment.begin + segment.bytes);
+            if (begin < end)
+                sm90::bulk_store(segment.remote + (begin - segment.begin),
+                                 sm90::shared_address(storage_.stages[stage]) + begin - range.begin, end - begin);
         }
         sm90::bulk_commit();
     }
 
-    WarpMemory& memory_;
+    PushStorage& storage_;
     const int lane_ = threadIdx.x % kWarp;
     unsigned loaded_ = 0, stored_ = 0;
 };
 
-__device__ void push_chunks(const Transfer& transfer, const Chunks& chunks, const Meeting& meeting,
-                            WarpMemory& memory) {
-    Pusher pusher(memory);
-    for (Parts parts(transfer, chunks, meeting, transfer.outgoing, memory.segments); parts.next();) {
-        const Chunk& part = parts.part();
-        const char* const from = transfer.arrays[part.array].from + first_byte(transfer, part);
-        pusher.push(from, part.bytes, parts.num_segments());
+__device__ void push_chunks(const TransferParams& params, const ChunkSchedule& schedule, const CallState& call,
+                            PushStorage& storage) {
+    Pusher pusher(storage);
+    for (ChunkIterator chunks(params, schedule, call, params.outgoing, storage.segments); chunks.next();) {
+        const Chunk& chunk = chunks.chunk();
+        const char* const from = params.arrays[chunk.array].from + first_byte(params, chunk);
+        pusher.push(from, chunk.bytes, chunks.num_segments());
     }
     sm90::bulk_wait();
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
-    push(const __grid_constant__ Transfer transfer, const __grid_constant__ Chunks chunks) {
+    push(const __grid_constant__ TransferParams params, const __grid_constant__ ChunkSchedule schedule) {
     extern __shared__ __align__(128) char shared[];
-    Memory& memory = *reinterpret_cast<Memory*>(shared);
+    Storage& storage = *reinterpret_cast<Storage*>(shared);
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
-    meet(transfer, memory.meeting);
+    barrier_at_start(params, storage.call);
     if (blockIdx.x == 0)
-        write_headers(transfer, transfer.sends, memory.meeting.rows);
+        write_headers(params, params.sends, storage.call.rows);
     if (warp < kWarps)
-        push_chunks(transfer, chunks, memory.meeting, memory.warps[warp]);
+        push_chunks(params, schedule, storage.call, storage.warps[warp]);
     else
-        zero_unsent_rows(transfer, memory.meeting);
-    leave(transfer, memory.meeting);
+        zero_unsent_rows(params, storage.call);
+    barrier_at_end(params, storage.call);
 }
 
-// How many rows nobody sends is known on the device only.
-int num_ctas(const Transfer& transfer, const Chunks& chunks) {
-    const int64_t zeroing = transfer.row_bytes() * transfer.output_rows * transfer.groups / kZeroedBytesOfCta;
-    return std::max(chunks.num_ctas(transfer, kWarps), static_cast<int>(std::min<int64_t>(zeroing, transfer.num_sms)));
+// Decides on how many SMs a group cast runs, one CTA each: at most params.num_sms, and fewer where there is less to
+// send and to zero. Only the device knows how many rows are to be zeroed, so that all output rows count.
+int num_ctas(const TransferParams& params, const ChunkSchedule& schedule) {
+    const int64_t zeroing = params.row_bytes() * params.output_rows * params.batch / kMaxZeroedBytesPerCta;
+    return std::max(schedule.num_ctas(params, kWarps), static_cast<int>(std::min<int64_t>(zeroing, params.num_sms)));
 }
 
 }  // namespace
 
-cudaError_t push_rows(const Transfer& transfer, cudaStream_t stream, cudaEvent_t begun) {
-    const Chunks chunks = cut_into_chunks(transfer, kWarps, kPiece, kMostChunkBytes);
-    const int ctas = num_ctas(transfer, chunks);
-    return launch(push, ctas, kThreads, sizeof(Memory), stream, {.event = begun}, transfer, chunks);
+cudaError_t push_rows(const TransferParams& params, cudaStream_t stream, cudaEvent_t started) {
+    const ChunkSchedule schedule = make_chunk_schedule(params, kWarps, kPiece, kMaxChunkBytes);
+    const int ctas = num_ctas(params, schedule);
+    return launch(push, ctas, kThreads, sizeof(Storage), stream, {.started = started}, params, schedule);
 }
 
 cudaError_t preload_push() {
-    return cudaFuncSetAttribute(push, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Memory));
+    return cudaFuncSetAttribute(push, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Storage));
 }
 
 }  // namespace jaxmagi::collectives

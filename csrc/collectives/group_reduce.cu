@@ -1,99 +1,66 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "csrc/collectives/empty_sums.cuh"
 #include "csrc/collectives/launch.cuh"
-#include "csrc/collectives/segments.cuh"
+#include "csrc/collectives/pair_headers.cuh"
+#include "csrc/collectives/shared_storage.cuh"
+#include "csrc/collectives/zero_fill_sums.cuh"
+#include "csrc/common/sm90/element.cuh"
 
-// Sums of what several ranks have for each row. Each warp takes chunks of its own. It goes through a chunk piece by
-// piece, for each piece through the segments that meet it, in the order of the sends: loads these from the peers into
-// shared memory, adds them up in registers, and writes the piece once. Pieces that nobody has a part of are left to
-// another kernel, which runs at the same time.
+// Group reduce: each rank pulls the rows that native peers have for its input rows, and those in pair buffers of remote
+// peers, and sums them.
 //
-// Schedule of a warp: kStages buffers in turn, one for the part of a segment that is in a piece, an item. Loads are
-// ahead of the additions by all buffers, from one chunk to the next as well.
+// Protocol: after the barrier at the start, which tells each rank where its peers' partial sums are, each warp takes
+// chunks of input rows. It goes through a chunk piece by piece. For each piece it loads the segments that meet it from
+// the peers into shared memory, in the order of the sends, adds them in registers, and writes the sums once. Pieces
+// without segments are left to the zero-fill kernel, which runs at the same time. The barrier at the end says that no
+// peer loads from this rank any more.
+//
+// Pipeline of a warp: a ring of kStages buffers, one for the part of a segment that is in a piece, called a
+// contribution. Loads run ahead of additions by all buffers, also from one chunk to the next.
 
 namespace jaxmagi::collectives {
 namespace {
 
 constexpr int kWarps = 8, kThreads = kWarps * kWarp;
-constexpr int kPiece = 4096, kStages = 5, kMostChunkBytes = 32 * kPiece;
-constexpr int kVectorBytes = 16, kVectors = kPiece / kVectorBytes / kWarp;  // of a lane
+constexpr int kPiece = 4096, kStages = 5, kMaxChunkBytes = 32 * kPiece;
+constexpr int kVectorBytes = 16, kVectors = kPiece / kVectorBytes / kWarp;  // per lane
 
-struct WarpMemory {
-    alignas(128) char stages[kStages][kPiece];
-    Segments segments;
-    alignas(8) uint64_t arrived[kStages];
+using Storage = SharedStorage<kWarps, kStages, kPiece>;
+using PullStorage = WarpStorage<kStages, kPiece>;
+
+// --- vectors of 16 bytes ---
+
+// Adds a vector of numbers of type T to sums of the same type.
+template <typename T> struct Vector {
+    using Sum = T;
+    static constexpr int kNumbers = kVectorBytes / sizeof(T);
+    static __device__ void add(const uint4& x, T (&sum)[kNumbers]) {
+        const T* const numbers = reinterpret_cast<const T*>(&x);
+#pragma unroll
+        for (int i = 0; i < kNumbers; ++i)
+            sum[i] += numbers[i];
+    }
 };
 
-struct Memory {
-    WarpMemory warps[kWarps];
-    Meeting meeting;
-};
-static_assert(sizeof(Memory) <= kMostSharedBytes);
-
-// --- numbers ---
-
-// A vector of what travels, as the numbers that are added.
-template <typename Wire> struct Vector;
-
-template <> struct Vector<__nv_bfloat16> {
+// Adds a vector of 16-bit numbers to sums in float.
+template <typename Element> struct Vector16 {
     using Sum = float;
     static constexpr int kNumbers = 8;
     static __device__ void add(const uint4& x, float (&sum)[8]) {
         const uint32_t words[] = {x.x, x.y, x.z, x.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            sum[2 * i] += __uint_as_float(words[i] << 16);
-            sum[2 * i + 1] += __uint_as_float(words[i] & 0xffff0000u);
-        }
-    }
-};
-
-template <> struct Vector<__half> {
-    using Sum = float;
-    static constexpr int kNumbers = 8;
-    static __device__ void add(const uint4& x, float (&sum)[8]) {
-        const __half2* const halves = reinterpret_cast<const __half2*>(&x);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 two = __half22float2(halves[i]);
+            const float2 two = Element::unpack(words[i]);
             sum[2 * i] += two.x;
             sum[2 * i + 1] += two.y;
         }
     }
 };
+template <> struct Vector<__nv_bfloat16> : Vector16<sm90::BFloat16> {};
+template <> struct Vector<__half> : Vector16<sm90::Float16> {};
 
-template <> struct Vector<float> {
-    using Sum = float;
-    static constexpr int kNumbers = 4;
-    static __device__ void add(const uint4& x, float (&sum)[4]) {
-        const float* const numbers = reinterpret_cast<const float*>(&x);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            sum[i] += numbers[i];
-    }
-};
-
-template <> struct Vector<double> {
-    using Sum = double;
-    static constexpr int kNumbers = 2;
-    static __device__ void add(const uint4& x, double (&sum)[2]) {
-        const double* const numbers = reinterpret_cast<const double*>(&x);
-        sum[0] += numbers[0];
-        sum[1] += numbers[1];
-    }
-};
-
-template <typename To, typename From> __device__ __forceinline__ To rounded(From x) {
-    if constexpr (std::is_same_v<To, __nv_bfloat16>)
-        return __float2bfloat16_rn(x);
-    else if constexpr (std::is_same_v<To, __half>)
-        return __float2half_rn(x);
-    else
-        return x;
-}
-
+// Rounds sums to the type of the result, to nearest.
 template <typename Result, typename Sum, int kNumbers>
 __device__ __forceinline__ void write_numbers(char* to, const Sum (&sum)[kNumbers]) {
     struct alignas(16) Results {
@@ -101,14 +68,14 @@ __device__ __forceinline__ void write_numbers(char* to, const Sum (&sum)[kNumber
     } results;
 #pragma unroll
     for (int i = 0; i < kNumbers; ++i)
-        results.numbers[i] = rounded<Result>(sum[i]);
+        results.numbers[i] = static_cast<Result>(sum[i]);
     *reinterpret_cast<Results*>(to) = results;
 }
 
-// --- items ---
+// --- contributions ---
 
-// Bytes [begin, end) of a piece as a peer has them, the piece's size, and where its sums belong.
-struct Item {
+// Bytes [begin, end) of a piece at one peer, the size of the piece, and the address of its sums.
+struct Contribution {
     const char* from;
     char* to;
     int begin, end, bytes;
@@ -118,40 +85,40 @@ template <typename T> __device__ __forceinline__ T* shuffled(T* pointer, int lan
     return reinterpret_cast<T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(pointer), lane));
 }
 
-// All items of the parts that a warp takes. For a whole warp.
-class Items {
+// Iterates over all contributions to the chunks that a warp takes. For a whole warp.
+class ContributionIterator {
 public:
-    __device__ Items(const Transfer& transfer, const Parts& parts, int widening)
-        : transfer_(transfer), widening_(widening), parts_(parts) {}
+    __device__ ContributionIterator(const TransferParams& params, const ChunkIterator& chunks, int widening)
+        : params_(params), widening_(widening), chunks_(chunks) {}
 
-    // False after the last one.
-    __device__ bool next(Item& item) {
+    // Returns false after the last one.
+    __device__ bool next(Contribution& next) {
         while (rest_ == 0)
             if (not advance())
                 return false;
         const int lane = __ffs(rest_) - 1;
         rest_ &= rest_ - 1;
-        item.to = to_ + int64_t{piece_} * widening_;
-        item.bytes = min(kPiece, parts_.part().bytes - piece_);
-        item.begin = __shfl_sync(~0u, begin_, lane);
-        item.end = __shfl_sync(~0u, end_, lane);
-        item.from = shuffled(from_, lane);
+        next.to = to_ + int64_t{piece_} * widening_;
+        next.bytes = min(kPiece, chunks_.chunk().bytes - piece_);
+        next.begin = __shfl_sync(~0u, begin_, lane);
+        next.end = __shfl_sync(~0u, end_, lane);
+        next.from = shuffled(from_, lane);
         return true;
     }
 
 private:
-    // To the next segments, one for each lane, of the piece, or of the next piece.
+    // Gives each lane one of the next segments of the piece, or of the next piece.
     __device__ bool advance() {
         first_ += kWarp;
-        if (first_ >= parts_.num_segments()) {
+        if (first_ >= chunks_.num_segments()) {
             first_ = 0;
             piece_ += kPiece;
-            if (piece_ >= parts_.part().bytes and not next_part())
+            if (piece_ >= chunks_.chunk().bytes and not next_chunk())
                 return false;
         }
         begin_ = end_ = 0;
-        if (const int number = first_ + static_cast<int>(threadIdx.x % kWarp); number < parts_.num_segments()) {
-            const Segment& segment = parts_.segment(number);
+        if (const int i = first_ + static_cast<int>(threadIdx.x % kWarp); i < chunks_.num_segments()) {
+            const Segment& segment = chunks_.segment(i);
             const int begin = max(piece_, segment.begin);
             begin_ = begin - piece_;
             end_ = min(piece_ + kPiece, segment.begin + segment.bytes) - piece_;
@@ -161,22 +128,22 @@ private:
         return true;
     }
 
-    __device__ bool next_part() {
-        if (not parts_.next())
+    __device__ bool next_chunk() {
+        if (not chunks_.next())
             return false;
-        const Chunk& part = parts_.part();
-        to_ = transfer_.arrays[part.array].to + first_byte(transfer_, part) * widening_;
+        const Chunk& chunk = chunks_.chunk();
+        to_ = params_.arrays[chunk.array].to + first_byte(params_, chunk) * widening_;
         piece_ = 0;
         return true;
     }
 
-    const Transfer& transfer_;
+    const TransferParams& params_;
     const int widening_;
-    Parts parts_;
-    char* to_ = nullptr;  // of the part
-    int piece_ = 0, first_ = 0;
-    unsigned rest_ = 0;
-    int begin_ = 0, end_ = 0;  // of the lane's segment
+    ChunkIterator chunks_;
+    char* to_ = nullptr;         // sums of the chunk
+    int piece_ = 0, first_ = 0;  // first byte of the piece, and segment of lane 0
+    unsigned rest_ = 0;          // lanes whose segments are still to come
+    int begin_ = 0, end_ = 0;    // of the lane's segment in the piece
     const char* from_ = nullptr;
 };
 
@@ -186,33 +153,27 @@ template <typename Wire, typename Result> class Adder {
 public:
     static constexpr int kWidening = sizeof(Result) / sizeof(Wire);
 
-    __device__ explicit Adder(WarpMemory& memory) : memory_(memory) {
-        if (lane_ == 0)
-            for (int i = 0; i < kStages; ++i)
-                arrived(i).init(1);
-        sm90::fence_mbarrier_init();
-        __syncwarp();
-    }
+    __device__ explicit Adder(PullStorage& storage) : storage_(storage) { storage.init_barriers(); }
 
-    __device__ void add_up(Items items) {
-        Item in_buffer;  // of the lane's number
-        bool are_more = true;
-        const auto load_more = [&] {
-            for (Item item; are_more and loaded_ - added_ < kStages;)
-                if (are_more = items.next(item); are_more) {
+    __device__ void add_all(ContributionIterator contributions) {
+        Contribution in_stage;  // lane i keeps the contribution in stage i
+        bool has_more = true;
+        const auto load_ahead = [&] {
+            for (Contribution next; has_more and loaded_ - added_ < kStages;)
+                if (has_more = contributions.next(next); has_more) {
                     if (lane_ == loaded_ % kStages)
-                        in_buffer = item;
-                    load(item);
+                        in_stage = next;
+                    load(next);
                 }
         };
         Sums sums = {};
-        Item last{};
-        for (load_more(); added_ != loaded_; load_more()) {
-            const Item item = of_lane(in_buffer, added_ % kStages);
-            if (item.to != last.to and last.to != nullptr)
+        Contribution last{};
+        for (load_ahead(); added_ != loaded_; load_ahead()) {
+            const Contribution current = of_lane(in_stage, added_ % kStages);
+            if (current.to != last.to and last.to != nullptr)
                 write(last, sums);
-            last = item;
-            add(item, sums);
+            last = current;
+            add(current, sums);
         }
         if (last.to != nullptr)
             write(last, sums);
@@ -222,100 +183,93 @@ private:
     using Numbers = Vector<Wire>;
     using Sums = typename Numbers::Sum[kVectors][Numbers::kNumbers];
 
-    __device__ sm90::Mbarrier arrived(int stage) const { return {sm90::shared_address(&memory_.arrived[stage])}; }
     __device__ int place(int vector) const { return (vector * kWarp + static_cast<int>(lane_)) * kVectorBytes; }
 
-    static __device__ Item of_lane(const Item& item, unsigned lane) {
+    static __device__ Contribution of_lane(const Contribution& in_stage, unsigned lane) {
         return {.from = nullptr,
-                .to = shuffled(item.to, lane),
-                .begin = __shfl_sync(~0u, item.begin, lane),
-                .end = __shfl_sync(~0u, item.end, lane),
-                .bytes = __shfl_sync(~0u, item.bytes, lane)};
+                .to = shuffled(in_stage.to, lane),
+                .begin = __shfl_sync(~0u, in_stage.begin, lane),
+                .end = __shfl_sync(~0u, in_stage.end, lane),
+                .bytes = __shfl_sync(~0u, in_stage.bytes, lane)};
     }
 
-    __device__ void load(const Item& item) {
-        const unsigned stage = loaded_++ % kStages;
+    __device__ void load(const Contribution& next) {
+        const unsigned n = loaded_++;
         __syncwarp();  // all lanes have read the buffer
-        if (lane_ == 0) {
-            arrived(stage).arrive_and_expect(item.end - item.begin);
-            sm90::bulk_load(sm90::shared_address(memory_.stages[stage]) + item.begin, item.from, item.end - item.begin,
-                            arrived(stage));
-        }
+        if (lane_ == 0)
+            storage_.load(n, next.begin, next.from, next.end - next.begin);
     }
 
-    __device__ void add(const Item& item, Sums& sums) {
+    __device__ void add(const Contribution& current, Sums& sums) {
         const unsigned stage = added_ % kStages;
-        arrived(stage).wait(added_ / kStages & 1);
-        ++added_;
+        storage_.wait(added_++);
 #pragma unroll
         for (int i = 0; i < kVectors; ++i)
-            if (item.begin <= place(i) and place(i) < item.end)
-                Numbers::add(*reinterpret_cast<const uint4*>(memory_.stages[stage] + place(i)), sums[i]);
+            if (current.begin <= place(i) and place(i) < current.end)
+                Numbers::add(*reinterpret_cast<const uint4*>(storage_.stages[stage] + place(i)), sums[i]);
     }
 
-    // Sums of the item's piece. Leaves zeros.
-    __device__ void write(const Item& item, Sums& sums) const {
+    // Writes the sums of a piece and resets them to zero.
+    __device__ void write(const Contribution& last, Sums& sums) const {
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
-            if (place(i) < item.bytes)
-                write_numbers<Result>(item.to + place(i) * kWidening, sums[i]);
+            if (place(i) < last.bytes)
+                write_numbers<Result>(last.to + place(i) * kWidening, sums[i]);
 #pragma unroll
             for (auto& sum : sums[i])
                 sum = 0;
         }
     }
 
-    WarpMemory& memory_;
+    PullStorage& storage_;
     const unsigned lane_ = threadIdx.x % kWarp;
     unsigned loaded_ = 0, added_ = 0;
 };
 
 template <typename Wire, typename Result>
 __global__ void __launch_bounds__(kThreads, 1)
-    pull(const __grid_constant__ Transfer transfer, const __grid_constant__ Chunks chunks) {
+    pull(const __grid_constant__ TransferParams params, const __grid_constant__ ChunkSchedule schedule) {
     extern __shared__ __align__(128) char shared[];
-    Memory& memory = *reinterpret_cast<Memory*>(shared);
-    WarpMemory& warp_memory = memory.warps[threadIdx.x / kWarp];
-    Adder<Wire, Result> adder(warp_memory);
-    meet(transfer, memory.meeting);
+    Storage& storage = *reinterpret_cast<Storage*>(shared);
+    PullStorage& warp_storage = storage.warps[threadIdx.x / kWarp];
+    Adder<Wire, Result> adder(warp_storage);
+    barrier_at_start(params, storage.call);
     if (blockIdx.x == 0)
-        check_headers(transfer, transfer.sends, memory.meeting.rows);
-    const Parts parts(transfer, chunks, memory.meeting, transfer.incoming, warp_memory.segments);
-    adder.add_up(Items(transfer, parts, adder.kWidening));
-    leave(transfer, memory.meeting);
-    sm90::wait_for_prior_grids();  // what comes next finds the zeros, too
+        check_headers(params, params.sends, storage.call.rows);
+    const ChunkIterator chunks(params, schedule, storage.call, params.incoming, warp_storage.segments);
+    adder.add_all(ContributionIterator(params, chunks, adder.kWidening));
+    barrier_at_end(params, storage.call);
+    sm90::wait_for_prior_grids();  // the end of this kernel then also means that the zeros are written
 }
 
-using Kernel = void (*)(Transfer, Chunks);
+using Kernel = void (*)(TransferParams, ChunkSchedule);
 
-// In the order of `Number`: sums as they travel, and in float.
+// Kernels by DType: with sums of the same type, and in float.
 constexpr Kernel kPull[][2] = {{pull<__nv_bfloat16, __nv_bfloat16>, pull<__nv_bfloat16, float>},
                                {pull<__half, __half>, pull<__half, float>},
-                               {pull<float, float>, nullptr},
-                               {pull<double, double>, nullptr}};
+                               {pull<float, float>, pull<float, float>},
+                               {pull<double, double>, pull<double, double>}};
 
 }  // namespace
 
-cudaError_t pull_sums(const Transfer& transfer, cudaStream_t stream, cudaEvent_t begun) {
-    const Chunks chunks = cut_into_chunks(transfer, kWarps, kPiece, kMostChunkBytes);
-    const bool is_widening = transfer.sum_number != transfer.number;
-    if (const cudaError_t error = zero_empty_sums(transfer, is_widening ? 2 : 1, stream); error != cudaSuccess)
+cudaError_t pull_sums(const TransferParams& params, cudaStream_t stream, cudaEvent_t started) {
+    const bool is_widening = params.sum_dtype != params.dtype;
+    if (const cudaError_t error = launch_zero_empty_sums(params, is_widening ? 2 : 1, stream); error != cudaSuccess)
         return error;
-    const Kernel kernel = kPull[static_cast<int>(transfer.number)][is_widening];
-    const int ctas = chunks.num_ctas(transfer, kWarps);
-    return launch(kernel, ctas, kThreads, sizeof(Memory), stream, {.event = begun, .overlaps = true}, transfer, chunks);
+    const ChunkSchedule schedule = make_chunk_schedule(params, kWarps, kPiece, kMaxChunkBytes);
+    return launch(kPull[static_cast<int>(params.dtype)][is_widening], schedule.num_ctas(params, kWarps), kThreads,
+                  sizeof(Storage), stream, {.started = started, .overlaps = true}, params, schedule);
 }
 
 cudaError_t preload_pull() {
     for (const auto& kernels : kPull)
         for (const Kernel kernel : kernels)
-            if (kernel)
-                if (const cudaError_t error =
-                        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Memory));
-                    error != cudaSuccess)
-                    return error;
-    // As much shared memory as `pull` has, which could not begin beside it otherwise.
-    return cudaFuncSetAttribute(zero_where_empty, cudaFuncAttributePreferredSharedMemoryCarveout,
+            if (const cudaError_t error =
+                    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Storage));
+                error != cudaSuccess)
+                return error;
+    // With the carveout of `pull`, which otherwise could not start on the same SM while this kernel runs.
+    return cudaFuncSetAttribute(zero_empty_sums, cudaFuncAttributePreferredSharedMemoryCarveout,
                                 cudaSharedmemCarveoutMaxShared);
 }
 

@@ -10,14 +10,14 @@
 namespace jaxmagi::nccl {
 namespace {
 
-// As in nccl.h.
+// The values of ncclResult_t and ncclDataType_t.
 using Result = int;
 constexpr Result kSuccess = 0, kInProgress = 7;
 constexpr int kInt8 = 0;
 
 // --- the library ---
 
-// Empty where there is none. Needed for a copy whose name is not the usual one (of a vendor's build, say).
+// Returns the path of the loaded NCCL, or nothing. Some builds have another name than libnccl.so.2.
 std::string loaded_path() {
     std::ifstream maps("/proc/self/maps");
     for (std::string line; std::getline(maps, line);)
@@ -38,45 +38,13 @@ void* loaded_library() {
         "loads it from the package nvidia-nccl-cu12 or nvidia-nccl-cu13)");
 }
 
-struct Library {
-    Result (*comm_user_rank)(Communicator, int*);
-    Result (*comm_count)(Communicator, int*);
-    Result (*comm_get_async_error)(Communicator, Result*);
-    Result (*all_gather)(const void*, void*, size_t, int, Communicator, cudaStream_t);
-    Result (*send)(const void*, size_t, int, int, Communicator, cudaStream_t);
-    Result (*recv)(void*, size_t, int, int, Communicator, cudaStream_t);
-    Result (*group_start)();
-    Result (*group_end)();
-    const char* (*get_error_string)(Result);
-    const char* (*get_last_error)(Communicator);
-};
-
-template <typename Function> void find(void* library, const char* name, Function*& function) {
-    function = reinterpret_cast<Function*>(dlsym(library, name));
+// Returns a function of the loaded NCCL. If it throws while a static is initialized, the next call tries again.
+template <typename Function> Function* find(const char* name) {
+    static void* const library = loaded_library();
+    void* const function = dlsym(library, name);
     if (function == nullptr)
         throw std::runtime_error(std::string("the loaded NCCL has no ") + name);
-}
-
-Library load() {
-    void* const handle = loaded_library();
-    Library library;
-    find(handle, "ncclCommUserRank", library.comm_user_rank);
-    find(handle, "ncclCommCount", library.comm_count);
-    find(handle, "ncclCommGetAsyncError", library.comm_get_async_error);
-    find(handle, "ncclAllGather", library.all_gather);
-    find(handle, "ncclSend", library.send);
-    find(handle, "ncclRecv", library.recv);
-    find(handle, "ncclGroupStart", library.group_start);
-    find(handle, "ncclGroupEnd", library.group_end);
-    find(handle, "ncclGetErrorString", library.get_error_string);
-    find(handle, "ncclGetLastError", library.get_last_error);
-    return library;
-}
-
-// Where loading throws, the next call tries again.
-const Library& library() {
-    static const Library library = load();
-    return library;
+    return reinterpret_cast<Function*>(function);
 }
 
 // --- results ---
@@ -84,16 +52,19 @@ const Library& library() {
 void check(Result result, const char* call, Communicator communicator) {
     if (result == kSuccess)
         return;
-    const char* const detail = library().get_last_error(communicator);
-    throw std::runtime_error(std::string(call) + ": " + library().get_error_string(result) +
+    static const auto error_string = find<const char*(Result)>("ncclGetErrorString");
+    static const auto last_error = find<const char*(Communicator)>("ncclGetLastError");
+    const char* const detail = last_error(communicator);
+    throw std::runtime_error(std::string(call) + ": " + error_string(result) +
                              (detail and *detail ? std::string(" (") + detail + ")" : ""));
 }
 
-// Calls on a non-blocking communicator, which XLA may have, return before they are enqueued.
+// On a non-blocking communicator, which XLA may use, operations return before they are enqueued.
 void wait_and_check(Result result, const char* call, Communicator communicator) {
+    static const auto get_async_error = find<Result(Communicator, Result*)>("ncclCommGetAsyncError");
     while (result == kInProgress) {
         std::this_thread::yield();
-        check(library().comm_get_async_error(communicator, &result), "ncclCommGetAsyncError", communicator);
+        check(get_async_error(communicator, &result), "ncclCommGetAsyncError", communicator);
     }
     check(result, call, communicator);
 }
@@ -102,37 +73,42 @@ bool has_failed(Result result) {
     return result != kSuccess and result != kInProgress;
 }
 
+int query(const char* function, Communicator communicator) {
+    int value = 0;
+    check(find<Result(Communicator, int*)>(function)(communicator, &value), function, communicator);
+    return value;
+}
+
 }  // namespace
 
 int rank(Communicator communicator) {
-    int rank = 0;
-    check(library().comm_user_rank(communicator, &rank), "ncclCommUserRank", communicator);
-    return rank;
+    return query("ncclCommUserRank", communicator);
 }
 
 int size(Communicator communicator) {
-    int size = 0;
-    check(library().comm_count(communicator, &size), "ncclCommCount", communicator);
-    return size;
+    return query("ncclCommCount", communicator);
 }
 
 void all_gather(const void* from, void* to, size_t bytes_each, Communicator communicator, cudaStream_t stream) {
-    wait_and_check(library().all_gather(from, to, bytes_each, kInt8, communicator, stream), "ncclAllGather",
-                   communicator);
+    static const auto gather =
+        find<Result(const void*, void*, size_t, int, Communicator, cudaStream_t)>("ncclAllGather");
+    wait_and_check(gather(from, to, bytes_each, kInt8, communicator, stream), "ncclAllGather", communicator);
 }
 
 void exchange(std::span<const Message> sends, std::span<const Message> receives, Communicator communicator,
               cudaStream_t stream) {
-    const Library& nccl = library();
-    check(nccl.group_start(), "ncclGroupStart", communicator);
+    static const auto group_start = find<Result()>("ncclGroupStart"), group_end = find<Result()>("ncclGroupEnd");
+    static const auto send = find<Result(const void*, size_t, int, int, Communicator, cudaStream_t)>("ncclSend");
+    static const auto recv = find<Result(void*, size_t, int, int, Communicator, cudaStream_t)>("ncclRecv");
+    check(group_start(), "ncclGroupStart", communicator);
     Result sent = kSuccess, received = kSuccess;
     for (const Message& message : sends)
         if (not has_failed(sent))
-            sent = nccl.send(message.data, message.bytes, kInt8, message.peer, communicator, stream);
+            sent = send(message.data, message.bytes, kInt8, message.peer, communicator, stream);
     for (const Message& message : receives)
         if (not has_failed(sent) and not has_failed(received))
-            received = nccl.recv(message.data, message.bytes, kInt8, message.peer, communicator, stream);
-    const Result ended = nccl.group_end();  // after a failure as well: the thread must leave the group
+            received = recv(message.data, message.bytes, kInt8, message.peer, communicator, stream);
+    const Result ended = group_end();  // also after a failure, or the thread would stay in the group
     if (has_failed(sent))
         check(sent, "ncclSend", communicator);
     if (has_failed(received))

@@ -5,9 +5,9 @@
 #include <cstddef>
 #include <span>
 
-// The calls of NCCL that the collectives make, on a communicator that XLA owns. They go to the library that XLA loaded,
-// since another copy would not understand that communicator: it is found among the loaded ones, never linked, never
-// opened anew. Failures throw std::runtime_error.
+// The NCCL operations of the collectives, on a communicator of XLA's. They go to the library that XLA has loaded, which
+// alone understands this communicator: it is found among the loaded libraries, and neither linked nor opened a second
+// time. Failures throw std::runtime_error.
 
 namespace jaxmagi::nccl {
 
@@ -23,11 +23,11 @@ struct Message {
 int rank(Communicator communicator);
 int size(Communicator communicator);
 
-// `to` is `size` times as large as `from`, which may be the rank's own part of it.
+// `to` is `size` times as large as `from`, which may be the rank's own part of `to`.
 void all_gather(const void* from, void* to, size_t bytes_each, Communicator communicator, cudaStream_t stream);
 
-// All messages as one step, in which they cannot wait for each other. Between two ranks the sends of one meet the
-// receives of the other in the order that both list them in.
+// Sends and receives all messages as one NCCL group, in which they cannot wait for each other. Between two ranks, sends
+// and receives match in the order of the lists.
 void exchange(std::span<const Message> sends, std::span<const Message> receives, Communicator communicator,
               cudaStream_t stream);
 

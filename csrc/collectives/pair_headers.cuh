@@ -1,41 +1,38 @@
 #pragma once
 
-#include "csrc/collectives/row_counts.cuh"
+#include "csrc/collectives/checks.cuh"
 
-// The beginning of each part of a pair buffer: which call it belongs to, and how many rows it has. All functions are
-// for all threads of a CTA.
+// Headers of the parts of pair buffers: the sender writes the hash of its call and its number of rows, and the receiver
+// compares them with its own. All functions are for all threads of a CTA.
 
 namespace jaxmagi::collectives {
 
-// Calls visit(peer) on some thread for each peer whose rows travel in pair buffers.
-template <typename Visit> __device__ __forceinline__ void for_strangers(const Transfer& transfer, Visit visit) {
-    for (int peer = static_cast<int>(threadIdx.x); peer < transfer.size; peer += static_cast<int>(blockDim.x))
-        if (not transfer.is_native(peer))
-            visit(peer);
+// Calls visit(header, peer, rows) on one thread for each remote peer, `rows` being those that `entries` have for it.
+template <typename Entry, typename Visit>
+__device__ __forceinline__ void for_remote_peers(const TransferParams& params, char* pair_buffer, const Entry* entries,
+                                                 RowCounts& rows, Visit visit) {
+    if (pair_buffer == nullptr)
+        return;
+    count_rows(params, entries, rows, [](const Entry*, int64_t) {});
+    for (int peer = static_cast<int>(threadIdx.x); peer < params.size; peer += static_cast<int>(blockDim.x))
+        if (not params.is_native(peer))
+            visit(*reinterpret_cast<PairHeader*>(pair_buffer + peer * params.pair_bytes), peer, rows.of_peer[peer]);
 }
 
-// `ranges` are the rows that leave.
-template <typename Range>
-__device__ inline void write_headers(const Transfer& transfer, const Range* ranges, RowCounts& rows) {
-    if (transfer.outgoing == nullptr)
-        return;
-    count_rows(transfer, ranges, rows);
-    for_strangers(transfer, [&](int peer) {
-        *reinterpret_cast<PairHeader*>(transfer.outgoing + peer * transfer.pair_bytes) = {transfer.call,
-                                                                                        rows.of_peer[peer]};
+// `entries` describe the rows that leave.
+template <typename Entry>
+__device__ inline void write_headers(const TransferParams& params, const Entry* entries, RowCounts& rows) {
+    for_remote_peers(params, params.outgoing, entries, rows, [&](PairHeader& header, int, uint64_t num_rows) {
+        header = {params.call_hash, num_rows};
     });
 }
 
-// `ranges` are the rows that should have come.
-template <typename Range>
-__device__ inline void check_headers(const Transfer& transfer, const Range* ranges, RowCounts& rows) {
-    if (transfer.incoming == nullptr)
-        return;
-    count_rows(transfer, ranges, rows);
-    for_strangers(transfer, [&](int peer) {
-        const PairHeader header = *reinterpret_cast<const PairHeader*>(transfer.incoming + peer * transfer.pair_bytes);
-        check_same_call(transfer, peer, header.call);
-        check_same_rows(peer, transfer.rank, header.rows, rows.of_peer[peer]);
+// `entries` describe the rows that should have arrived.
+template <typename Entry>
+__device__ inline void check_headers(const TransferParams& params, const Entry* entries, RowCounts& rows) {
+    for_remote_peers(params, params.incoming, entries, rows, [&](PairHeader& header, int peer, uint64_t num_rows) {
+        check_same_call(params, peer, header.call_hash);
+        check_same_rows(peer, params.rank, header.rows, num_rows);
     });
 }
 

@@ -9,68 +9,68 @@
 #include <unordered_set>
 #include <vector>
 
+#include "csrc/collectives/control_block.h"
 #include "csrc/collectives/nccl.h"
 #include "csrc/collectives/transfer_order.h"
 #include "csrc/collectives/xla_pool.h"
 
-// The memory of other ranks that a rank's kernels load from and store to.
+// The ranks of a group, and the memory of each that this rank's kernels load from and store to.
 
 namespace jaxmagi::collectives {
 
-constexpr int kMaxRanks = 64;  // of a group that the native kernels serve
+// How kernels access arrays of ranks in other processes: the XLA memory pools that the arrays are in are mapped, or,
+// if any rank has no such pool, rows are copied through staging buffers. Undecided until the first call that needs it.
+enum class Sharing { kUndecided, kXlaPools, kStagingBuffers };
 
-// How ranks use XLA's buffers of other processes: mapped, with the pools that they are in; or copied through arenas, if
-// any rank has no such pool. Undecided until the first call that needs it.
-enum class Sharing { kUndecided, kPools, kArenas };
-
-// What a rank knows of its group, ranks being those of the communicator. In a larger group than kMaxRanks no rank is
-// reachable, not even the own one.
+// What a rank knows of its group. Ranks are those of the communicator. In a group larger than kMaxRanks no rank is
+// reachable, not even this one.
 struct Peers {
+    nccl::Communicator communicator;
     int rank, size;
-    bool is_reachable[kMaxRanks];     // kernels of both can use each other's memory; of the own rank true
-    bool is_same_process[kMaxRanks];  // reachable or not
-    bool shares_process;              // in the whole group reachable ranks share a process; the same on all ranks
-    int ordinals[kMaxRanks];          // of their devices, as this process numbers them; -1 in another process
-    char* control[kMaxRanks];         // control blocks, as this device addresses them; null where unreachable
-    Sharing sharing;                  // the same on all ranks
-    char* shared[kMaxRanks];          // pool or arena of each, as this device addresses it; null if there is none
+    bool is_reachable[kMaxRanks];      // both ranks' kernels can access each other's memory; true for this rank
+    bool is_same_process[kMaxRanks];   // reachable or not
+    bool is_one_process;               // all reachable pairs of the group share a process; equal on all ranks
+    int ordinals[kMaxRanks];           // devices' ordinals in this process; -1 in another process
+    ControlBlock* control[kMaxRanks];  // mapped on this device; null where unreachable
+    Sharing sharing;                   // equal on all ranks
+    char* shared[kMaxRanks];           // XLA pool or staging buffer of each rank, mapped on this device, or null
     size_t shared_bytes[kMaxRanks];
     std::map<int, MappedPool> pools;  // of ranks in other processes
-    TransferOrder order;  // of all calls of the group: they take turns, whoever makes them
+    TransferOrder order;
 
-    char* scratch;                               // of exchanges between the hosts, behind the own control block
-    std::vector<char*> retired;                  // arenas that could not be freed yet
-    std::unordered_set<const void*> accessible;  // see `is_accessible`
+    char* gather_buffer;                         // device memory of `all_gather`, after the control block
+    std::vector<void*> retired;                  // memory that only `finalize` can free
+    std::unordered_set<const void*> accessible;  // cache of `is_accessible`
 
-    // For messages.
+    // Returns this rank's name for messages.
     std::string who() const { return "rank " + std::to_string(rank) + " of " + std::to_string(size); }
 };
 
-// How ranks come together, and for how long one waits for the others: then it ends the process.
-struct Exchange {
+// What the hosts of a group use to exchange records. A rank that waits for the others longer than the time limit ends
+// its process.
+struct Bootstrap {
     nccl::Communicator communicator;
     cudaStream_t stream;
     uint64_t timeout_ms;
 };
 
-// Collective over the group, and blocks the host: only for Initialize, with the rank's CUDA device, `ordinal`, current.
-// Asks the group once per device and communicator; what it returns lives until `finalize`. Control blocks have
-// `control_bytes` (the same on all ranks), are aligned to 256 and zero at first.
+// Returns the peers of a device in a group, and connects them the first time. The result lives until `finalize`.
+// Collective over the group, and blocks the host: only for Initialize, with the device `ordinal` current.
 //
 // NOTES: XLA keeps its communicators until its backend is cleared. A communicator made after that may have the address
 // of an old one, so `finalize` comes before.
-Peers& peers_of(int ordinal, const Exchange& exchange, size_t control_bytes);
+Peers& connect_peers(int ordinal, const Bootstrap& bootstrap);
 
-// Whether all reachable ranks in this process can use a buffer of this rank. False for memory that is not of CUDA's
-// virtual memory management, of which nothing is known. The driver is asked once for each address that is: XLA's pool
-// keeps its memory.
+// Returns whether all reachable ranks of this process can access a buffer of this rank. False for memory that is not of
+// CUDA's virtual memory management, about which nothing is known. The driver is asked once per accessible address,
+// since XLA keeps the memory of its pool.
 bool is_accessible(Peers& peers, const void* xla_buffer);
 
-// What all arenas in use have in this process, beside XLA's pools. Between calls.
-size_t arena_bytes();
+// Returns the device memory of all staging buffers in use in this process, for use between calls.
+size_t staging_bytes();
 
-// Frees everything of this process; later calls start anew. To be called on all processes, after their last collective
-// call has ended and before the next begins.
+// Frees everything of this process; later calls connect again. To be called in all processes, after their last
+// collective call has ended and before the next one starts.
 void finalize();
 
 }  // namespace jaxmagi::collectives

@@ -1,105 +1,70 @@
 #include "csrc/collectives/xla_pool.h"
 
-#include <cuda.h>
 #include <fcntl.h>
 
 #include <cstdint>
-#include <stdexcept>
 
 #include "csrc/collectives/driver_function.h"
 
 namespace jaxmagi::collectives {
 namespace {
 
-constexpr auto kDescriptor = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-constexpr size_t kPageBytes = size_t{2} << 20;  // of the driver; XLA's allocator leaves less than that of its limit
+constexpr auto kHandleType = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+constexpr size_t kPageBytes = size_t{2} << 20;  // of the driver; XLA's pool is less than a page smaller than its limit
 
-struct Driver {
-    decltype(cuMemGetAddressRange)* get_address_range;
-    decltype(cuMemRetainAllocationHandle)* retain;
-    decltype(cuMemRelease)* release;
-    decltype(cuMemGetAllocationPropertiesFromHandle)* get_properties;
-    decltype(cuMemExportToShareableHandle)* export_handle;
-    decltype(cuMemImportFromShareableHandle)* import_handle;
-    decltype(cuMemAddressReserve)* reserve;
-    decltype(cuMemAddressFree)* free;
-    decltype(cuMemMap)* map;
-    decltype(cuMemUnmap)* unmap;
-    decltype(cuMemSetAccess)* set_access;
+// Holds a handle of physical memory. Mappings keep the memory beyond that.
+class PhysicalMemory {
+public:
+    explicit PhysicalMemory(char* address)
+        : is_valid_(JAXMAGI_DRIVER(cuMemRetainAllocationHandle)(&handle_, address) == CUDA_SUCCESS) {}
+    explicit PhysicalMemory(const FileDescriptor& exported)
+        : is_valid_(JAXMAGI_DRIVER(cuMemImportFromShareableHandle)(
+                        &handle_, reinterpret_cast<void*>(static_cast<intptr_t>(exported.number())), kHandleType) ==
+                    CUDA_SUCCESS) {}
+    PhysicalMemory(const PhysicalMemory&) = delete;
+    PhysicalMemory& operator=(const PhysicalMemory&) = delete;
+    ~PhysicalMemory() {
+        if (is_valid_)
+            JAXMAGI_DRIVER(cuMemRelease)(handle_);
+    }
+
+    bool can_export() const {
+        CUmemAllocationProp properties{};
+        return is_valid_ and
+               JAXMAGI_DRIVER(cuMemGetAllocationPropertiesFromHandle)(&properties, handle_) == CUDA_SUCCESS and
+               (properties.requestedHandleTypes & kHandleType) != 0;
+    }
+
+    // Returns no descriptor if it fails.
+    FileDescriptor export_descriptor() const {
+        int descriptor = -1;
+        if (not is_valid_ or
+            JAXMAGI_DRIVER(cuMemExportToShareableHandle)(&descriptor, handle_, kHandleType, 0) != CUDA_SUCCESS)
+            return FileDescriptor();
+        fcntl(descriptor, F_SETFD, FD_CLOEXEC);  // or processes started meanwhile would keep the memory
+        return FileDescriptor(descriptor);
+    }
+
+    // Returns null if it fails.
+    char* map(size_t bytes) const {
+        CUdeviceptr address = 0;
+        if (not is_valid_ or JAXMAGI_DRIVER(cuMemAddressReserve)(&address, bytes, 0, 0, 0) != CUDA_SUCCESS)
+            return nullptr;
+        if (JAXMAGI_DRIVER(cuMemMap)(address, bytes, 0, handle_, 0) == CUDA_SUCCESS) {
+            const CUmemAccessDesc access{.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = current_ordinal()},
+                                         .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+            if (JAXMAGI_DRIVER(cuMemSetAccess)(address, bytes, &access, 1) == CUDA_SUCCESS)
+                return reinterpret_cast<char*>(address);
+            JAXMAGI_DRIVER(cuMemUnmap)(address, bytes);
+        }
+        JAXMAGI_DRIVER(cuMemAddressFree)(address, bytes);
+        return nullptr;
+    }
+
+private:
+    CUmemGenericAllocationHandle handle_ = 0;
+    bool is_valid_;
 };
-
-template <typename Function> void find(Function*& function, const char* name) {
-    function = driver_function<Function>(name);
-}
-
-Driver find_driver() {
-    Driver driver{};
-    try {
-        find(driver.get_address_range, "cuMemGetAddressRange");
-        find(driver.retain, "cuMemRetainAllocationHandle");
-        find(driver.release, "cuMemRelease");
-        find(driver.get_properties, "cuMemGetAllocationPropertiesFromHandle");
-        find(driver.export_handle, "cuMemExportToShareableHandle");
-        find(driver.import_handle, "cuMemImportFromShareableHandle");
-        find(driver.reserve, "cuMemAddressReserve");
-        find(driver.free, "cuMemAddressFree");
-        find(driver.map, "cuMemMap");
-        find(driver.unmap, "cuMemUnmap");
-        find(driver.set_access, "cuMemSetAccess");
-    } catch (const std::runtime_error&) {  // too old
-        return {};
-    }
-    return driver;
-}
-
-const Driver& driver() {
-    static const Driver found = find_driver();
-    return found;
-}
-
-// Of physical memory, given back at the end of the scope; mappings keep the memory.
-struct Handle {
-    Handle() = default;
-    ~Handle() {
-        if (is_valid)
-            driver().release(value);
-    }
-    Handle(const Handle&) = delete;
-    Handle& operator=(const Handle&) = delete;
-
-    CUmemGenericAllocationHandle value = 0;
-    bool is_valid = false;
-};
-
-bool can_export(const Handle& handle) {
-    CUmemAllocationProp properties{};
-    return driver().get_properties(&properties, handle.value) == CUDA_SUCCESS and
-           (properties.requestedHandleTypes & kDescriptor) != 0;
-}
-
-void retain(Handle& handle, const char* address) {
-    handle.is_valid = driver().retain(&handle.value, const_cast<char*>(address)) == CUDA_SUCCESS;
-}
-
-bool give_access(CUdeviceptr address, size_t bytes) {
-    const CUmemAccessDesc access{.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = current_ordinal()},
-                                 .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
-    return driver().set_access(address, bytes, &access, 1) == CUDA_SUCCESS;
-}
-
-// Null if it does not succeed.
-CUdeviceptr map_memory(const Handle& handle, size_t bytes) {
-    CUdeviceptr address = 0;
-    if (driver().reserve(&address, bytes, 0, 0, 0) != CUDA_SUCCESS)
-        return 0;
-    if (driver().map(address, bytes, 0, handle.value, 0) == CUDA_SUCCESS) {
-        if (give_access(address, bytes))
-            return address;
-        driver().unmap(address, bytes);
-    }
-    driver().free(address, bytes);
-    return 0;
-}
 
 }  // namespace
 
@@ -109,44 +74,30 @@ bool Pool::contains(const void* buffer, size_t buffer_bytes) const {
 }
 
 std::optional<Pool> find_pool(const void* xla_buffer, size_t limit) {
-    if (xla_buffer == nullptr or limit < kPageBytes or driver().set_access == nullptr)
+    if (xla_buffer == nullptr or limit < kPageBytes)
         return std::nullopt;
     CUdeviceptr begin = 0;
     size_t bytes = 0;
     const auto buffer = reinterpret_cast<CUdeviceptr>(xla_buffer);
-    if (driver().get_address_range(&begin, &bytes, buffer) != CUDA_SUCCESS or bytes / kPageBytes < limit / kPageBytes)
+    if (JAXMAGI_DRIVER(cuMemGetAddressRange)(&begin, &bytes, buffer) != CUDA_SUCCESS or
+        bytes / kPageBytes < limit / kPageBytes)
         return std::nullopt;
     const Pool pool{reinterpret_cast<char*>(begin), bytes};
-    Handle handle;
-    retain(handle, pool.begin);
-    return handle.is_valid and can_export(handle) ? std::optional(pool) : std::nullopt;
+    return PhysicalMemory(pool.begin).can_export() ? std::optional(pool) : std::nullopt;
 }
 
 FileDescriptor export_pool(const Pool& pool) {
-    Handle handle;
-    retain(handle, pool.begin);
-    int descriptor = -1;
-    const bool is_exported =
-        handle.is_valid and driver().export_handle(&descriptor, handle.value, kDescriptor, 0) == CUDA_SUCCESS;
-    if (not is_exported)
-        return FileDescriptor();
-    fcntl(descriptor, F_SETFD, FD_CLOEXEC);  // or processes that are started meanwhile would keep the memory
-    return FileDescriptor(descriptor);
+    return PhysicalMemory(pool.begin).export_descriptor();
 }
 
-MappedPool::MappedPool(const FileDescriptor& pool, size_t bytes) : bytes_(bytes) {
-    Handle handle;
-    void* const os_handle = reinterpret_cast<void*>(static_cast<intptr_t>(pool.number()));
-    handle.is_valid = driver().import_handle(&handle.value, os_handle, kDescriptor) == CUDA_SUCCESS;
-    if (handle.is_valid)
-        begin_ = reinterpret_cast<char*>(map_memory(handle, bytes));
-}
+MappedPool::MappedPool(const FileDescriptor& exported, size_t bytes)
+    : begin_(PhysicalMemory(exported).map(bytes)), bytes_(bytes) {}
 
 MappedPool::~MappedPool() {
     if (begin_ == nullptr)
         return;
-    driver().unmap(reinterpret_cast<CUdeviceptr>(begin_), bytes_);
-    driver().free(reinterpret_cast<CUdeviceptr>(begin_), bytes_);
+    JAXMAGI_DRIVER(cuMemUnmap)(reinterpret_cast<CUdeviceptr>(begin_), bytes_);
+    JAXMAGI_DRIVER(cuMemAddressFree)(reinterpret_cast<CUdeviceptr>(begin_), bytes_);
 }
 
 }  // namespace jaxmagi::collectives

@@ -6,9 +6,9 @@
 
 #include "csrc/collectives/file_descriptor.h"
 
-// The memory that XLA has taken from the driver in advance, and makes the buffers of a device in. It is one allocation
-// of CUDA's virtual memory management, which other processes on the host can map: then their kernels use the buffers
-// themselves. Always with the current device; what fails is a no, not an error.
+// XLA's memory pool: the memory that XLA takes from the driver in advance, and in which it makes the buffers of a
+// device. It is one allocation of CUDA's virtual memory management, which other processes of the host can map, so that
+// their kernels access the buffers. All functions are for the current device. A failure is a result and not an error.
 
 namespace jaxmagi::collectives {
 
@@ -19,23 +19,22 @@ struct Pool {
     bool contains(const void* buffer, size_t buffer_bytes) const;
 };
 
-// The pool that a buffer is in: an allocation as large as all that XLA's allocator may ever take, its limit, so that
-// there can be no other. None where XLA takes memory as it goes, and where the memory cannot be exported.
+// Returns the pool that a buffer is in: an allocation as large as the limit of XLA's allocator, so that there can be no
+// other pool. There is none where XLA takes memory as it goes, or where the memory cannot be exported.
 std::optional<Pool> find_pool(const void* xla_buffer, size_t limit);
 
-// What stands for the pool in other processes, if anything does.
+// Returns a descriptor by which other processes map the pool, if there is one.
 FileDescriptor export_pool(const Pool& pool);
 
-// The pool of another process in the address space of this one. Its memory stays taken meanwhile, even if the other
-// process has ended.
+// Maps the pool of another process. It keeps the physical memory allocated, even if the other process has ended.
 class MappedPool {
 public:
-    MappedPool(const FileDescriptor& pool, size_t bytes);
+    MappedPool(const FileDescriptor& exported, size_t bytes);
     MappedPool(MappedPool&& other) noexcept : begin_(std::exchange(other.begin_, nullptr)), bytes_(other.bytes_) {}
     MappedPool& operator=(MappedPool&&) = delete;
     ~MappedPool();
 
-    char* begin() const { return begin_; }  // null if it could not be mapped
+    char* begin() const { return begin_; }  // null if mapping has failed
 
 private:
     char* begin_ = nullptr;

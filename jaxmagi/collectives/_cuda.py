@@ -116,7 +116,7 @@ class Calls(NamedTuple):
         return {
             "groups": self.groups.reshape(-1),
             "group_size": np.int64(self.groups.shape[1]),
-            "transfer": np.int64(self.number),
+            "transfer_id": np.int64(self.number),
         }
 
     def _attributes(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Calls(NamedTuple):
             "timeout_ms": timeout_ms(),
         }
         numbers = {name: np.int64(number) for name, number in numbers.items()}
-        flags = {"is_apart": np.bool_(self.is_apart), "goes_first": np.bool_(self.goes_first)}
+        flags = {"is_async": np.bool_(self.is_apart), "goes_first": np.bool_(self.goes_first)}
         return self._place() | numbers | flags
 
 

@@ -8,7 +8,7 @@ from jaxmagi import _native
 def arena_bytes() -> int:
     """That rows are copied through; 0 where processes share memory pools, and without CUDA."""
     compiled = _native.extension("cuda")
-    return compiled.arena_bytes() if compiled else 0
+    return compiled.staging_bytes() if compiled else 0
 
 
 def pretend_memory_limit(limit: int) -> None:

@@ -86,9 +86,9 @@ def test_cast(workspaces: list[tuple[Any, ...]]) -> None:
         "implementation": 0,
         "ranks_per_host": 0,
         "timeout_ms": 300_000,
-        "transfer": 0,
+        "transfer_id": 0,
     }
-    assert call.flags == {"is_apart": False, "goes_first": False}
+    assert call.flags == {"is_async": False, "goes_first": False}
     assert not call.has_side_effect
     assert not workspaces
     assert "all_to_all" not in text

@@ -73,7 +73,7 @@ def check_pair(order: Order, start: str, done: str) -> None:
     for name in (start, done):
         assert order.call(name).has_side_effect
     assert [user.kind for user in order.users(done)] == ["stablehlo.optimization_barrier"]
-    assert order.call(start).attributes["transfer"] == order.call(done).attributes["transfer"]
+    assert order.call(start).attributes["transfer_id"] == order.call(done).attributes["transfer_id"]
 
 
 def end_of(order: Order, start: str) -> str:
@@ -90,7 +90,7 @@ def check_casts(order: Order, stages: list[str]) -> None:
     for i, start in enumerate(starts):
         assert order.has_order(start, stages[i], end_of(order, start), stages[i + 1])
         assert i == 0 or order.has_order(stages[i - 1], start)
-        assert order.call(start).flags == {"is_apart": True, "goes_first": True}
+        assert order.call(start).flags == {"is_async": True, "goes_first": True}
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 5])
@@ -116,13 +116,13 @@ def test_backward(num_stages: int) -> None:
         if i + 1 < len(casts):
             assert order.has_order(casts[i + 1], start)
         is_first = i + 1 == num_stages - 1
-        assert order.call(start).flags == {"is_apart": True, "goes_first": is_first}
+        assert order.call(start).flags == {"is_async": True, "goes_first": is_first}
 
 
 def test_transfers_under_way_have_their_own_numbers() -> None:
     order = Order(program(4), BACKWARD)
     starts = order.calls(CAST) + order.calls(REDUCE)
-    assert len({order.call(name).attributes["transfer"] for name in starts}) == len(starts) == 6
+    assert len({order.call(name).attributes["transfer_id"] for name in starts}) == len(starts) == 6
 
 
 def test_what_has_started_is_always_waited_for() -> None:
@@ -137,7 +137,7 @@ def check_whole(order: Order, starts: int) -> None:
     calls = [order.call(name) for target in (CAST, REDUCE) for name in order.calls(target)]
     assert len(calls) == starts and not order.calls(DONE)
     for call in calls:
-        assert call.flags == {"is_apart": False, "goes_first": False} and not call.has_side_effect
+        assert call.flags == {"is_async": False, "goes_first": False} and not call.has_side_effect
 
 
 def test_one_stage_has_nothing_beside_it() -> None:

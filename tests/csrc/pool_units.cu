@@ -1,4 +1,4 @@
-// A memory pool that two processes use, on one GPU and without XLA: one makes it as XLA does, the other maps it.
+// Tests a memory pool that one process makes as XLA does and another one maps, on one GPU and without XLA.
 
 #include <cuda.h>
 #include <fcntl.h>
@@ -8,7 +8,7 @@
 #include <chrono>
 #include <map>
 
-#include "csrc/collectives/descriptor_mail.h"
+#include "csrc/collectives/descriptor_exchange.h"
 #include "csrc/collectives/driver_function.h"
 #include "csrc/collectives/xla_pool.h"
 #include "tests/csrc/check.h"
@@ -20,8 +20,6 @@ using namespace jaxmagi::collectives;
 
 constexpr size_t kBytes = size_t{64} << 20;
 constexpr int kOwner = 0, kOther = 1;
-
-#define DRIVER(name) driver_function<decltype(name)>(#name)
 
 void must_do(CUresult result, const char* what) {
     if (result == CUDA_SUCCESS)
@@ -36,12 +34,12 @@ char* make_pool(CUmemAllocationHandleType exported_as) {
     properties.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = 0};
     properties.requestedHandleTypes = exported_as;
     CUmemGenericAllocationHandle handle;
-    must_do(DRIVER(cuMemCreate)(&handle, kBytes, &properties, 0), "cuMemCreate");
+    must_do(JAXMAGI_DRIVER(cuMemCreate)(&handle, kBytes, &properties, 0), "cuMemCreate");
     CUdeviceptr address;
-    must_do(DRIVER(cuMemAddressReserve)(&address, kBytes, 0, 0, 0), "cuMemAddressReserve");
-    must_do(DRIVER(cuMemMap)(address, kBytes, 0, handle, 0), "cuMemMap");
+    must_do(JAXMAGI_DRIVER(cuMemAddressReserve)(&address, kBytes, 0, 0, 0), "cuMemAddressReserve");
+    must_do(JAXMAGI_DRIVER(cuMemMap)(address, kBytes, 0, handle, 0), "cuMemMap");
     const CUmemAccessDesc access{.location = properties.location, .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
-    must_do(DRIVER(cuMemSetAccess)(address, kBytes, &access, 1), "cuMemSetAccess");
+    must_do(JAXMAGI_DRIVER(cuMemSetAccess)(address, kBytes, &access, 1), "cuMemSetAccess");
     return reinterpret_cast<char*>(address);
 }
 
@@ -56,30 +54,31 @@ void fill(char* memory, int value) {
     must(cudaDeviceSynchronize(), "filling the pool");
 }
 
-FileDescriptor swap(const DescriptorMail& mail, int rank, const FileDescriptor& own, const MailAddress& other) {
-    auto received = mail.swap(rank, own, {{1 - rank, other}}, std::chrono::seconds(30));
+FileDescriptor swap(const DescriptorExchange& exchange, int rank, const FileDescriptor& own,
+                    const SocketAddress& other) {
+    auto received = exchange.run(rank, own, {{1 - rank, other}}, std::chrono::seconds(30));
     return received.empty() ? FileDescriptor() : std::move(received.begin()->second);
 }
 
-// Gets the pool, whose bytes are 1, and makes them 2. What it gives in return is no pool.
-int use_pool(const DescriptorMail& mail, const MailAddress& owner) {
+// Maps the pool, whose bytes are 1, and sets them to 2. The descriptor that it sends is not of a pool.
+int use_pool(const DescriptorExchange& exchange, const SocketAddress& owner) {
     must(cudaSetDevice(0), "choosing a device");
     must(cudaFree(nullptr), "making a context");
-    const MappedPool mapped(swap(mail, kOther, FileDescriptor(open("/dev/null", O_RDONLY)), owner), kBytes);
+    const MappedPool mapped(swap(exchange, kOther, FileDescriptor(open("/dev/null", O_RDONLY)), owner), kBytes);
     if (mapped.begin() == nullptr or not holds(mapped.begin(), 1))
         return 1;
     fill(mapped.begin(), 2);
     return 0;
 }
 
-void share_pool(Verdict& verdict, const DescriptorMail& mail, const MailAddress& other, pid_t process) {
+void share_pool(Verdict& verdict, const DescriptorExchange& exchange, const SocketAddress& other, pid_t process) {
     must(cudaSetDevice(0), "choosing a device");
     must(cudaFree(nullptr), "making a context");
     char* const begin = make_pool(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
     fill(begin, 1);
     const auto pool = find_pool(begin + kBytes / 2, kBytes - 100);
     verdict.expect("the pool around a buffer", pool and pool->begin == begin and pool->bytes == kBytes);
-    const FileDescriptor no_pool = swap(mail, kOwner, export_pool(Pool{begin, kBytes}), other);
+    const FileDescriptor no_pool = swap(exchange, kOwner, export_pool(Pool{begin, kBytes}), other);
     verdict.expect("no pool", no_pool and MappedPool(no_pool, kBytes).begin() == nullptr);
     int status = 0;
     const bool has_ended = waitpid(process, &status, 0) == process;
@@ -102,7 +101,7 @@ void share_pool(Verdict& verdict, const DescriptorMail& mail, const MailAddress&
 
 int main() {
     using namespace jaxmagi::test;
-    const DescriptorMail owner, other;
+    const DescriptorExchange owner, other;
     const pid_t process = fork();  // CUDA comes after it
     if (process == 0)
         _exit(use_pool(other, owner.address()));

@@ -1,12 +1,12 @@
-// The order of transfers among streams, and the end of a process that waits for others for too long, without XLA and
-// NCCL. With an argument, waits on the host as NCCL's set-up does for a rank that never comes.
+// Tests the order of transfers among streams, and that the watchdog ends a process, without XLA and NCCL. With an
+// argument, waits on the host as NCCL does while it connects to a rank that never comes.
 
 #include <chrono>
 #include <stdexcept>
 #include <thread>
 
+#include "csrc/collectives/nccl_watchdog.h"
 #include "csrc/collectives/transfer_order.h"
-#include "csrc/collectives/watchdog.h"
 #include "tests/csrc/check.h"
 
 namespace jaxmagi::test {
@@ -14,12 +14,12 @@ namespace {
 
 using namespace jaxmagi::collectives;
 
-constexpr int kSteps = 2000, kNumbers = 3, kPrograms = 2, kMostUnderWay = 4;
+constexpr int kSteps = 2000, kIds = 3, kPrograms = 2, kMaxInFlight = 4;
 constexpr int kLongestMicroseconds = 200;
 
-enum Kind { kBefore, kTransfer, kBehind, kKinds };
+enum Kind { kBefore, kTransfer, kAfter, kKinds };
 
-// What ran, in its order, as kKinds * transfer + kind: transfers, and what their programs have before and behind them.
+// The order in which kernels ran, as kKinds * transfer + kind: transfers, and what programs run before and after them.
 struct Log {
     int count;
     int entries[kKinds * (kSteps + 6)];
@@ -40,38 +40,38 @@ __global__ void append(Log* log, int entry, int microseconds) {
     log->entries[atomicAdd(&log->count, 1)] = entry;
 }
 
-struct UnderWay {
+struct InFlight {
     int transfer;
-    int64_t number;
-    Places results;
+    int64_t id;
+    Addresses results;
 };
 
-// Random transfers of random lengths, at once and apart, by programs in two streams.
+// Runs random transfers of random lengths, synchronous and asynchronous, by programs in two streams.
 class Fuzz {
 public:
     Fuzz() : log_({Log{}}) {
         for (cudaStream_t& program : programs_)
             must(cudaStreamCreateWithFlags(&program, cudaStreamNonBlocking), "making a stream");
         order_.create();
-        for (int number = 0; number < kNumbers; ++number)
-            order_.prepare(number, programs_[0]);
+        for (int id = 0; id < kIds; ++id)
+            order_.prepare(id, programs_[0]);
     }
 
     void step() {
         const cudaStream_t program = programs_[draw(kPrograms)];
         const int kind = draw(8);
         if (kind < 2)
-            at_once(program);
+            run_sync(program);
         else if (kind == 2)
             fail(program);
-        else if (kind < 6 and under_way_.size() < kMostUnderWay)
+        else if (kind < 6 and in_flight_.size() < kMaxInFlight)
             start(program);
-        else if (not under_way_.empty())
+        else if (not in_flight_.empty())
             done(program);
     }
 
     void check(Verdict& verdict) {
-        while (not under_way_.empty())
+        while (not in_flight_.empty())
             done(programs_[0]);
         must(cudaDeviceSynchronize(), "running");
         const Log log = log_.to_host()[0];
@@ -85,29 +85,29 @@ public:
         }
         verdict.expect("all ran", log.count == launched_ and next == transfers_);
         verdict.expect("transfers one after another", in_turn);
-        verdict.expect("behind what the program had, and before what it has next", in_order);
-        verdict.expect("at once in the program's stream where no other is under way", in_right_stream_);
+        verdict.expect("after what the program had, and before what it has next", in_order);
+        verdict.expect("synchronous in the program's stream where none is in flight", in_right_stream_);
     }
 
-    // What a program that failed has left under way, and ends that are not those of a start.
+    // Tests transfers that a failed program has left in flight, and a wait for other results than those of the start.
     void check_misuse(Verdict& verdict) {
         const int64_t execution = order_.prepare(0, programs_[0]);
         start(programs_[0]);
-        order_.end(execution, programs_[0]);
+        order_.end_execution(execution, programs_[0]);
         forget(programs_[0]);
         start(programs_[0]);
         const int64_t next = order_.prepare(0, programs_[1]);
         forget(programs_[1]);
         start(programs_[0]);
-        order_.end(execution, programs_[1]);
+        order_.end_execution(execution, programs_[1]);
         done(programs_[0]);
-        order_.end(next, programs_[1]);
+        order_.end_execution(next, programs_[1]);
         for (const cudaStream_t program : programs_)
-            at_once(program);
+            run_sync(program);
         start(programs_[0]);
         bool has_thrown = false;
         try {
-            order_.join(programs_[0], under_way_[0].number, {&log_});
+            order_.wait(programs_[0], in_flight_[0].id, {&log_});
         } catch (const std::runtime_error&) {
             has_thrown = true;
         }
@@ -120,86 +120,88 @@ private:
     int draw(int count) { return static_cast<int>(random_() % count); }
 
     void run(cudaStream_t stream, int transfer, Kind kind) {
-        const int microseconds = kind == kBehind ? 0 : draw(kLongestMicroseconds);
+        const int microseconds = kind == kAfter ? 0 : draw(kLongestMicroseconds);
         ++launched_;
         append<<<1, 1, 0, stream>>>(log_.data(), kKinds * transfer + kind, microseconds);
         must(cudaGetLastError(), "launching");
     }
 
-    void at_once(cudaStream_t program) {
+    // Launches what comes before a transfer, and the transfer, whose stream it returns.
+    cudaStream_t launch(cudaStream_t program, bool is_async) {
         run(program, transfers_, kBefore);
-        const cudaStream_t stream = order_.enter(program, false);
-        in_right_stream_ = in_right_stream_ and (stream == program) == under_way_.empty();
+        const cudaStream_t stream = order_.begin(program, is_async);
         run(stream, transfers_, kTransfer);
-        order_.finish(stream, program);
-        run(program, transfers_++, kBehind);
+        return stream;
     }
+
+    void end_sync(cudaStream_t stream, cudaStream_t program) {
+        order_.end_sync(stream, program);
+        run(program, transfers_++, kAfter);
+    }
+
+    void run_sync(cudaStream_t program) {
+        const cudaStream_t stream = launch(program, false);
+        in_right_stream_ = in_right_stream_ and (stream == program) == in_flight_.empty();
+        end_sync(stream, program);
+    }
+
+    // The launch of an asynchronous transfer ends in an exception, but something has been launched.
+    void fail(cudaStream_t program) { end_sync(launch(program, true), program); }
 
     void start(cudaStream_t program) {
-        run(program, transfers_, kBefore);
-        const cudaStream_t stream = order_.enter(program, true);
-        run(stream, transfers_, kTransfer);
-        const int64_t number = draw(kNumbers);
-        const Places results = {&places_[transfers_]};
-        order_.record(number, results);
-        under_way_.push_back({transfers_++, number, results});
+        launch(program, true);
+        const int64_t id = draw(kIds);
+        const Addresses results = {&results_[transfers_]};
+        order_.end_async(id, results);
+        in_flight_.push_back({transfers_++, id, results});
     }
 
-    // A launch that ends in an exception, with something launched nevertheless.
-    void fail(cudaStream_t program) {
-        run(program, transfers_, kBefore);
-        const cudaStream_t stream = order_.enter(program, true);
-        run(stream, transfers_, kTransfer);
-        order_.finish(stream, program);
-        run(program, transfers_++, kBehind);
-    }
-
-    // What has been started is done, but nobody says so.
+    // The transfer in flight completes, but nobody waits for it.
     void forget(cudaStream_t program) {
-        run(program, under_way_[0].transfer, kBehind);
-        under_way_.clear();
+        run(program, in_flight_[0].transfer, kAfter);
+        in_flight_.clear();
     }
 
     void done(cudaStream_t program) {
-        const auto one = under_way_.begin() + draw(static_cast<int>(under_way_.size()));
-        order_.join(program, one->number, one->results);
-        run(program, one->transfer, kBehind);
-        under_way_.erase(one);
+        const auto one = in_flight_.begin() + draw(static_cast<int>(in_flight_.size()));
+        order_.wait(program, one->id, one->results);
+        run(program, one->transfer, kAfter);
+        in_flight_.erase(one);
     }
 
     std::mt19937 random_{0};
     cudaStream_t programs_[kPrograms];
     TransferOrder order_;
     DeviceArray<Log> log_;
-    std::vector<UnderWay> under_way_;
+    std::vector<InFlight> in_flight_;
     int transfers_ = 0, launched_ = 0;
     bool in_right_stream_ = true;
-    char places_[kSteps + 6] = {};
+    char results_[kSteps + 6] = {};
 };
 
-void watch_something(const std::function<void()>& enqueue) {
-    watch(nullptr, 200, "rank 0 of 2", "come together", enqueue);
+void watch(const std::function<void()>& enqueue) {
+    enqueue_nccl(nullptr, 200, "rank 0 of 2", "come together", enqueue);
 }
 
 // The process lives on.
-void check_watches_that_end(Verdict& verdict) {
+void check_operations_that_end(Verdict& verdict) {
     take<<<1, 1>>>(500'000);  // what runs before may take as long as it likes
-    watch_something([] {});
+    watch([] {});
     bool has_thrown = false;
     try {
-        watch_something([] { throw std::runtime_error("failed"); });
+        watch([] { throw std::runtime_error("failed"); });
     } catch (const std::runtime_error&) {
         has_thrown = true;
     }
     std::this_thread::sleep_for(std::chrono::seconds(1));
-    verdict.expect("exchanges that end are watched no more", has_thrown);
+    verdict.expect("operations that have ended are not watched", has_thrown);
 }
 
 int run(bool is_rank_absent) {
     if (is_rank_absent)
-        watch_something([] { std::this_thread::sleep_for(std::chrono::minutes(1)); });
+        watch([] { std::this_thread::sleep_for(std::chrono::minutes(1)); });
     Verdict verdict;
-    check_watches_that_end(verdict);
+    check_operations_that_end(verdict);
     Fuzz fuzz;
     for (int i = 0; i < kSteps; ++i)
         fuzz.step();

@@ -1,6 +1,4 @@
-#include "csrc/collectives/shared_memory.h"
-
-#include <cuda.h>
+#include "csrc/collectives/ipc_memory.h"
 
 #include <cstdint>
 
@@ -11,7 +9,7 @@
 namespace jaxmagi::collectives {
 namespace {
 
-// An error is forgotten, for it not to surface at another call.
+// Clears an error, or the next call would report it.
 bool succeeds(cudaError_t error) {
     if (error != cudaSuccess)
         cudaGetLastError();
@@ -20,31 +18,31 @@ bool succeeds(cudaError_t error) {
 
 }  // namespace
 
-// In whole pages of the driver, since other processes get access to all of a page.
-char* allocate_shared(size_t bytes) {
+// Rounds up to the driver's pages, since other processes get access to whole pages.
+char* allocate_ipc(size_t bytes) {
     constexpr int kPageBytes = 2 << 20;
     void* memory = nullptr;
     return succeeds(cudaMalloc(&memory, round_up(bytes, kPageBytes))) ? static_cast<char*>(memory) : nullptr;
 }
 
-SharedMemory describe(char* pointer) {
-    SharedMemory memory{.pointer = pointer, .handle = {}, .has_handle = false};
+IpcMemory describe_ipc(char* pointer) {
+    IpcMemory memory{.pointer = pointer, .handle = {}, .has_handle = false};
     memory.has_handle = pointer != nullptr and succeeds(cudaIpcGetMemHandle(&memory.handle, pointer));
     return memory;
 }
 
-char* open_shared(const SharedMemory& memory) {
+char* open_ipc(const IpcMemory& memory) {
     void* opened = nullptr;
     const bool is_open =
         memory.has_handle and succeeds(cudaIpcOpenMemHandle(&opened, memory.handle, cudaIpcMemLazyEnablePeerAccess));
     return is_open ? static_cast<char*>(opened) : nullptr;
 }
 
-void close_shared(char* opened) {
+void close_ipc(char* opened) {
     check_cuda(cudaIpcCloseMemHandle(opened), "closing another process' device memory");
 }
 
-bool enable_access(int ordinal, int other_ordinal) {
+bool enable_peer_access(int ordinal, int other_ordinal) {
     int can_access = 0;
     if (not succeeds(cudaDeviceCanAccessPeer(&can_access, ordinal, other_ordinal)) or not can_access)
         return false;
@@ -53,7 +51,7 @@ bool enable_access(int ordinal, int other_ordinal) {
 }
 
 bool can_access(int ordinal, const void* buffer) {
-    static auto* const get_access = driver_function<decltype(cuMemGetAccess)>("cuMemGetAccess");
+    static auto* const get_access = JAXMAGI_DRIVER(cuMemGetAccess);
     const CUmemLocation device{.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = ordinal};
     unsigned long long flags = 0;
     return get_access(&flags, &device, reinterpret_cast<CUdeviceptr>(buffer)) == CUDA_SUCCESS and

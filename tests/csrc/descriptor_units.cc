@@ -1,4 +1,4 @@
-// File descriptors from process to process: each rank is a process of its own, and its descriptor a file with its rank.
+// Tests the exchange of file descriptors between processes. Each rank is a process, and its file has its rank.
 
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -12,16 +12,14 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
-#include <functional>
 #include <iterator>
 #include <map>
 #include <memory>
 #include <set>
-#include <string>
 #include <utility>
 #include <vector>
 
-#include "csrc/collectives/descriptor_mail.h"
+#include "csrc/collectives/descriptor_exchange.h"
 
 namespace jaxmagi::test {
 namespace {
@@ -43,27 +41,27 @@ ptrdiff_t open_files() {
     return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
 }
 
-// Made before the processes are, so that each knows all addresses.
-using Mails = std::vector<std::unique_ptr<DescriptorMail>>;
+// Made before the processes are forked, so that each knows all addresses.
+using Exchanges = std::vector<std::unique_ptr<DescriptorExchange>>;
 
-Mails make_mails(int ranks) {
-    Mails mails;
+Exchanges make_exchanges(int ranks) {
+    Exchanges exchanges;
     for (int i = 0; i < ranks; ++i)
-        mails.push_back(std::make_unique<DescriptorMail>());
-    return mails;
+        exchanges.push_back(std::make_unique<DescriptorExchange>());
+    return exchanges;
 }
 
-std::map<int, MailAddress> others_of(const Mails& mails, int rank) {
-    std::map<int, MailAddress> others;
-    for (int peer = 0; peer < static_cast<int>(mails.size()); ++peer)
+std::map<int, SocketAddress> others_of(const Exchanges& exchanges, int rank) {
+    std::map<int, SocketAddress> others;
+    for (int peer = 0; peer < static_cast<int>(exchanges.size()); ++peer)
         if (peer != rank)
-            others[peer] = mails[peer]->address();
+            others[peer] = exchanges[peer]->address();
     return others;
 }
 
-// Whether the rank gets the files of exactly these others.
-bool gets(const Mails& mails, int rank, const std::set<int>& expected, milliseconds timeout) {
-    const auto files = mails[rank]->swap(rank, make_file(rank), others_of(mails, rank), timeout);
+// Returns whether the rank gets the files of exactly these others.
+bool gets(const Exchanges& exchanges, int rank, const std::set<int>& expected, milliseconds timeout) {
+    const auto files = exchanges[rank]->run(rank, make_file(rank), others_of(exchanges, rank), timeout);
     std::set<int> senders;
     for (const auto& [sender, file] : files) {
         if (content_of(file) != sender)
@@ -73,13 +71,15 @@ bool gets(const Mails& mails, int rank, const std::set<int>& expected, milliseco
     return senders == expected;
 }
 
-// Whether all processes say so.
-bool all(const std::set<int>& ranks, const std::function<bool(int)>& run) {
+// Forks a process per rank, of which each must get the files of all others.
+bool all_get(const Exchanges& exchanges, const std::set<int>& ranks, milliseconds timeout) {
     std::vector<pid_t> processes;
     for (const int rank : ranks)
-        if (const pid_t child = fork(); child == 0)
-            _exit(run(rank) ? 0 : 1);
-        else
+        if (const pid_t child = fork(); child == 0) {
+            std::set<int> others = ranks;
+            others.erase(rank);
+            _exit(gets(exchanges, rank, others, timeout) ? 0 : 1);
+        } else
             processes.push_back(child);
     bool good = true;
     for (const pid_t process : processes) {
@@ -89,52 +89,36 @@ bool all(const std::set<int>& ranks, const std::function<bool(int)>& run) {
     return good;
 }
 
-std::set<int> up_to(int ranks) {
-    std::set<int> all;
-    for (int rank = 0; rank < ranks; ++rank)
-        all.insert(rank);
-    return all;
-}
-
-std::set<int> without(std::set<int> ranks, int rank) {
-    ranks.erase(rank);
-    return ranks;
-}
-
-// More letters than some systems keep in a mailbox (net.unix.max_dgram_qlen).
+// Sends more messages than some systems keep in a queue (net.unix.max_dgram_qlen).
 bool many_ranks() {
     constexpr int kRanks = 64;
-    const Mails mails = make_mails(kRanks);
-    const auto ranks = up_to(kRanks);
-    return all(ranks, [&](int rank) { return gets(mails, rank, without(ranks, rank), milliseconds(20000)); });
+    std::set<int> ranks;
+    for (int rank = 0; rank < kRanks; ++rank)
+        ranks.insert(rank);
+    return all_get(make_exchanges(kRanks), ranks, milliseconds(20000));
 }
 
 bool absent_rank() {
-    constexpr int kAbsent = 2;
-    const Mails mails = make_mails(5);
-    const auto ranks = without(up_to(5), kAbsent);
-    return all(ranks, [&](int rank) { return gets(mails, rank, without(ranks, rank), milliseconds(2000)); });
+    return all_get(make_exchanges(5), {0, 1, 3, 4}, milliseconds(2000));
 }
 
-// It has given its address, and is gone.
+// The other rank has told its address and then ended.
 bool dead_rank() {
-    const DescriptorMail mail;
-    std::map<int, MailAddress> others;
-    others[1] = DescriptorMail().address();
-    return mail.swap(0, make_file(0), others, milliseconds(50)).empty();
+    const std::map<int, SocketAddress> others{{1, DescriptorExchange().address()}};
+    return DescriptorExchange().run(0, make_file(0), others, milliseconds(50)).empty();
 }
 
-bool another_network() {
-    const Mails mails = make_mails(2);
-    auto others = others_of(mails, 0);
-    ++others[1].network;
+bool another_network_namespace() {
+    const Exchanges exchanges = make_exchanges(2);
+    auto others = others_of(exchanges, 0);
+    ++others[1].network_namespace;
     const auto begin = std::chrono::steady_clock::now();
-    const bool is_empty = mails[0]->swap(0, make_file(0), others, milliseconds(60000)).empty();
+    const bool is_empty = exchanges[0]->run(0, make_file(0), others, milliseconds(60000)).empty();
     return is_empty and std::chrono::steady_clock::now() - begin < milliseconds(30000);
 }
 
-// A letter as somebody else could write it, with two descriptors.
-bool send_two(const FileDescriptor& file, const MailAddress& to) {
+// Sends a message with two descriptors, as any process could.
+bool send_two(const FileDescriptor& file, const SocketAddress& to) {
     const FileDescriptor sender(socket(AF_UNIX, SOCK_DGRAM, 0));
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
@@ -158,30 +142,29 @@ bool send_two(const FileDescriptor& file, const MailAddress& to) {
 }
 
 bool nothing_stays_open() {
-    const Mails mails = make_mails(2);
+    const Exchanges exchanges = make_exchanges(2);
     const FileDescriptor file = make_file(0);
     const auto before = open_files();
-    if (not send_two(file, mails[0]->address()))
+    if (not send_two(file, exchanges[0]->address()))
         return false;
-    mails[1]->swap(1, file, others_of(mails, 1), milliseconds(20));
-    const bool has_come = mails[0]->swap(0, file, others_of(mails, 0), milliseconds(200)).size() == 1;
-    mails[1]->swap(1, file, others_of(mails, 1), milliseconds(20));
+    exchanges[1]->run(1, file, others_of(exchanges, 1), milliseconds(20));
+    const bool has_come = exchanges[0]->run(0, file, others_of(exchanges, 0), milliseconds(200)).size() == 1;
+    exchanges[1]->run(1, file, others_of(exchanges, 1), milliseconds(20));
     return has_come and open_files() == before;
 }
 
-// Who does not know the token, or is none of the others, is not heard.
-bool strangers() {
-    const Mails mails = make_mails(3);
-    MailAddress wrong = mails[0]->address();
+// Messages without the token, or of a rank that is none of the others, are ignored.
+bool wrong_senders() {
+    const Exchanges exchanges = make_exchanges(3);
+    SocketAddress wrong = exchanges[0]->address();
     wrong.token ^= 1;
-    mails[1]->swap(1, make_file(9), {{0, wrong}}, milliseconds(50));
-    mails[2]->swap(7, make_file(9), {{0, mails[0]->address()}}, milliseconds(50));
-    const auto files = mails[0]->swap(0, make_file(0), {{1, mails[1]->address()}}, milliseconds(200));
-    return files.empty();
+    exchanges[1]->run(1, make_file(9), {{0, wrong}}, milliseconds(50));
+    exchanges[2]->run(7, make_file(9), {{0, exchanges[0]->address()}}, milliseconds(50));
+    return exchanges[0]->run(0, make_file(0), {{1, exchanges[1]->address()}}, milliseconds(200)).empty();
 }
 
-bool nobody_else() {
-    return DescriptorMail().swap(0, make_file(0), {}, milliseconds(1000)).empty();
+bool no_others() {
+    return DescriptorExchange().run(0, make_file(0), {}, milliseconds(1000)).empty();
 }
 
 }  // namespace
@@ -198,9 +181,9 @@ int main() {
     check("many ranks", many_ranks);
     check("a rank is absent", absent_rank);
     check("a rank is dead", dead_rank);
-    check("another network", another_network);
-    check("strangers", strangers);
+    check("another network namespace", another_network_namespace);
+    check("wrong senders", wrong_senders);
     check("nothing stays open", nothing_stays_open);
-    check("nobody else", nobody_else);
+    check("no others", no_others);
     return good ? 0 : 1;
 }

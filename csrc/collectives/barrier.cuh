@@ -1,0 +1,142 @@
+#pragma once
+
+#include "csrc/collectives/checks.cuh"
+#include "csrc/common/sm90/bulk.cuh"
+#include "csrc/common/sm90/system_memory.cuh"
+
+// The barriers between native peers at the start and at the end of a call, for all threads of all CTAs.
+//
+//   start   CTA 0 stores the published addresses of the rank's arrays and the hash of the call into the control block
+//           of each native peer, and then `ready = epoch` (release). Every CTA waits in its rank's control block until
+//           `ready` of each native peer reaches the epoch (acquire), and only then accesses that peer's memory.
+//   end     The last CTA to finish stores `done = epoch` (release) to each native peer and waits for theirs. Then no
+//           peer accesses this rank's arrays any more, and what peers store there is complete. Now it also compares how
+//           many rows it sends to each peer with how many that peer expects.
+//
+// Flags are epochs, which only grow, so that nothing has to be reset. A rank that waits for longer than the time limit,
+// or reads the hash of a different call, ends the program.
+
+namespace jaxmagi::collectives {
+
+// State of a call in the shared memory of a CTA.
+struct CallState {
+    uint64_t addresses[kMaxRanks][kMaxArrays];  // of the arrays of this rank and its native peers, on this device
+    RowCounts rows;
+    uint32_t epoch;
+};
+
+// Calls visit(peer) on one lane of a warp for each native peer.
+template <typename Visit> __device__ __forceinline__ void for_native_peers(const TransferParams& params, Visit visit) {
+    for (int peer = threadIdx.x % kWarp; peer < min(params.size, kMaxRanks); peer += kWarp)
+        if (peer != params.rank and params.is_native(peer))
+            visit(peer);
+}
+
+__device__ inline void wait_for(const TransferParams& params, const uint32_t* flag, uint32_t epoch, int peer,
+                                const char* what) {
+    const uint64_t begin = sm90::nanoseconds();
+    while (static_cast<int32_t>(sm90::load_acquire(flag) - epoch) < 0) {
+        if (sm90::nanoseconds() - begin < params.timeout_ns)
+            continue;
+        abort_kernel("jaxmagi: rank %d of %d waited for %d ms until rank %d %s (call %u of its group)\n", params.rank,
+                     params.size, static_cast<int>(params.timeout_ns / 1000000), peer, what, epoch);
+    }
+}
+
+__device__ inline void signal_ready(const TransferParams& params, uint32_t epoch) {
+    for_native_peers(params, [&](int peer) {
+        PeerSignals& signals = params.controls[peer]->from[params.rank];
+        for (int i = 0; i < params.num_arrays; ++i)
+            sm90::store_relaxed(&signals.arrays[i], params.published[i]);
+        sm90::store_relaxed(&signals.call_hash, params.call_hash);
+        sm90::store_release(&signals.ready, epoch);
+    });
+}
+
+// Checks all entries, and stores the counts of rows for `compare_rows`. No other code checks every entry: a send of
+// rows beyond the last row meets no chunk.
+__device__ inline void check_entries_and_publish_rows(const TransferParams& params, CallState& call) {
+    ControlBlock& control = *params.controls[params.rank];
+    const auto check = [&](const auto* entries, int64_t i) { check_entry(params, entries, i); };
+    count_rows(params, params.receives, call.rows, check);
+    if (threadIdx.x < kWarp)
+        for_native_peers(params, [&](int peer) {
+            PeerSignals& signals = params.controls[peer]->from[params.rank];
+            sm90::store_relaxed(&signals.rows[call.epoch % 2], call.rows.of_peer[peer]);
+        });
+    count_rows(params, params.sends, call.rows, check);
+    if (threadIdx.x < kWarp)
+        for_native_peers(params, [&](int peer) { control.sent[peer] = call.rows.of_peer[peer]; });
+}
+
+__device__ inline void compare_rows(const TransferParams& params, uint32_t epoch, int peer) {
+    const ControlBlock& control = *params.controls[params.rank];
+    check_same_rows(params.rank, peer, __ldcg(&control.sent[peer]),
+                    sm90::load_relaxed(&control.from[peer].rows[epoch % 2]));
+}
+
+__device__ inline void wait_until_ready(const TransferParams& params, CallState& call) {
+    const ControlBlock& control = *params.controls[params.rank];
+    if (threadIdx.x == 0) {
+        call.epoch = __ldcg(&control.epoch) + 1;  // bypasses L1, which may hold the value before the last kernel
+        for (int i = 0; i < params.num_arrays; ++i)
+            call.addresses[params.rank][i] = params.resolve(params.published[i], params.rank);
+    }
+    __syncwarp();
+    if (not params.has_native_peers())
+        return;
+    if (blockIdx.x == 0)
+        signal_ready(params, call.epoch);
+    for_native_peers(params, [&](int peer) {
+        const PeerSignals& signals = control.from[peer];
+        wait_for(params, &signals.ready, call.epoch, peer, "came to the same call");
+        check_same_call(params, peer, sm90::load_relaxed(&signals.call_hash));
+        for (int i = 0; i < params.num_arrays; ++i)
+            call.addresses[peer][i] = params.resolve(sm90::load_relaxed(&signals.arrays[i]), peer);
+    });
+}
+
+__device__ inline void barrier_at_start(const TransferParams& params, CallState& call) {
+    if (threadIdx.x < kWarp)
+        wait_until_ready(params, call);
+    __syncthreads();
+    if (blockIdx.x == 0)
+        check_entries_and_publish_rows(params, call);
+    // Flags are ordinary accesses, and the bulk copies that follow access peers' memory by the async proxy.
+    sm90::fence_global_for_async();
+}
+
+__device__ inline void finish_cta(const TransferParams& params, const CallState& call) {
+    ControlBlock& control = *params.controls[params.rank];
+    unsigned finished = 0;
+    if (threadIdx.x == 0) {
+        __threadfence_system();
+        finished = atomicAdd(&control.finished_ctas, 1);
+    }
+    if (__shfl_sync(~0u, finished, 0) + 1 < gridDim.x)
+        return;
+    __threadfence_system();
+    __syncwarp();  // what lane 0 saw of the other CTAs is now visible to all lanes, which signal the peers
+    for_native_peers(params, [&](int peer) {
+        sm90::store_release(&params.controls[peer]->from[params.rank].done, call.epoch);
+    });
+    for_native_peers(params, [&](int peer) {
+        wait_for(params, &control.from[peer].done, call.epoch, peer, "finished the call");
+        compare_rows(params, call.epoch, peer);
+    });
+    __syncwarp();
+    if (threadIdx.x == 0) {
+        control.next_chunk = control.finished_ctas = 0;
+        control.epoch = call.epoch;
+    }
+}
+
+// The thread's own accesses to peers' memory must be complete.
+__device__ inline void barrier_at_end(const TransferParams& params, const CallState& call) {
+    sm90::fence_global_for_async();
+    __syncthreads();
+    if (threadIdx.x < kWarp)
+        finish_cta(params, call);
+}
+
+}  // namespace jaxmagi::collectives

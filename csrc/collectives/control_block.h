@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cstdint>
+
+// The flags, addresses and counts that the ranks of a group store into each other's memory. Each rank has one control
+// block per group, zero before the first call. All ranks of a group make the same calls in the same order, so that each
+// counts its calls for itself, on the device: the count is the epoch of a call.
+
+namespace jaxmagi::collectives {
+
+constexpr int kMaxRanks = 64;  // of a group that the native kernels serve
+constexpr int kMaxArrays = 8;  // of one transfer
+
+// One peer stores these. It overwrites them only after this rank has set `done` for the call before.
+struct alignas(128) PeerSignals {
+    uint64_t arrays[kMaxArrays];  // published addresses of the peer's arrays (transfer_params.h)
+    uint64_t call_hash;
+    uint64_t rows[2];  // rows that the peer expects from this rank, for even and odd epochs: when this rank compares
+                       // them, the peer may already be in the next call
+    uint32_t ready, done;  // last epoch in which the peer's arrays are ready, or are no longer needed
+};
+
+struct ControlBlock {
+    uint32_t epoch;                      // of the last complete call
+    uint32_t next_chunk, finished_ctas;  // of the present call
+    uint64_t sent[kMaxRanks];            // rows that this rank sends to each peer in the present call
+    PeerSignals from[kMaxRanks];
+};
+
+}  // namespace jaxmagi::collectives

@@ -1,0 +1,123 @@
+#include "csrc/collectives/nccl_watchdog.h"
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <list>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "csrc/common/check_cuda.h"
+
+namespace jaxmagi::collectives {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::milliseconds kPollInterval{50};
+
+struct Operation {
+    int ordinal;  // of the device
+    cudaEvent_t begin;
+    std::chrono::milliseconds timeout;
+    std::string who, what;
+    std::optional<cudaEvent_t> end = {};          // unset while NCCL has the host's thread
+    std::optional<Clock::time_point> begun = {};  // when the stream was first seen to have come to it
+
+    // An error counts as the end, since others report it.
+    bool has_ended() const { return end and cudaEventQuery(*end) != cudaErrorNotReady; }
+
+    // Starts the clock when the stream comes to the operation: what runs before may take as long as it likes.
+    void check_timeout() {
+        if (not begun and cudaEventQuery(begin) != cudaErrorNotReady)
+            begun = Clock::now();
+        if (not begun or Clock::now() - *begun <= timeout)
+            return;
+        std::fprintf(stderr,
+                     "jaxmagi: %s waited for %lld ms until NCCL had %s; another rank has failed, or makes other calls. "
+                     "The process ends, since NCCL would wait forever.\n",
+                     who.c_str(), static_cast<long long>(timeout.count()), what.c_str());
+        std::abort();
+    }
+};
+
+class Watchdog {
+public:
+    using Iterator = std::list<Operation>::iterator;
+
+    Watchdog() { std::thread([this] { run(); }).detach(); }
+
+    Iterator add(Operation operation) {
+        const std::lock_guard lock(mutex_);
+        added_.notify_one();
+        return operations_.insert(operations_.end(), std::move(operation));
+    }
+
+    void set_end(Iterator operation, cudaEvent_t end) {
+        const std::lock_guard lock(mutex_);
+        operation->end = end;
+    }
+
+    void remove(Iterator operation) {
+        const std::lock_guard lock(mutex_);
+        cudaEventDestroy(operation->begin);
+        operations_.erase(operation);
+    }
+
+private:
+    void run() {
+        for (;; std::this_thread::sleep_for(kPollInterval)) {
+            std::unique_lock lock(mutex_);
+            added_.wait(lock, [this] { return not operations_.empty(); });
+            std::erase_if(operations_, poll);
+        }
+    }
+
+    // Returns whether an operation has ended, and then destroys its events.
+    static bool poll(Operation& operation) {
+        cudaSetDevice(operation.ordinal);  // or the thread would initialize the first device for nothing
+        if (operation.has_ended()) {
+            cudaEventDestroy(operation.begin);
+            cudaEventDestroy(*operation.end);
+            return true;
+        }
+        operation.check_timeout();
+        return false;
+    }
+
+    std::mutex mutex_;
+    std::condition_variable added_;
+    std::list<Operation> operations_;
+};
+
+cudaEvent_t record(cudaStream_t stream) {
+    cudaEvent_t event;
+    check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");
+    check_cuda(cudaEventRecord(event, stream), "recording an event");
+    return event;
+}
+
+}  // namespace
+
+void enqueue_nccl(cudaStream_t stream, uint64_t timeout_ms, std::string who, std::string what,
+                  const std::function<void()>& enqueue) {
+    static auto* const watchdog = new Watchdog;  // never destroyed: its thread runs until the process ends
+    // The time that NCCL waits for other ranks while it enqueues counts, too.
+    const auto operation = watchdog->add({.ordinal = current_ordinal(),
+                                          .begin = record(stream),
+                                          .timeout = std::chrono::milliseconds(timeout_ms),
+                                          .who = std::move(who),
+                                          .what = std::move(what)});
+    try {
+        enqueue();
+        watchdog->set_end(operation, record(stream));
+    } catch (...) {
+        watchdog->remove(operation);
+        throw;
+    }
+}
+
+}  // namespace jaxmagi::collectives

@@ -1,0 +1,206 @@
+#include "csrc/collectives/peer_memory.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "csrc/collectives/descriptor_exchange.h"
+#include "csrc/collectives/host_all_gather.h"
+#include "csrc/collectives/ipc_memory.h"
+#include "csrc/common/check_cuda.h"
+
+namespace jaxmagi::collectives {
+namespace {
+
+// --- XLA pools ---
+
+std::mutex limits_mutex;
+
+// Returns the memory limits by ordinal; for use under the mutex.
+std::map<int, size_t>& memory_limits() {
+    static auto* const limits = new std::map<int, size_t>;  // never destroyed: handlers may outlive main
+    return *limits;
+}
+
+size_t memory_limit() {
+    const std::lock_guard lock(limits_mutex);
+    return memory_limits()[current_ordinal()];
+}
+
+// What a rank tells the others about its pool.
+struct Offer {
+    Pool pool;  // of 0 bytes if there is none
+    SocketAddress address;
+
+    bool has_pool() const { return pool.bytes > 0; }
+    bool is_usable() const { return has_pool() and address.has_socket; }
+};
+
+// Returns the pool that any of the buffers is in, if the ranks of this process can access it too.
+Pool own_pool(Peers& peers, std::span<const void* const> xla_buffers) {
+    for (const void* const buffer : xla_buffers)
+        if (const auto pool = find_pool(buffer, memory_limit()))
+            return is_accessible(peers, buffer) ? *pool : Pool{};
+    return {};
+}
+
+// Maps the pools of ranks in other processes, as far as it succeeds.
+std::map<int, MappedPool> map_pools(const Peers& peers, const std::vector<Offer>& offers, const FileDescriptor& own,
+                                    const DescriptorExchange& exchange, std::chrono::milliseconds timeout) {
+    std::map<int, SocketAddress> others;
+    for (int peer = 0; peer < peers.size; ++peer)
+        if (peers.is_reachable[peer] and not peers.is_same_process[peer])
+            others[peer] = offers[peer].address;
+    std::map<int, MappedPool> pools;
+    for (const auto& [peer, descriptor] : exchange.run(peers.rank, own, others, timeout))
+        if (MappedPool pool(descriptor, offers[peer].pool.bytes); pool.begin() != nullptr)
+            pools.emplace(peer, std::move(pool));
+    return pools;
+}
+
+void use_pools(Peers& peers, const std::vector<Offer>& offers) {
+    for (int peer = 0; peer < peers.size; ++peer)
+        if (peers.is_reachable[peer]) {
+            const auto found = peers.pools.find(peer);
+            peers.shared[peer] = found == peers.pools.end() ? offers[peer].pool.begin : found->second.begin();
+            peers.shared_bytes[peer] = offers[peer].pool.bytes;
+        }
+}
+
+// Reports why pools cannot be used although a rank has one, as staging buffers take memory and time.
+Sharing fall_back_to_staging(const Peers& peers, int64_t rank, const char* reason) {
+    if (peers.rank == 0)
+        std::fprintf(stderr, "jaxmagi: rank %d %s, so that the %d ranks of its group copy rows through other memory\n",
+                     static_cast<int>(rank), reason, peers.size);
+    return Sharing::kStagingBuffers;
+}
+
+// Decides the same on all ranks.
+Sharing try_pools(Peers& peers, const Bootstrap& bootstrap, std::span<const void* const> xla_buffers) {
+    constexpr uint64_t kMaxExchangeMs = 10'000;  // all ranks have just met, and must wait less than their time limit
+    const DescriptorExchange exchange;
+    Offer own{.pool = own_pool(peers, xla_buffers), .address = exchange.address()};
+    const FileDescriptor descriptor = own.has_pool() ? export_pool(own.pool) : FileDescriptor();
+    if (not descriptor)
+        own.pool = {};
+    const auto offers = all_gather(peers, bootstrap, own);
+    if (std::ranges::none_of(offers, &Offer::has_pool))
+        return Sharing::kStagingBuffers;
+    if (const auto without = std::ranges::find_if_not(offers, &Offer::is_usable); without != offers.end())
+        return fall_back_to_staging(peers, without - offers.begin(), "has no memory pool of JAX's that others can use");
+    const std::chrono::milliseconds timeout(std::min(kMaxExchangeMs, bootstrap.timeout_ms / 2));
+    // Mapped until the end, even if pools are not used: the note in peers.cc says why nothing is freed here.
+    peers.pools = map_pools(peers, offers, descriptor, exchange, timeout);
+    MappedRanks mapped{};
+    for (int peer = 0; peer < peers.size; ++peer)
+        mapped.contains[peer] =
+            not peers.is_reachable[peer] or peers.is_same_process[peer] or peers.pools.contains(peer);
+    const auto all_mapped = all_gather(peers, bootstrap, mapped);
+    const auto without = std::ranges::find_if(all_mapped, [&](const MappedRanks& each) {
+        return std::count(each.contains, each.contains + peers.size, false) > 0;
+    });
+    if (without != all_mapped.end())
+        return fall_back_to_staging(peers, without - all_mapped.begin(),
+                                    "could not map the memory pool of another (in another network namespace?)");
+    use_pools(peers, offers);
+    return Sharing::kXlaPools;
+}
+
+// --- staging buffers ---
+
+void close_staging(Peers& peers) {
+    for (int peer = 0; peer < peers.size; ++peer) {
+        peers.shared_bytes[peer] = 0;
+        if (peer == peers.rank)
+            continue;
+        char* const opened = std::exchange(peers.shared[peer], nullptr);
+        if (opened != nullptr and not peers.is_same_process[peer])
+            close_ipc(opened);
+    }
+}
+
+// Frees this rank's staging buffer, which no other rank maps. Where the process has other ranks of the group, the note
+// in peers.cc forbids it, and `finalize` does it later.
+void release_staging(Peers& peers) {
+    char* const staging = std::exchange(peers.shared[peers.rank], nullptr);
+    if (std::count(peers.is_same_process, peers.is_same_process + peers.size, true) == 1)
+        check_cuda(cudaFree(staging), "freeing a staging buffer");
+    else if (staging != nullptr)
+        peers.retired.push_back(staging);
+}
+
+// Throws on all ranks alike.
+void check_allocated(const std::vector<IpcMemory>& staging, size_t bytes) {
+    const auto failed = std::ranges::find(staging, nullptr, &IpcMemory::pointer);
+    if (failed != staging.end())
+        throw std::runtime_error("rank " + std::to_string(failed - staging.begin()) + " of the group has no " +
+                                 std::to_string(bytes) +
+                                 " bytes of device memory left for its staging buffer, beside JAX's own pool (which "
+                                 "XLA_PYTHON_CLIENT_MEM_FRACTION sizes)");
+}
+
+MappedRanks open_staging(Peers& peers, const std::vector<IpcMemory>& staging) {
+    MappedRanks mapped{};
+    for (int peer = 0; peer < peers.size; ++peer) {
+        if (peer != peers.rank and peers.is_reachable[peer])
+            peers.shared[peer] = peers.is_same_process[peer] ? staging[peer].pointer : open_ipc(staging[peer]);
+        mapped.contains[peer] = peers.shared[peer] != nullptr or not peers.is_reachable[peer];
+    }
+    return mapped;
+}
+
+// Throws on all ranks alike.
+void check_opened(const Peers& peers, const std::vector<MappedRanks>& mapped) {
+    for (int rank = 0; rank < peers.size; ++rank)
+        for (int peer = 0; peer < peers.size; ++peer)
+            if (not mapped[rank].contains[peer])
+                throw std::runtime_error("rank " + std::to_string(rank) +
+                                         " of the group could not open the staging buffer of rank " +
+                                         std::to_string(peer));
+}
+
+void grow_staging(Peers& peers, const Bootstrap& bootstrap, size_t bytes) {
+    host_barrier(peers, bootstrap);  // now no kernel of any rank uses a staging buffer,
+    close_staging(peers);
+    host_barrier(peers, bootstrap);  // and no other rank maps this rank's
+    release_staging(peers);
+    peers.shared[peers.rank] = allocate_ipc(bytes);
+    const auto staging = all_gather(peers, bootstrap, describe_ipc(peers.shared[peers.rank]));
+    check_allocated(staging, bytes);
+    check_opened(peers, all_gather(peers, bootstrap, open_staging(peers, staging)));
+    std::fill_n(peers.shared_bytes, peers.size, bytes);
+}
+
+}  // namespace
+
+void set_memory_limit(int ordinal, size_t bytes) {
+    const std::lock_guard lock(limits_mutex);
+    memory_limits()[ordinal] = bytes;
+}
+
+void map_peers(Peers& peers, const Bootstrap& bootstrap, size_t bytes, std::span<const void* const> xla_buffers) {
+    if (peers.is_one_process or peers.sharing == Sharing::kXlaPools or
+        (peers.sharing == Sharing::kStagingBuffers and bytes <= peers.shared_bytes[peers.rank]))
+        return;
+    check_cuda(cudaDeviceSynchronize(), "waiting for the device");
+    if (peers.sharing == Sharing::kUndecided)
+        peers.sharing = try_pools(peers, bootstrap, xla_buffers);
+    if (peers.sharing == Sharing::kStagingBuffers)
+        grow_staging(peers, bootstrap, bytes);
+}
+
+void unmap_peers(Peers& peers) {
+    if (peers.sharing == Sharing::kStagingBuffers) {
+        close_staging(peers);
+        peers.retired.push_back(std::exchange(peers.shared[peers.rank], nullptr));
+    }
+    peers.pools.clear();
+}
+
+}  // namespace jaxmagi::collectives

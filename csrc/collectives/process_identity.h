@@ -1,0 +1,45 @@
+#pragma once
+
+#include <unistd.h>
+
+#include <array>
+#include <cstdint>
+#include <fstream>
+#include <random>
+#include <string>
+
+namespace jaxmagi::collectives {
+
+// Tells ranks which of them run on the same host and in the same process. Trivially copyable, to be sent to them.
+struct ProcessIdentity {
+    std::array<char, 128> host;
+    int64_t pid;     // not unique across containers, so that
+    uint64_t token;  // each process also draws a random number
+    int ordinal;     // of the rank's device in its process
+
+    bool shares_host(const ProcessIdentity& other) const { return host == other.host; }
+    bool shares_process(const ProcessIdentity& other) const {
+        return shares_host(other) and pid == other.pid and token == other.token;
+    }
+};
+
+inline uint64_t random_token() {
+    std::random_device random;
+    return uint64_t{random()} << 32 | random();
+}
+
+inline ProcessIdentity identity_of(int ordinal) {
+    static const uint64_t token = random_token();
+    ProcessIdentity identity{.host = {}, .pid = getpid(), .token = token, .ordinal = ordinal};
+    // Copies of a virtual machine may have equal boot ids, and hosts equal names. If both are equal by mistake, opening
+    // the other rank's memory fails.
+    std::string boot_id;
+    std::ifstream file("/proc/sys/kernel/random/boot_id");
+    std::getline(file, boot_id);
+    char name[65] = {};  // Linux allows 64 characters
+    gethostname(name, sizeof name - 1);
+    (boot_id + " " + name).copy(identity.host.data(), identity.host.size());
+    return identity;
+}
+
+}  // namespace jaxmagi::collectives

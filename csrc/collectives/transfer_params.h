@@ -1,0 +1,104 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "csrc/collectives/control_block.h"
+#include "csrc/common/macros.h"
+
+// Parameters of the kernels of one transfer: a rank's part in one group cast or group reduce. A transfer moves rows of
+// up to kMaxArrays arrays; rows are multiples of 16 bytes. A batch of independent transfers runs as one.
+//
+// A native peer is a rank that maps this rank's memory and is mapped by it: kernels load from it and store to it. Rows
+// to and from all other ranks, the remote peers, travel by NCCL in pair buffers. A pair buffer has one part of
+// `pair_bytes` per rank: a PairHeader, then rows [batch, pair_rows] of each array.
+
+namespace jaxmagi::collectives {
+
+// Rows [row, row + length) go to `peer`, where they are rows [peer_row, peer_row + length). In a pair buffer they are
+// rows [slot, slot + length).
+struct Send {
+    int peer, slot, row, length, peer_row;
+};
+
+// Rows [row, row + length) come from `peer`.
+struct Receive {
+    int peer, slot, row, length;
+};
+
+struct PairHeader {
+    uint64_t call_hash, rows;
+};
+
+struct ArrayParams {
+    const char* from;
+    char* to;
+    int row_bytes;        // of the rows that travel
+    int64_t pair_offset;  // in a part of a pair buffer
+};
+
+enum class DType { kBF16, kF16, kF32, kF64 };
+
+// A published address is a device address that is valid for all native peers, or this bit and an offset in the shared
+// memory of its rank, which each peer maps at a different address.
+constexpr uint64_t kIsOffset = uint64_t{1} << 63;
+
+struct TransferParams {
+    int rank, size;
+    uint64_t native;          // bit mask of this rank and its native peers
+    const Send* sends;        // [batch, entries], sorted by peer, then slot; unused entries (length 0) are last
+    const Receive* receives;  // [batch, entries], sorted by row; unused entries are last
+    int batch, entries;
+    int input_rows, output_rows, pair_rows;
+    int num_arrays;
+    ArrayParams arrays[kMaxArrays];
+    DType dtype, sum_dtype;     // of a group reduce: of the rows that travel, and of the sums (the same or kF32)
+    char *outgoing, *incoming;  // pair buffers, null if all peers are native
+    int64_t pair_bytes;
+
+    uint64_t call_hash;              // equal on all ranks that make the same call
+    uint64_t published[kMaxArrays];  // addresses by which native peers access this rank's arrays
+    ControlBlock* controls[kMaxRanks];
+    char* shared[kMaxRanks];  // shared memory of each native peer, mapped on this device (`Peers::shared`)
+    uint64_t timeout_ns;
+    int num_sms;
+
+    // Returns the bytes of one row of all arrays.
+    int64_t row_bytes() const {
+        int64_t bytes = 0;
+        for (int i = 0; i < num_arrays; ++i)
+            bytes += arrays[i].row_bytes;
+        return bytes;
+    }
+    // Returns where a published address of a rank is on this device.
+    JAXMAGI_HOST_DEVICE uint64_t resolve(uint64_t published, int peer) const {
+        return published & kIsOffset ? reinterpret_cast<uint64_t>(shared[peer]) + (published & ~kIsOffset) : published;
+    }
+    JAXMAGI_HOST_DEVICE bool is_native(int peer) const { return peer < kMaxRanks and (native >> peer & 1); }
+    JAXMAGI_HOST_DEVICE bool has_native_peers() const { return (native & ~(uint64_t{1} << rank)) != 0; }
+};
+
+// Group cast: stores rows to native peers and into `outgoing`, and zeros to output rows that nobody sends. When the
+// kernel has ended, no native peer stores to this rank any more. The event `started`, unless it is null, is recorded
+// when all CTAs of the kernel run.
+cudaError_t push_rows(const TransferParams& params, cudaStream_t stream, cudaEvent_t started);
+
+// Group cast: copies rows from `incoming` to the output.
+cudaError_t unpack_rows(const TransferParams& params, cudaStream_t stream);
+
+// Group reduce: copies rows that belong to remote peers into `outgoing`. The arrays are [batch, output_rows].
+cudaError_t pack_rows(const TransferParams& params, cudaStream_t stream);
+
+// Group reduce: sums the rows of native peers and those in `incoming` into each input row, in the order of its sends.
+// Input rows that nobody contributes to become zero. When the kernel has ended, no native peer loads from this rank any
+// more. `started` is as in `push_rows`.
+cudaError_t pull_sums(const TransferParams& params, cudaStream_t stream, cudaEvent_t started);
+
+// Load the kernels, on each device before their first use.
+cudaError_t preload_push();
+cudaError_t preload_pack();
+cudaError_t preload_pull();
+
+}  // namespace jaxmagi::collectives

@@ -1,0 +1,235 @@
+#include "xla_ffi/collectives_params.h"
+
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+namespace jaxmagi {
+namespace {
+
+namespace ffi = xla::ffi;
+using namespace collectives;
+
+constexpr int64_t kRowUnit = 16;  // bytes
+
+int64_t row_bytes_of(const ffi::AnyBuffer& buffer) {
+    return buffer.dimensions()[2] * static_cast<int64_t>(ffi::ByteWidth(buffer.element_type()));
+}
+
+// --- checks ---
+
+void check_array(Kind kind, const ffi::AnyBuffer& from, const ffi::AnyBuffer& to, int64_t batch,
+                 const TransferAttributes& attributes) {
+    check_rank("an array", from, 3);
+    const int64_t width = from.dimensions()[2];
+    const bool is_cast = kind == Kind::kCast;
+    check_shape("an array", from, {batch, is_cast ? attributes.input_rows : attributes.output_rows, width});
+    check_shape("a result", to, {batch, is_cast ? attributes.output_rows : attributes.input_rows, width});
+    to_int("the bytes of a row", row_bytes_of(from), kRowUnit);
+    check(row_bytes_of(from) % kRowUnit == 0,
+          "rows must be multiples of 16 bytes, got " + std::to_string(row_bytes_of(from)));
+    if (is_cast)
+        check_type("a result", to, from.element_type());
+}
+
+void check_buffers(Kind kind, const Buffers& buffers, const TransferAttributes& attributes) {
+    check_type("sends", buffers.sends, ffi::S32);
+    check_rank("sends", buffers.sends, 3);
+    const int64_t batch = buffers.sends.dimensions()[0], entries = buffers.sends.dimensions()[1];
+    check_shape("sends", buffers.sends, {batch, entries, 5});
+    check_type("receives", buffers.receives, ffi::S32);
+    check_shape("receives", buffers.receives, {batch, entries, 4});
+    to_int("the batch size", batch, 1);
+    to_int("the number of entries", entries, 0);
+    to_int("input_rows", attributes.input_rows, 1);
+    to_int("output_rows", attributes.output_rows, 1);
+    to_int("pair_rows", attributes.pair_rows, 0);
+    for (size_t i = 0; i < buffers.from.size(); ++i)
+        check_array(kind, buffers.from[i], buffers.to[i], batch, attributes);
+}
+
+// --- parameters ---
+
+// Returns the bit mask of ranks that the kernels serve; the others are left to NCCL.
+uint64_t native_ranks(const Peers& peers, const TransferAttributes& attributes) {
+    const int64_t per_host = attributes.ranks_per_host;  // 0 if all ranks count as one host
+    uint64_t native = 0;
+    for (int peer = 0; peer < peers.size; ++peer) {
+        const bool is_self = peer == peers.rank;
+        const bool is_one_host = per_host == 0 or peers.rank / per_host == peer / per_host;
+        const bool is_reached = is_self or (peer < kMaxRanks and peers.is_reachable[peer] and is_one_host);
+        check(is_reached or attributes.implementation != Implementation::kNative,
+              "implementation='native': rank " + std::to_string(peers.rank) + " does not reach the memory of rank " +
+                  std::to_string(peer) + " of " + std::to_string(peers.size));
+        if (peer < kMaxRanks and is_reached and (is_self or attributes.implementation != Implementation::kNccl))
+            native |= uint64_t{1} << peer;
+    }
+    return native;
+}
+
+// Returns a number that is equal on all ranks which make the same call.
+uint64_t hash_of(Kind kind, const Buffers& buffers, const TransferAttributes& attributes) {
+    uint64_t hash = 14695981039346656037u;  // FNV-1a, by numbers instead of bytes
+    const auto add = [&](int64_t number) { hash = (hash ^ static_cast<uint64_t>(number)) * 1099511628211u; };
+    add(static_cast<int64_t>(kind));
+    for (const int64_t number : {attributes.input_rows, attributes.output_rows, attributes.pair_rows})
+        add(number);
+    for (const int64_t size : buffers.sends.dimensions())
+        add(size);
+    for (const ffi::AnyBuffer& buffer : buffers.from) {
+        add(static_cast<int64_t>(buffer.element_type()));
+        add(row_bytes_of(buffer));
+    }
+    return hash;
+}
+
+void set_arrays(TransferParams& params, const Buffers& buffers) {
+    params.num_arrays = static_cast<int>(buffers.from.size());
+    params.pair_bytes = sizeof(PairHeader);
+    for (int i = 0; i < params.num_arrays; ++i) {
+        const int row_bytes = static_cast<int>(row_bytes_of(buffers.from[i]));
+        params.arrays[i] = {.from = data_of<const char>("an array", buffers.from[i], kRowUnit),
+                            .to = data_of<char>("a result", buffers.to[i], kRowUnit),
+                            .row_bytes = row_bytes,
+                            .pair_offset = params.pair_bytes};
+        params.pair_bytes += int64_t{params.batch} * params.pair_rows * row_bytes;
+    }
+}
+
+void set_pair_buffers(TransferParams& params, const Buffers& buffers) {
+    const int64_t half = params.pair_bytes * params.size;
+    const auto bytes = static_cast<int64_t>(buffers.workspace.size_bytes());
+    check(bytes >= 2 * half, "ranks that do not reach each other's memory need a workspace of " +
+                                 std::to_string(2 * half) + " bytes, got " + std::to_string(bytes) +
+                                 ": use implementation='nccl'");
+    params.outgoing = data_of<char>("the workspace", buffers.workspace, kRowUnit);
+    params.incoming = params.outgoing + half;
+}
+
+// --- published addresses ---
+
+// XLA makes all arrays in its pool, except for constants of a program and arrays of other libraries. Arrays that peers
+// cannot access are copied to `scratch`, which is in the pool.
+
+uint64_t publish_address(const TransferParams& params, const ffi::AnyBuffer& buffer, Peers& peers, Scratch& scratch) {
+    const void* shared = buffer.untyped_data();
+    if (params.has_native_peers() and not is_accessible(peers, shared))
+        shared = scratch.allocate(buffer.size_bytes());
+    check(not params.has_native_peers() or is_accessible(peers, shared),
+          "the GPUs of this process do not reach each other's memory as XLA's allocator made it: use "
+          "implementation='nccl'");
+    return reinterpret_cast<uint64_t>(shared);
+}
+
+uint64_t publish_offset_in_pool(const ffi::AnyBuffer& buffer, const Peers& peers, Scratch& scratch) {
+    const Pool pool{peers.shared[peers.rank], peers.shared_bytes[peers.rank]};
+    const size_t bytes = buffer.size_bytes();
+    const void* shared = buffer.untyped_data();
+    if (not pool.contains(shared, bytes))
+        shared = scratch.allocate(bytes);
+    if (not pool.contains(shared, bytes))
+        throw std::runtime_error("an array of " + std::to_string(bytes) + " bytes is not in the " +
+                                 std::to_string(pool.bytes) +
+                                 " bytes of memory that XLA took in advance, which the processes of the group share: "
+                                 "set XLA_PYTHON_CLIENT_PREALLOCATE=false, or use implementation='nccl'");
+    return kIsOffset | static_cast<uint64_t>(static_cast<const char*>(shared) - pool.begin);
+}
+
+void publish_arrays(TransferParams& params, const std::vector<ffi::AnyBuffer>& shared, Peers& peers, Scratch& scratch) {
+    const bool crosses_processes = std::popcount(params.native) > 1 and not peers.is_one_process;
+    uint64_t staged = 0;
+    for (int i = 0; i < params.num_arrays; ++i) {
+        if (not crosses_processes)
+            params.published[i] = publish_address(params, shared[i], peers, scratch);
+        else if (peers.sharing == Sharing::kXlaPools)
+            params.published[i] = publish_offset_in_pool(shared[i], peers, scratch);
+        else
+            params.published[i] = kIsOffset | std::exchange(staged, staged + shared[i].size_bytes());
+    }
+    if (staged > peers.shared_bytes[peers.rank])
+        throw std::runtime_error("the staging buffer has " + std::to_string(peers.shared_bytes[peers.rank]) +
+                                 " bytes, and the call needs " + std::to_string(staged));
+}
+
+}  // namespace
+
+void* Scratch::allocate(size_t bytes) {
+    is_used_ = true;
+    const auto memory = allocator_.Allocate(bytes, kRowUnit);
+    if (not memory)
+        throw std::runtime_error("XLA has no " + std::to_string(bytes) +
+                                 " bytes left to copy an array to that is not in its memory pool");
+    return *memory;
+}
+
+Buffers to_buffers(const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results) {
+    const size_t num_arrays = results.size() - 1;
+    check(arguments.size() == num_arrays + 2 and 1 <= num_arrays and num_arrays <= kMaxArrays,
+          "there must be sends, receives and 1 to " + std::to_string(kMaxArrays) +
+              " arrays, and as many results and a workspace, got " + std::to_string(arguments.size()) + " and " +
+              std::to_string(results.size()) + " buffers");
+    std::vector<ffi::AnyBuffer> from, to;
+    for (size_t i = 0; i < num_arrays; ++i) {
+        from.push_back(arguments.get<ffi::AnyBuffer>(i + 2).value());
+        to.push_back(*results.get<ffi::AnyBuffer>(i).value());
+    }
+    return {arguments.get<ffi::AnyBuffer>(0).value(), arguments.get<ffi::AnyBuffer>(1).value(), std::move(from),
+            std::move(to), *results.get<ffi::AnyBuffer>(num_arrays).value()};
+}
+
+Addresses addresses_of(const std::vector<ffi::AnyBuffer>& buffers) {
+    Addresses addresses;
+    for (const ffi::AnyBuffer& buffer : buffers)
+        addresses.push_back(buffer.untyped_data());
+    return addresses;
+}
+
+const std::vector<ffi::AnyBuffer>& shared_arrays(Kind kind, const Buffers& buffers) {
+    return kind == Kind::kCast ? buffers.to : buffers.from;
+}
+
+bool may_access_processes(const Peers& peers, const TransferAttributes& attributes) {
+    return not peers.is_one_process and attributes.implementation != Implementation::kNccl and
+           attributes.ranks_per_host != 1;
+}
+
+TransferParams to_params(Kind kind, const Buffers& buffers, const TransferAttributes& attributes, Peers& peers,
+                         Scratch& scratch) {
+    check_buffers(kind, buffers, attributes);
+    check(peers.size <= kMaxRanks, "groups of more than " + std::to_string(kMaxRanks) + " ranks are not supported");
+    TransferParams params{};
+    params.rank = peers.rank;
+    params.size = peers.size;
+    params.native = native_ranks(peers, attributes);
+    params.sends = data_of<const Send>("sends", buffers.sends);
+    params.receives = data_of<const Receive>("receives", buffers.receives);
+    params.batch = static_cast<int>(buffers.sends.dimensions()[0]);
+    params.entries = static_cast<int>(buffers.sends.dimensions()[1]);
+    params.input_rows = static_cast<int>(attributes.input_rows);
+    params.output_rows = static_cast<int>(attributes.output_rows);
+    params.pair_rows = static_cast<int>(attributes.pair_rows);
+    params.call_hash = hash_of(kind, buffers, attributes);
+    params.timeout_ns = static_cast<uint64_t>(to_int("timeout_ms", attributes.timeout_ms, 1)) * 1'000'000;
+    params.num_sms = to_int("num_sms", attributes.num_sms, 1, hopper_device().num_sms);
+    set_arrays(params, buffers);
+    if (std::popcount(params.native) < peers.size)
+        set_pair_buffers(params, buffers);
+    std::copy_n(peers.control, peers.size, params.controls);
+    std::copy_n(peers.shared, peers.size, params.shared);
+    publish_arrays(params, shared_arrays(kind, buffers), peers, scratch);
+    return params;
+}
+
+DType dtype_of(const ffi::AnyBuffer& buffer) {
+    switch (buffer.element_type()) {
+        case ffi::BF16: return DType::kBF16;
+        case ffi::F16: return DType::kF16;
+        case ffi::F32: return DType::kF32;
+        case ffi::F64: return DType::kF64;
+        default:
+            throw std::invalid_argument("arrays to be added up must be bf16, f16, f32 or f64, got " +
+                                        type_name(buffer.element_type()));
+    }
+}
+
+}  // namespace jaxmagi

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <vector>
+
+#include "csrc/collectives/peers.h"
+#include "csrc/collectives/transfer_params.h"
+#include "xla_ffi/communicator.h"
+#include "xla_ffi/cuda_checks.h"
+
+// Turns the buffers and attributes of a group cast or group reduce into the parameters of its kernels.
+
+namespace jaxmagi {
+
+enum class Kind { kCast, kReduce };
+
+enum class Implementation : int64_t { kAuto, kNative, kNccl };
+
+struct TransferAttributes {
+    DeviceIds groups;
+    int64_t group_size, transfer_id, input_rows, output_rows, pair_rows, num_sms;
+    Implementation implementation;
+    int64_t ranks_per_host, timeout_ms;
+    bool is_async;    // jaxmagi_group_done waits for the transfer
+    bool goes_first;  // of an asynchronous one: what the program does next waits until the transfer has its SMs
+};
+
+struct Buffers {
+    xla::ffi::AnyBuffer sends, receives;
+    std::vector<xla::ffi::AnyBuffer> from, to;
+    xla::ffi::AnyBuffer workspace;
+};
+
+Buffers to_buffers(const xla::ffi::RemainingArgs& arguments, const xla::ffi::RemainingRets& results);
+
+collectives::Addresses addresses_of(const std::vector<xla::ffi::AnyBuffer>& buffers);
+
+// Returns the arrays that peers access: the results of a cast, the operands of a reduction.
+const std::vector<xla::ffi::AnyBuffer>& shared_arrays(Kind kind, const Buffers& buffers);
+
+// Memory of XLA's for the length of a call. The program may use it again as soon as the call has returned. If there is
+// too little, this rank alone throws, and the others wait for it until their time limit.
+class Scratch {
+public:
+    explicit Scratch(xla::ffi::ScratchAllocator& allocator) : allocator_(allocator) {}
+
+    void* allocate(size_t bytes);
+    bool is_used() const { return is_used_; }
+
+private:
+    xla::ffi::ScratchAllocator& allocator_;
+    bool is_used_ = false;
+};
+
+// Returns whether any rank of the group may access arrays of another process. It is the same on all ranks, since all
+// map each other's memory or none does. A rank alone on its host has no use for that.
+bool may_access_processes(const collectives::Peers& peers, const TransferAttributes& attributes);
+
+// Peers access arrays that they cannot reach in staging buffers or in `scratch` instead.
+collectives::TransferParams to_params(Kind kind, const Buffers& buffers, const TransferAttributes& attributes,
+                                      collectives::Peers& peers, Scratch& scratch);
+
+// Returns the element type of an array that is summed.
+collectives::DType dtype_of(const xla::ffi::AnyBuffer& buffer);
+
+}  // namespace jaxmagi
+
+XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jaxmagi::Implementation);
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    jaxmagi::TransferAttributes, StructMember<jaxmagi::DeviceIds>("groups"), StructMember<int64_t>("group_size"),
+    StructMember<int64_t>("transfer_id"), StructMember<int64_t>("input_rows"), StructMember<int64_t>("output_rows"),
+    StructMember<int64_t>("pair_rows"), StructMember<int64_t>("num_sms"),
+    StructMember<jaxmagi::Implementation>("implementation"), StructMember<int64_t>("ranks_per_host"),
+    StructMember<int64_t>("timeout_ms"), StructMember<bool>("is_async"), StructMember<bool>("goes_first"));
