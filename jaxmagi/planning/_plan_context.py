@@ -160,7 +160,7 @@ class _Draft(NamedTuple):
 
     @classmethod
     def of(cls, staged: Staged) -> "_Draft":
-        tables = [staged.staging.transfer(i) for i in range(len(staged.choice.shares))]
+        tables = [staged.staging.transfer_tables(i) for i in range(len(staged.choice.shares))]
         return cls(*staged.bands, tables=tables, output_rows=staged.staging.most_received())
 
     @property
