@@ -25,10 +25,10 @@ jaxmagi_add_module(
   csrc/mask/tile_index.cc
   csrc/planning/balance.cc
   csrc/planning/balancer.cc
-  csrc/planning/first_deal.cc
-  csrc/planning/hand.cc
+  csrc/planning/first_assignment.cc
   csrc/planning/merge.cc
   csrc/planning/owners.cc
+  csrc/planning/rank_chunks.cc
   csrc/planning/routing.cc
   csrc/planning/runs.cc
   csrc/planning/shard.cc
