@@ -15,7 +15,8 @@ from ._cost import CostModel
 from ._layout import make_layout
 from ._merge import merge
 from ._overlap import OverlapSolver, Staged
-from ._plan import ContextPlan, PlanStages
+from ._plan import ContextPlan
+from ._plan_stages import PlanStages
 from ._spec import pack_spec
 from ._tables import largest_pair, longest
 
