@@ -163,7 +163,7 @@ class ContextPlan:
             ValueError: the plan is traced, stacked or a part.
         """
         plan = _on_host(self, "report")
-        return report_plan(plan.token_order, plan.forward_stages, plan.backward, cost)
+        return report_plan(np.asarray(plan.token_order), plan.forward_stages, plan.backward, cost)
 
     def draw(self, ax: "Axes | None" = None) -> "Axes":
         """Draws the mask coloured by the rank that computes each row, and each rank's area and received rows.
@@ -178,7 +178,7 @@ class ContextPlan:
             ImportError: matplotlib is not installed.
         """
         plan = _on_host(self, "draw")
-        return draw_plan(plan.token_order, plan.length, plan.forward_stages, plan.report(), ax)
+        return draw_plan(np.asarray(plan.token_order), plan.length, plan.forward_stages, plan.report(), ax)
 
 
 def _static_sizes(plans: Sequence[ContextPlan]) -> dict[str, list[Any]]:

@@ -16,7 +16,7 @@ def largest_pair(table: np.ndarray) -> int:
 
 
 def pack_table(table: np.ndarray, cp_size: int, copies: int) -> np.ndarray:
-    """Returns int32 ``[cp, copies, k]`` of entries ``[n, 1 + k]``, which lead with the rank and are sorted by it."""
+    """Returns int32 ``[cp, copies, k]`` of entries ``[n, 1 + k]``, which lead with their rank, sorted."""
     packed = np.zeros((cp_size, copies, table.shape[1] - 1), np.int32)
     rank = table[:, 0]
     packed[rank, np.arange(len(rank)) - np.searchsorted(rank, rank)] = table[:, 1:]
