@@ -13,9 +13,9 @@ from ._schedule import Work, busiest_links, count_tiles, schedule, transfer_time
 if TYPE_CHECKING:
     from .._cpu import Routing, Staging
 
-# Stages are cut at eighths of a rank's cells with received keys: 7 cuts for three stages, 21 for four, each in
-# two orders. Eighths were chosen by trial: finer parts come closer to the best cut, but there are more of them
-# to compare. With more than four stages all get equal parts, for there would be too many cuts.
+# Stages are cut at eighths of a rank's cells with received keys: 7 cuts for three stages, 21 for four, each
+# in two orders. Eighths were chosen by trial: finer parts come closer to the best cut, but there are more to
+# compare. With more than four stages all get equal parts, for there would be too many cuts.
 _PARTS = 8
 _MOST_CUT_STAGES = 4
 

@@ -1,6 +1,7 @@
 """Plans the next batches in a background thread while the step of the last one runs."""
 
 import collections
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
@@ -73,6 +74,8 @@ class PlanPrefetcher[Batch, Plan]:
         self._pairs, self._fits, self._taken = pairs, fits, 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD_NAME)
         self._ahead = collections.deque(self._thread.submit(next, pairs) for _ in range(depth))
+        # It does not wait, because the thread itself may be the one that collects the prefetcher.
+        weakref.finalize(self, self._thread.shutdown, wait=False, cancel_futures=True)
 
     def __iter__(self) -> Self:
         return self
@@ -99,10 +102,6 @@ class PlanPrefetcher[Batch, Plan]:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        # It does not wait, because the thread itself may be the one that collects the prefetcher.
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
         """Ends the thread and waits for its current call of the source or of ``make_plan``.

@@ -125,18 +125,6 @@ def test_documents_are_balanced_and_stay_together(
     assert received(owner) <= share * received(largest_first_owners(areas, cp_size))
 
 
-@pytest.mark.parametrize("chunk", [128, 512, 1024, 3000])
-def test_ranks_get_equal_counts_and_areas(chunk: int) -> None:
-    length, cp_size = 1 << 16, 4
-    bands = np.asarray(masks.documents(document_lengths(length)).bands)
-    owner = owners_of(bands, length, cp_size, chunk)
-    counts = np.bincount(owner, minlength=cp_size)
-    assert (counts == counts[0]).all()
-    assert counts.sum() * chunk >= length
-    loads = load(owner, chunk_areas(bands, chunk, len(owner)), cp_size)
-    assert loads.max() <= 1.05 * loads.mean()
-
-
 @pytest.mark.parametrize(
     "mask",
     [

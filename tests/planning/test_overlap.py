@@ -9,7 +9,7 @@ import pytest
 from jaxmagi import AttnMask, masks
 from jaxmagi.planning import ContextPlan, CostModel, plan_context
 from jaxmagi.planning._compiled import planner
-from jaxmagi.planning._overlap import Choice, OverlapSolver, Staged
+from jaxmagi.planning._overlap import OverlapSolver, StageSplit, StagingCandidate
 from jaxmagi.planning._plan_context import _Draft
 
 from ..cases import document_lengths, random_bands
@@ -76,13 +76,13 @@ def test_the_cut_is_nearly_the_best_of_all(name: str, direction: str) -> None:
     routing = planner().Routing(np.asarray(mask.bands), plan_context(mask, 8).token_order, 8)
     passes = (getattr(SLOW, direction),)
 
-    def exact(choice: Choice) -> float:
-        return Staged(routing, choice, mask.q_len // 8, SLOW).seconds(passes)
+    def exact(split: StageSplit) -> float:
+        return StagingCandidate(routing, split, mask.q_len // 8, SLOW).seconds(passes)
 
     chosen = OverlapSolver(routing, mask.q_len // 8, SLOW).best([4], passes)
-    assert sum(chosen.choice.shares) == 8
+    assert sum(chosen.split.shares) == 8
     cuts = [(a, b - a, 8 - b) for a, b in itertools.combinations(range(1, 8), 2)]
-    best = min(exact(Choice(4, cut, by_owner)) for cut in cuts for by_owner in (False, True))
+    best = min(exact(StageSplit(4, cut, by_owner)) for cut in cuts for by_owner in (False, True))
     assert chosen.seconds(passes) <= 1.02 * best
 
 
@@ -114,7 +114,7 @@ def test_stages_by_owner_compute_everything_once(seed: int) -> None:
     order = plan_context(mask, cp_size, chunk_size=3).token_order
     routing = planner().Routing(np.asarray(mask.bands), order, cp_size)
     shares = tuple(rng.integers(1, 5, 3).tolist())
-    staged = Staged(routing, Choice(4, shares, True), len(order) // cp_size, SLOW)
+    staged = StagingCandidate(routing, StageSplit(4, shares, True), len(order) // cp_size, SLOW)
     plan = plan_context(mask, cp_size, layout=order, num_stages=4)
     draft = _Draft.of(staged)
     stages = draft.pack(draft.needed_capacity(), plan.shard_length)
