@@ -19,7 +19,6 @@ from jaxmagi.planning import ContextPlan, CostModel, GroupCastSpec, PlanCapacity
 from .oracle import builder_masks, check_plan
 
 SLOW_LINKS = CostModel(link_gb_per_second=20.0)
-SIZES = ("bands", "copies", "pair_rows", "output_rows")
 
 
 @pytest.fixture(autouse=True)
@@ -114,22 +113,14 @@ def test_pad_to_keeps_what_the_plan_does_and_refuses_less() -> None:
 
 def test_pad_to_cuts_off_what_is_unused() -> None:
     mask = masks.documents([50, 14])
-    plans = [plan_context(mask, 4, chunk_size=4, num_stages=n) for n in (1, 2)]
-    for plan in (*plans, ContextPlan.stack(plans[:1] * 2)):
-        tight = plan.pad_to(replace(plan.capacity, **{name: smallest_size(plan, name) for name in SIZES}))
-        assert tight.capacity != plan.capacity
-        if tight.bands.ndim == 4:
-            check_plan(mask, tight)
-
-
-def smallest_size(plan: ContextPlan, name: str) -> int:
-    """The smallest value of a size that pad_to takes."""
-    for size in range(getattr(plan.capacity, name), 0, -1):
-        try:
-            plan.pad_to(replace(plan.capacity, **{name: size - 1}))
-        except ValueError:
-            return size
-    return 0
+    for num_stages in (1, 2):
+        plan = plan_context(mask, 4, chunk_size=4, num_stages=num_stages)
+        used = functools.reduce(PlanCapacity.union, [spec.used for spec in plan.transfers])
+        large = plan.pad_to(plan.capacity.union(PlanCapacity(40, 40, 80, 80)))
+        for each in (large, ContextPlan.stack([large, large])):
+            tight = each.pad_to(replace(used, bands=8))
+            assert tight.capacity == replace(used, bands=8, num_stages=num_stages)
+        check_plan(mask, large.pad_to(replace(used, bands=8)))
 
 
 def test_host_arrays_are_read_only() -> None:

@@ -1,6 +1,5 @@
 """Prefetched plans: order, look-ahead, errors, and a thread that always ends."""
 
-import doctest
 import gc
 import itertools
 import os
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 
-import jaxmagi
 from jaxmagi import masks
 from jaxmagi.planning import ContextPlan, _prefetch, plan_context, prefetch_plans
 
@@ -182,9 +180,3 @@ assert next(pairs)[1].length == 1000
         timeout=PATIENCE,
     )
     assert (run.returncode, run.stderr) == (0, "")
-
-
-def test_public_name_and_docstring() -> None:
-    assert jaxmagi.prefetch_plans is prefetch_plans
-    result = doctest.testmod(_prefetch, extraglobs={"plan_context": plan_context, "masks": masks})
-    assert result.attempted > 0 and result.failed == 0
