@@ -37,7 +37,7 @@ def _keys_of_rows(bands: np.ndarray, length: int) -> np.ndarray:
 
 
 def _independent_parts(bands: np.ndarray, length: int) -> np.ndarray:
-    """Returns the edges of the smallest parts of the sequence that no band connects, 0 and ``length`` included."""
+    """Returns the edges of the smallest parts that no band connects, 0 and ``length`` included."""
     tight = geometry.tighten(bands)
     q0, q1, k0, k1, *_ = geometry.columns(tight[tight.any(axis=1)])
     crossings = np.zeros(length + 2, np.int64)

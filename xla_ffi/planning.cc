@@ -56,6 +56,11 @@ Array<Int> to_numpy(std::vector<Value> values, std::initializer_list<size_t> sha
     return Array<Int>(reinterpret_cast<Int*>(owned->data()), shape, owner);
 }
 
+Array<int32_t> to_numpy(std::vector<int32_t> values) {
+    const size_t count = values.size();
+    return to_numpy<int32_t>(std::move(values), {count});
+}
+
 Array<int32_t> to_table(std::vector<Band> bands) {
     const size_t count = bands.size();
     return to_numpy<int32_t>(std::move(bands), {count, 6});
@@ -81,7 +86,7 @@ Array<int32_t> merge_bands(Table<6> bands) {
 Array<int32_t> balanced_owners(const std::vector<Table<6>>& tables, const std::vector<int64_t>& weights, int length,
                                int cp_size, std::pair<int, int> chunk_sizes, int64_t cells_per_row,
                                const std::vector<std::tuple<int, int, bool, double>>& kernels) {
-    auto owners = released([&] {
+    return to_numpy(released([&] {
         std::vector<planning::WeightedMask> masks;
         for (size_t i = 0; i < tables.size(); ++i)
             masks.push_back({to_bands(tables[i]), weights.at(i)});
@@ -90,15 +95,11 @@ Array<int32_t> balanced_owners(const std::vector<Table<6>>& tables, const std::v
             passes.push_back({rows, keys, by_keys, partial_cost});
         const planning::ChunkSizes chunks{.usual = chunk_sizes.first, .least = chunk_sizes.second};
         return planning::balanced_owners(masks, length, cp_size, chunks, cells_per_row, passes);
-    });
-    const size_t count = owners.size();
-    return to_numpy<int32_t>(std::move(owners), {count});
+    }));
 }
 
 Array<int32_t> token_order(Ints owners, int length, int cp_size, int chunk_size) {
-    auto tokens = released([&] { return planning::token_order(to_span(owners), length, cp_size, chunk_size); });
-    const size_t count = tokens.size();
-    return to_numpy<int32_t>(std::move(tokens), {count});
+    return to_numpy(released([&] { return planning::token_order(to_span(owners), length, cp_size, chunk_size); }));
 }
 
 std::pair<Array<int32_t>, Array<int32_t>> place_copies(Table<5> copies) {

@@ -33,15 +33,9 @@ def balanced_owners(
 ) -> Int32[np.ndarray, " n"]:
     """Returns the rank of each chunk. Their number is a multiple of ``cp_size``: the last may be padding.
 
-    The largest area of a rank is at most 1 % above the mean (6.1 % with 1024 ranks or more where areas differ
-    much along the sequence), or the area of chunks assigned largest first (LPT, Graham 1969) where that is
-    larger; and then at most as many rows are received. With a model of the machine it may be 1.3 points more
-    where that makes the tiles of the kernels more equal, and 2.5 % where neighbours stay together and that
-    takes less time; the slowest rank takes about as long as with LPT of the same groups of chunks, or less.
-    ``csrc/planning/balance.h`` describes the search.
-
-    Several masks count by their weights. A rank receives the rows that any of them needs, and each row takes
-    as long as in all layers of the mask with the largest area.
+    `jaxmagi.plan_context` has the limits of a rank's area, which is larger where it is larger for chunks
+    assigned largest first (LPT, Graham 1969); ``csrc/planning/balance.h`` describes the search. The slowest
+    rank takes about as long as with LPT of the same groups of chunks, or less.
 
     Args:
         masks: the masks of layers that share the layout.
