@@ -1,4 +1,4 @@
-"""How few rows any plan of a mask has to receive."""
+"""A lower bound of the rows that any plan of a mask receives."""
 
 import itertools
 
@@ -8,16 +8,16 @@ from jaxmagi.masks import geometry
 
 
 def fewest_received_rows(bands: np.ndarray, length: int, shard_length: int, largest_area: int) -> int:
-    """Rows that all ranks together receive at least, if none has more tokens or area than this.
+    """Returns a lower bound of the rows that all ranks receive, if none has more tokens or area than this.
 
-    For each part of the sequence that sees nothing of the others (a document): the rows that see ``t`` keys
-    or more have to be shared by as many ranks as their area and their number ask for, and each of these ranks
-    needs ``t`` keys. So the sum over ``t`` of the numbers of ranks bounds the keys that ranks need, of which
-    each is owned by one of them.
+    For each part of the sequence that no band connects to others (a document): the rows that see ``t`` keys
+    or more need a number of ranks that follows from their number and area, and each of these ranks needs
+    ``t`` keys. So the sum over ``t`` of the numbers of ranks bounds the keys that ranks need, of which each
+    is owned by one of them.
 
     Args:
         bands: int ``[S, 6]``, no cell covered twice.
-        length: of the sequence.
+        length: length of the sequence.
         shard_length: the most tokens of a rank.
         largest_area: the most cells of a rank.
     """
@@ -28,7 +28,7 @@ def fewest_received_rows(bands: np.ndarray, length: int, shard_length: int, larg
 
 
 def _keys_of_rows(bands: np.ndarray, length: int) -> np.ndarray:
-    """How many keys each row sees: int64 ``[length]``."""
+    """Returns how many keys each row sees: int64 ``[length]``."""
     keys = np.zeros(length, np.int64)
     for q0, q1, k0, k1, lo, hi in np.asarray(bands, np.int64):
         rows = np.arange(q0, q1)
@@ -37,7 +37,7 @@ def _keys_of_rows(bands: np.ndarray, length: int) -> np.ndarray:
 
 
 def _independent_parts(bands: np.ndarray, length: int) -> np.ndarray:
-    """The edges of the smallest parts of the sequence that no band connects, 0 and ``length`` included."""
+    """Returns the edges of the smallest parts that no band connects, 0 and ``length`` included."""
     tight = geometry.tighten(bands)
     q0, q1, k0, k1, *_ = geometry.columns(tight[tight.any(axis=1)])
     crossings = np.zeros(length + 2, np.int64)
@@ -49,7 +49,7 @@ def _independent_parts(bands: np.ndarray, length: int) -> np.ndarray:
 
 def _fewest_of_part(keys: np.ndarray, shard_length: int, largest_area: int) -> int:
     rows = np.bincount(keys)
-    # From here on index t - 1 is for the rows that see t keys or more.
+    # In the arrays below, index t - 1 is for the rows that see t keys or more.
     count = np.cumsum(rows[::-1])[::-1][1:]
     cells = np.cumsum((rows * np.arange(len(rows)))[::-1])[::-1][1:]
     ranks = np.maximum(-(-count // shard_length), -(-cells // max(largest_area, 1)))

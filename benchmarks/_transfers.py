@@ -14,7 +14,7 @@ LATENCY_TOKENS = 16  # 64 KB of keys and values in bfloat16
 
 @dataclass(frozen=True)
 class Transfer:
-    """Rows of keys and values that ranks send to others, or whose gradients come back."""
+    """A group cast of rows of keys and values, or a group reduce of their gradients, with a name."""
 
     name: str
     spec: GroupCastSpec
@@ -38,7 +38,7 @@ def _others(cp_size: int) -> list[list[int]]:
 
 
 def all_to_all(cp_size: int, tokens: int) -> GroupCastSpec:
-    """Each rank keeps the part of its rows that has its own number, and sends the others to theirs.
+    """Returns an all-to-all: each rank keeps the part of its rows with its own number, and sends the others.
 
     Raises:
         ValueError: ranks do not divide the tokens.
@@ -56,7 +56,7 @@ def all_to_all(cp_size: int, tokens: int) -> GroupCastSpec:
 
 
 def all_gather(cp_size: int, tokens: int) -> GroupCastSpec:
-    """Each rank sends all of its rows to all others."""
+    """Returns an all-gather: each rank sends all of its rows to all others."""
     others = _others(cp_size)
     return GroupCastSpec.from_splits(
         input_split_sizes=[[tokens]] * cp_size,
@@ -67,7 +67,7 @@ def all_gather(cp_size: int, tokens: int) -> GroupCastSpec:
 
 
 def documents(cp_size: int, tokens: int) -> GroupCastSpec:
-    """All that a plan of packed causal documents sends, in one transfer."""
+    """Returns all that a plan of packed causal documents sends, in one transfer."""
     mask = masks.documents(document_lengths(cp_size * tokens), "causal")
     spec = plan_context(mask, cp_size, num_stages=1).transfers[0]
     assert isinstance(spec, GroupCastSpec)
@@ -83,5 +83,5 @@ _SPECS: dict[str, Callable[[int, int], GroupCastSpec]] = {
 
 
 def transfers(cp_size: int, tokens: int) -> list[Transfer]:
-    """All of them, between so many ranks, each of which owns so many tokens."""
+    """Returns all transfers between ``cp_size`` ranks with ``tokens`` tokens each."""
     return [Transfer(name, make(cp_size, tokens)) for name, make in _SPECS.items()]

@@ -21,7 +21,7 @@ from tests.planning.fuzz import Problem, check_problem, random_problem
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """How many cases there were of a kind."""
+    """The number of cases with a value of an option."""
 
     option: str
     value: str
@@ -29,7 +29,7 @@ class Row:
 
 
 def options_of(problem: Problem) -> dict[str, str]:
-    """What a case is counted by."""
+    """Returns the options that a case is counted by."""
     layout = problem.arguments["layout"]
     cp_size, per_host = problem.arguments["cp_size"], problem.arguments["cost"].ranks_per_host
     return {

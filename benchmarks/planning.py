@@ -1,9 +1,9 @@
-"""Plans of masks: time, memory, balance, and rows to receive beside those of chunks dealt by area alone.
+"""Measures plans of masks: time, memory, balance and received rows, compared with chunks assigned by area.
 
     uv run python -m benchmarks.planning [--repeats 15] [--save]
 
 A plan is all that `plan_context` does, with ``num_stages="auto"``, on one thread. Received rows are given as
-multiples of a rank's own; "LPT" deals chunks of 512 largest first, also where the plan has default chunks.
+multiples of a rank's own; "LPT" assigns chunks of 512 largest first, also where the plan has default chunks.
 The bound holds for plans with the same number of tokens per rank and the same largest area. Predicted are the
 forward and the backward pass together.
 """
@@ -47,9 +47,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """One setting; rows are received rows over own rows, imbalances largest over mean area.
+    """The results of a setting: rows are received over own rows, imbalances are largest over mean area.
 
-    Those of work are of predicted attention: tiles of the kernels, of the forward and the backward pass.
+    Imbalances of work count the tiles of the kernels, of the forward and the backward pass.
     """
 
     name: str
@@ -94,12 +94,12 @@ SETTINGS = {
 
 
 def predicted_ms(report: PlanReport) -> float:
-    """Both passes of the slowest rank, with hosts of eight ranks."""
+    """Returns the time of both passes of the slowest rank, with hosts of eight ranks."""
     return 1e3 * (report.predicted_seconds + report.predicted_backward_seconds)
 
 
 def largest_first(setting: Setting) -> tuple[float, float, float]:
-    """Chunks dealt largest first: imbalance, mean received rows over own rows, predicted milliseconds."""
+    """Returns imbalance, mean received rows over own rows and predicted milliseconds of LPT."""
     bands = np.asarray(setting.mask(setting.length).bands)
     begin = np.arange(setting.length // CHUNK) * CHUNK
     order = np.argsort(bands[:, 0], kind="stable")
@@ -119,7 +119,7 @@ def largest_first(setting: Setting) -> tuple[float, float, float]:
 
 
 def peak_gb(name: str) -> float:
-    """Of a process that makes this plan and nothing else, imports included."""
+    """Returns the peak memory of a process that only makes this plan, imports included."""
     command = [sys.executable, "-m", "benchmarks.planning", "--peak", name]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
@@ -131,7 +131,7 @@ def print_peak(name: str) -> None:
 
 
 def time_plans(setting: Setting, repeats: int) -> Timing:
-    """Of so many plans, or of more where these take less than a second."""
+    """Times ``repeats`` plans, or more where these take less than a second."""
     first = time_interleaved({"plan": setting.plan}, 1)["plan"]
     return time_interleaved({"plan": setting.plan}, max(repeats, int(LEAST_SECONDS / first.median)))["plan"]
 

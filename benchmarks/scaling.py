@@ -1,4 +1,4 @@
-"""Simulated weak scaling from 8 to 1024 ranks: plans beside other ways, under one model of the machine.
+"""Simulates weak scaling from 8 to 1024 ranks: plans and other schemes under one model of the machine.
 
     uv run python -m benchmarks.scaling [--most 1024] [--save]
 
@@ -34,11 +34,11 @@ MASKS: dict[str, Callable[[int], AttnMask]] = {
 
 
 def planned(mask: AttnMask, cp_size: int, cost: CostModel) -> Prediction:
-    """Of a plan with everything left to the planner."""
+    """Returns the prediction for a plan with default options."""
     plan = plan_context(mask, cp_size, cost=cost)
     report = plan.report(cost)
     rows = report.rows_received.mean()
-    # Backward, keys and values come again, and as many rows of gradients come as have been sent.
+    # In the backward pass keys and values are received again, and the gradients of all sent rows.
     received = rows * (2 * cost.row_bytes + cost.gradient_row_bytes)
     return Prediction(report.predicted_seconds + report.predicted_backward_seconds, float(received))
 
@@ -54,7 +54,7 @@ SCHEMES: dict[str, Callable[[AttnMask, int, CostModel], Prediction | None]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One scheme for one mask and number of ranks; None where it cannot run."""
+    """The results of a scheme for a mask and a number of ranks; None where it cannot run."""
 
     mask: str
     cp_size: int
@@ -65,7 +65,7 @@ class Row:
 
 
 def linear_seconds(mask: AttnMask, cp_size: int) -> float:
-    """Of a rank's share of the cells, if nothing but full tiles had to be computed."""
+    """Returns the time of a rank's share of the cells in full tiles."""
     return mask.area() / cp_size * (COST.forward.cell_seconds + COST.backward.cell_seconds)
 
 
@@ -84,7 +84,7 @@ def measure(name: str, cp_size: int) -> list[Row]:
 
 
 def table(rows: list[Row], name: str) -> str:
-    """A table in Markdown: share of linear speed-up, and received bytes."""
+    """Returns a table in Markdown: share of linear speed-up, and received bytes."""
     lines = ["| ranks | " + " | ".join(SCHEMES) + " |", "|---" * (1 + len(SCHEMES)) + "|"]
     for cp_size in sorted({row.cp_size for row in rows}):
         mine = [row for row in rows if (row.mask, row.cp_size) == (name, cp_size)]
@@ -99,7 +99,7 @@ def _cell(row: Row) -> str:
 
 
 def draw(rows: list[Row]) -> None:
-    """The shares of linear speed-up by ranks, one panel for each mask."""
+    """Draws the shares of linear speed-up by ranks, with a panel for each mask."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 3.2), layout="constrained")

@@ -29,10 +29,10 @@ namespace jaxmagi {
 namespace {
 
 namespace nb = nanobind;
-using planning::Copy;
 using planning::Routing;
+using planning::RowCopy;
 using planning::Staging;
-using planning::Transfer;
+using planning::TransferTables;
 
 template <int kColumns>
 using Table = nb::ndarray<const int32_t, nb::shape<-1, kColumns>, nb::c_contig, nb::device::cpu>;
@@ -47,7 +47,7 @@ std::vector<Band> to_bands(const Table<6>& table) {
     return tighten_bands(table.data(), static_cast<int64_t>(table.shape(0)), kUnbounded, kUnbounded);
 }
 
-// A numpy array that owns the vector; a struct of integers of one type becomes the last axis.
+// Returns a numpy array that owns the vector; a struct of integers of one type becomes the last axis.
 template <typename Int, typename Value>
 Array<Int> to_numpy(std::vector<Value> values, std::initializer_list<size_t> shape) {
     static_assert(sizeof(Value) % sizeof(Int) == 0);
@@ -56,16 +56,21 @@ Array<Int> to_numpy(std::vector<Value> values, std::initializer_list<size_t> sha
     return Array<Int>(reinterpret_cast<Int*>(owned->data()), shape, owner);
 }
 
+Array<int32_t> to_numpy(std::vector<int32_t> values) {
+    const size_t count = values.size();
+    return to_numpy<int32_t>(std::move(values), {count});
+}
+
 Array<int32_t> to_table(std::vector<Band> bands) {
     const size_t count = bands.size();
     return to_numpy<int32_t>(std::move(bands), {count, 6});
 }
 
-// The sends [n, 6] and the receives [m, 5].
-std::pair<Array<int32_t>, Array<int32_t>> to_tables(Transfer transfer) {
-    const size_t sends = transfer.sends.size(), receives = transfer.receives.size();
-    return {to_numpy<int32_t>(std::move(transfer.sends), {sends, 6}),
-            to_numpy<int32_t>(std::move(transfer.receives), {receives, 5})};
+// Returns the sends [n, 6] and the receives [m, 5].
+std::pair<Array<int32_t>, Array<int32_t>> to_numpy(TransferTables tables) {
+    const size_t sends = tables.sends.size(), receives = tables.receives.size();
+    return {to_numpy<int32_t>(std::move(tables.sends), {sends, 6}),
+            to_numpy<int32_t>(std::move(tables.receives), {receives, 5})};
 }
 
 // Computes without the GIL.
@@ -81,7 +86,7 @@ Array<int32_t> merge_bands(Table<6> bands) {
 Array<int32_t> balanced_owners(const std::vector<Table<6>>& tables, const std::vector<int64_t>& weights, int length,
                                int cp_size, std::pair<int, int> chunk_sizes, int64_t cells_per_row,
                                const std::vector<std::tuple<int, int, bool, double>>& kernels) {
-    auto owners = released([&] {
+    return to_numpy(released([&] {
         std::vector<planning::WeightedMask> masks;
         for (size_t i = 0; i < tables.size(); ++i)
             masks.push_back({to_bands(tables[i]), weights.at(i)});
@@ -90,23 +95,19 @@ Array<int32_t> balanced_owners(const std::vector<Table<6>>& tables, const std::v
             passes.push_back({rows, keys, by_keys, partial_cost});
         const planning::ChunkSizes chunks{.usual = chunk_sizes.first, .least = chunk_sizes.second};
         return planning::balanced_owners(masks, length, cp_size, chunks, cells_per_row, passes);
-    });
-    const size_t count = owners.size();
-    return to_numpy<int32_t>(std::move(owners), {count});
+    }));
 }
 
 Array<int32_t> token_order(Ints owners, int length, int cp_size, int chunk_size) {
-    auto tokens = released([&] { return planning::token_order(to_span(owners), length, cp_size, chunk_size); });
-    const size_t count = tokens.size();
-    return to_numpy<int32_t>(std::move(tokens), {count});
+    return to_numpy(released([&] { return planning::token_order(to_span(owners), length, cp_size, chunk_size); }));
 }
 
 std::pair<Array<int32_t>, Array<int32_t>> place_copies(Table<5> copies) {
-    const auto* first = reinterpret_cast<const Copy*>(copies.data());
-    return to_tables(released([&] { return planning::place_copies({first, first + copies.shape(0)}); }));
+    const auto* first = reinterpret_cast<const RowCopy*>(copies.data());
+    return to_numpy(released([&] { return planning::place_copies({first, first + copies.shape(0)}); }));
 }
 
-// [n, 2]: the full and the partial tiles of groups of so many bands, one after the other.
+// Returns the full and the partial tiles [n, 2] of groups of bands; `groups` has the number of bands of each.
 Array<int64_t> tile_counts(Table<6> bands, Ints groups, int rows, int keys, bool by_keys) {
     auto counts = released([&] {
         std::span rest(reinterpret_cast<const Band*>(bands.data()), bands.shape(0));
@@ -128,14 +129,14 @@ size_t num_ranks(const Staging& staging) {
     return static_cast<size_t>(staging.num_ranks());
 }
 
-// [cp, num_transfers, 2, 2]: sent and received, within a host and between hosts.
+// Returns rows [cp, num_transfers, 2, 2]: sent and received, within a host and between hosts.
 Array<int64_t> traffic(const Staging& staging, int ranks_per_host) {
     auto rows = released([&] { return staging.traffic(ranks_per_host); });
     const auto transfers = static_cast<size_t>(staging.num_transfers());
     return to_numpy<int64_t>(std::move(rows), {num_ranks(staging), transfers, 2, 2});
 }
 
-// The bands of all ranks and stages, and how many each has.
+// Returns the bands of all ranks and stages, and how many each has.
 std::pair<Array<int32_t>, Array<int32_t>> staged_bands(const Staging& staging) {
     std::vector<Band> all;
     std::vector<int32_t> counts;
@@ -152,12 +153,12 @@ std::pair<Array<int32_t>, Array<int32_t>> staged_bands(const Staging& staging) {
     return {to_table(std::move(all)), to_numpy<int32_t>(std::move(counts), {num_ranks(staging), stages})};
 }
 
-std::pair<Array<int32_t>, Array<int32_t>> staged_transfer(const Staging& staging, int index) {
-    return to_tables(released([&] { return staging.transfer(index); }));
+std::pair<Array<int32_t>, Array<int32_t>> transfer_tables(const Staging& staging, int index) {
+    return to_numpy(released([&] { return staging.transfer_tables(index); }));
 }
 
 void bind_routing(nb::module_& m) {
-    nb::class_<Routing>(m, "Routing", "Which rows and keys each rank of a layout has and needs.")
+    nb::class_<Routing>(m, "Routing", "The rows that each rank of a layout has, and the keys that it needs.")
         .def(
             "__init__",
             [](Routing* self, Table<6> bands, Ints tokens, int cp_size) {
@@ -171,11 +172,11 @@ void bind_routing(nb::module_& m) {
                 return released([&] { return Staging(self, num_stages, shares, is_by_owner); });
             },
             nb::arg("num_stages"), nb::arg("shares"), nb::arg("is_by_owner"), nb::keep_alive<0, 1>());
-    nb::class_<Staging>(m, "Staging", "The keys of each rank and stage.")
+    nb::class_<Staging>(m, "Staging", "The keys of each attention call of each rank.")
         .def("traffic", traffic, nb::arg("ranks_per_host"))
         .def("most_received", &Staging::most_received)
         .def("bands", staged_bands)
-        .def("transfer", staged_transfer, nb::arg("index"));
+        .def("transfer_tables", transfer_tables, nb::arg("index"));
 }
 
 }  // namespace
@@ -193,7 +194,7 @@ void bind_planning(nb::module_& m) {
     m.def("merge_bands", merge_bands, nb::arg("bands"));
     m.def("balanced_owners", balanced_owners, nb::arg("masks"), nb::arg("weights"), nb::arg("length"),
           nb::arg("cp_size"), nb::arg("chunk_sizes"), nb::arg("cells_per_row"), nb::arg("kernels"),
-          "The rank of each chunk: int32 [n].");
+          "Returns the rank of each chunk: int32 [n].");
     m.def("token_order", token_order, nb::arg("owners"), nb::arg("length"), nb::arg("cp_size"), nb::arg("chunk_size"));
     m.def("place_copies", place_copies, nb::arg("copies"));
     bind_routing(m);

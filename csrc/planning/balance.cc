@@ -13,11 +13,12 @@
 namespace jaxmagi::planning {
 namespace {
 
+// Groups of a rank, chosen by trial: fewer make areas less equal, and the time of a search grows with the square.
 constexpr int kFewestGroups = 8, kMostGroups = 16;
-constexpr int kFewToHalve = 256;  // units, of which the halves take little time
-constexpr int64_t kMostCells = int64_t{1} << 60;  // of a time in cells, so that it stays within 64 bits
+constexpr int kFewToHalve = 256;                  // units whose halves take little time to search (chosen by trial)
+constexpr int64_t kMostCells = int64_t{1} << 60;  // limit of a time in cells: sums of a few still fit into 64 bits
 
-// How many of a rank's chunks to deal as one: as few as leave 8 to 16 groups, or 1.
+// Returns how many of a rank's chunks form a group: as few as leave 8 to 16 groups, or 1.
 int group_size(int chunks) {
     for (int groups = kMostGroups; groups >= kFewestGroups; --groups)
         if (chunks % groups == 0)
@@ -32,43 +33,42 @@ int smallest_factor(int number) {
     return factor;
 }
 
-// What to deal next, smaller than units of so many rows: 0 if there is nothing.
+// Returns the next smaller size of a unit, in rows, or 0 if there is none.
 int smaller_unit(int unit, int chunk, int least_chunk) {
     if (unit > chunk)
         return unit / smallest_factor(unit / chunk);
     return unit % 2 == 0 and unit / 2 >= least_chunk ? unit / 2 : 0;
 }
 
-// A deal of units of so many rows.
-struct SizedDeal {
-    Deal deal;
-    int unit;
+struct SizedAssignment {
+    Assignment assignment;
+    int unit;  // rows of a unit
 };
 
-SizedDeal deal_units(std::span<const WeightedMask> masks, int length, int num_ranks, int shard, ChunkSizes chunks,
-                     int64_t cells_per_row, std::span<const TiledPass> passes) {
-    SizedDeal best;
-    int64_t received = INT64_MAX, time = INT64_MAX;  // of the best: the first only if it is balanced
+SizedAssignment assign_units(std::span<const WeightedMask> masks, int length, int num_ranks, int shard,
+                             ChunkSizes chunks, int64_t cells_per_row, std::span<const TiledPass> passes) {
+    SizedAssignment best;
+    int64_t received = INT64_MAX, time = INT64_MAX;  // of `best`; INT64_MAX rows if it is not balanced
     int unit = chunks.usual * group_size(shard / chunks.usual);
     for (bool is_first = true;; is_first = false) {
         const int next = smaller_unit(unit, chunks.usual, chunks.least);
         const Units units(masks, length, unit, shard / unit * num_ranks);
         Balancer balancer(units, num_ranks, cells_per_row);
         if (next == 0 or balancer.can_balance()) {
-            Deal deal = balancer.solve();
+            Assignment assignment = balancer.solve();
             if (balancer.is_balanced())
-                deal = balancer.even_tiles(deal, TileWork(masks, units, passes));
+                assignment = balancer.even_tiles(assignment, TileWork(masks, units, passes));
             const bool is_balanced = balancer.is_balanced();
             if (received == INT64_MAX or (is_balanced and balancer.received() < received)) {
-                best = {.deal = std::move(deal), .unit = unit};
+                best = {.assignment = std::move(assignment), .unit = unit};
                 received = is_balanced ? balancer.received() : INT64_MAX;
                 time = balancer.time();
             }
             const bool is_once_more = is_first and balancer.is_nearly_balanced() and
                                       (unit > chunks.usual or units.count() <= kFewToHalve);
             if (next == 0 or (is_balanced and not is_once_more)) {
-                if (Deal runs = balancer.shorter_runs(time); not runs.empty())
-                    best = {.deal = std::move(runs), .unit = unit};
+                if (Assignment runs = balancer.shorter_runs(time); not runs.empty())
+                    best = {.assignment = std::move(runs), .unit = unit};
                 return best;
             }
         }
@@ -80,7 +80,8 @@ int64_t area_of(const WeightedMask& mask) {
     return std::transform_reduce(mask.bands.begin(), mask.bands.end(), int64_t{0}, std::plus{}, area);
 }
 
-// Of all layers that have the mask with the largest area, as long as ranks send and receive at most so many rows.
+// Returns the cells that take as long as a row, counted for all layers of the mask with the largest area. It is limited
+// so that the time of `most_rows` rows stays below kMostCells.
 int64_t cells_per_row_of_layers(std::span<const WeightedMask> masks, int64_t cells_per_row, int64_t most_rows) {
     const int64_t layers = std::ranges::max_element(masks, {}, area_of)->weight, most = kMostCells / most_rows;
     return cells_per_row > most / layers ? most : cells_per_row * layers;
@@ -92,12 +93,12 @@ std::vector<int> balanced_owners(std::span<const WeightedMask> masks, int length
                                  int64_t cells_per_row, std::span<const TiledPass> passes) {
     const int shard = std::max(1, ceil_div(ceil_div(length, chunks.usual), num_ranks)) * chunks.usual;
     const int64_t most_rows = length + int64_t{num_ranks} * chunks.usual;
-    const auto [deal, unit] = deal_units(masks, length, num_ranks, shard, chunks,
-                                         cells_per_row_of_layers(masks, cells_per_row, most_rows), passes);
+    cells_per_row = cells_per_row_of_layers(masks, cells_per_row, most_rows);
+    const auto [assignment, unit] = assign_units(masks, length, num_ranks, shard, chunks, cells_per_row, passes);
     const int chunk = std::min(unit, chunks.usual), group = unit / chunk;
     std::vector<int> owners(static_cast<size_t>(shard / chunk) * num_ranks);
     for (int rank = 0; rank < num_ranks; ++rank)
-        for (const int member : deal[rank])
+        for (const int member : assignment[rank])
             std::fill_n(owners.begin() + static_cast<int64_t>(member) * group, group, rank);
     return owners;
 }

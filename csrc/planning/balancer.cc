@@ -9,35 +9,49 @@
 namespace jaxmagi::planning {
 namespace {
 
-constexpr int kFewUnits = 512;                    // several searches take little time
-constexpr int64_t kMostSwaps = int64_t{1} << 30;  // pairs of units that a search may have to look at, again and again
-constexpr int64_t kMostRuns = int64_t{1} << 28;   // ranks times units, for a deal in runs
+// Bounds of the time of a plan, chosen by trial: up to kFewUnits units several searches take little time, beyond
+// kMostSwaps pairs of units or kMostRuns ranks times units none is made, and even_tiles stops after kMostPieces pieces.
+constexpr int kFewUnits = 512;
+constexpr int64_t kMostSwaps = int64_t{1} << 30, kMostRuns = int64_t{1} << 28, kMostPieces = int64_t{1} << 19;
 
-// Largest over mean area, in thousandths. Where contiguous or zigzag units are nearly balanced, moving little makes
-// areas equal. Elsewhere area is what makes keys travel, and the more ranks there are, the more an area above the mean
-// saves: kLooser for every eightfold number of them.
+// The allowed largest over mean area, in thousandths. Plans are to be within 1 % of the mean: kTight, and kTolerance on
+// top. Within 5 thousandths, documents over 8 ranks took 3.5 ms to plan, and video masks over 32 ranks received 4.4
+// instead of 1.4 times their own rows.
+//
+// Where contiguous or zigzag units are not nearly balanced, an even area makes keys travel, and the more ranks there
+// are, the more rows it costs. So every eightfold number of ranks allows kLooser more: 1.008 for 8 ranks, 1.030 for 64,
+// 1.059 for 1024. Compared with 1.045 for 64 and more, 64 ranks have more even work (1.048 instead of 1.061) at the
+// same predicted time, and 1024 ranks are predicted to take 115 instead of 139 ms.
 constexpr int kTight = 1008, kLooser = 22, kFewRanks = 8, kManyRanks = 1024;
+
+// Below this largest over mean area, moving few units makes contiguous or zigzag units equal (chosen by trial).
 constexpr int kNearlyBalanced = 1500;
-constexpr int kMostOfRuns = 1025;  // where neighbours stay together and that takes less time
-constexpr int kTileTolerance = 3;   // of tiles, instead of areas
-constexpr int kAreaTolerance = 15;  // of areas with few tiles
-constexpr int64_t kMostPieces = int64_t{1} << 19;  // of bands, whose tiles are counted
+
+// Contiguous or zigzag units within this area stay where a search is predicted to take longer: a video mask over 32
+// ranks takes 108 instead of 110 ms, and receives half as many rows.
+constexpr int kMostOfRuns = 1025;
+
+// even_tiles accepts work in tiles up to kTileTolerance beyond the limit of areas, and lets areas grow by
+// kAreaTolerance for it: documents over 8 ranks come from 1.038 to 1.011 of the mean work. Both were chosen by trial.
+constexpr int kTileTolerance = 3, kAreaTolerance = 15;
 
 int loose_limit(int num_ranks) {
     const auto ranks = static_cast<unsigned>(std::clamp(num_ranks, kFewRanks, kManyRanks));
     return kTight + kLooser * (std::bit_width(ranks / kFewRanks) - 1) / 3;
 }
 
-// Whether a deal is worth a search of its own: for less than a percent of the time it is not.
+// Returns whether an assignment is better by enough to break up runs of neighbours or to be searched, that is by a
+// percent of the time. Without that margin a causal mask left its runs for 0.01 % fewer rows, and lost 1.6 % to tiles
+// at new ends.
 bool is_better(Quality a, Quality b) {
     return a.excess < b.excess or (a.excess == b.excess and a.time <= b.time - b.time / 100 and a < b);
 }
 
-Deal deal_of(const std::vector<Hand>& hands) {
-    Deal deal;
-    for (const Hand& hand : hands)
-        deal.emplace_back(hand.members().begin(), hand.members().end());
-    return deal;
+Assignment assignment_of(const std::vector<RankChunks>& ranks) {
+    Assignment assignment;
+    for (const RankChunks& rank : ranks)
+        assignment.emplace_back(rank.members().begin(), rank.members().end());
+    return assignment;
 }
 
 }  // namespace
@@ -47,9 +61,9 @@ Balancer::Balancer(const Units& units, int num_ranks, int64_t cells_per_row)
       num_ranks_(num_ranks),
       cells_per_row_(cells_per_row),
       mean_(units.total_area() / num_ranks),
-      contiguous_(contiguous_deal(units.count(), num_ranks)),
-      zigzag_(zigzag_deal(units.count(), num_ranks)),
-      lpt_(largest_first_deal(units, num_ranks)),
+      contiguous_(contiguous_assignment(units.count(), num_ranks)),
+      zigzag_(zigzag_assignment(units.count(), num_ranks)),
+      lpt_(largest_first_assignment(units, num_ranks)),
       by_runs_(std::min(largest_area(contiguous_), largest_area(zigzag_))),
       most_even_(std::min(largest_area(lpt_), by_runs_)),
       allowed_(kTight) {
@@ -60,9 +74,9 @@ Balancer::Balancer(const Units& units, int num_ranks, int64_t cells_per_row)
         allowed_ = loose_limit(num_ranks);
 }
 
-int64_t Balancer::largest_area(const Deal& deal) const {
+int64_t Balancer::largest_area(const Assignment& assignment) const {
     int64_t largest = 0;
-    for (const auto& members : deal) {
+    for (const auto& members : assignment) {
         int64_t area = 0;
         for (const int unit : members)
             area += units_.area(unit);
@@ -71,33 +85,33 @@ int64_t Balancer::largest_area(const Deal& deal) const {
     return largest;
 }
 
-// A balanced deal of long runs, if there is one.
-const Deal* Balancer::balanced_runs() const {
-    for (const Deal* deal : {&contiguous_, &zigzag_})
-        if (largest_area(*deal) <= limit())
-            return deal;
+// Returns contiguous or zigzag units if one of them is balanced.
+const Assignment* Balancer::balanced_runs() const {
+    for (const Assignment* assignment : {&contiguous_, &zigzag_})
+        if (largest_area(*assignment) <= limit())
+            return assignment;
     return nullptr;
 }
 
-// Where the searches begin otherwise.
-std::vector<Deal> Balancer::first_deals() const {
+// Returns where the searches begin if neither contiguous nor zigzag units are balanced.
+std::vector<Assignment> Balancer::first_assignments() const {
     const int count = units_.count();
     if (not can_search())
         return {};
-    std::vector<Deal> deals{two_run_deal(units_, num_ranks_, limit(), 1)};
+    std::vector<Assignment> assignments{two_run_assignment(units_, num_ranks_, limit(), 1)};
     if (count <= kFewUnits)
-        deals.push_back(two_run_deal(units_, num_ranks_, limit(), 2));
+        assignments.push_back(two_run_assignment(units_, num_ranks_, limit(), 2));
     if (count <= kFewUnits or is_nearly_balanced_)
-        deals.push_back(contiguous_);
-    return deals;
+        assignments.push_back(contiguous_);
+    return assignments;
 }
 
-std::vector<Hand> Balancer::hands_of(const Deal& deal) const {
-    std::vector<Hand> hands;
-    hands.reserve(deal.size());
-    for (const auto& members : deal)
-        hands.emplace_back(units_, members);
-    return hands;
+std::vector<RankChunks> Balancer::ranks_of(const Assignment& assignment) const {
+    std::vector<RankChunks> ranks;
+    ranks.reserve(assignment.size());
+    for (const auto& members : assignment)
+        ranks.emplace_back(units_, members);
+    return ranks;
 }
 
 bool Balancer::can_search() const {
@@ -105,70 +119,77 @@ bool Balancer::can_search() const {
     return per_rank <= kMostSwaps / pairs / per_rank and int64_t{num_ranks_} * units_.count() <= kMostRuns;
 }
 
-// In cells. Transfers run beside the compute, but not all of them: a quarter is taken to be waited for.
-Quality Balancer::quality_of(const std::vector<Hand>& hands) const {
+// The time is in cells. Transfers overlap with the compute, but not entirely, so it is the longer of the two plus a
+// quarter of the transfers. The quarter was chosen by trial: a larger part prefers fewer rows to more even areas.
+Quality Balancer::quality_of(const std::vector<RankChunks>& ranks) const {
     int64_t area = 0, rows = 0;
-    for (const Hand& hand : hands) {
-        area = std::max(area, hand.area());
-        rows = std::max(rows, hand.received());
+    for (const RankChunks& rank : ranks) {
+        area = std::max(area, rank.area());
+        rows = std::max(rows, rank.received());
     }
     if (cells_per_row_ > 0)
-        rows = std::max(rows, std::ranges::max(sent_rows(hands, demand_of(hands, units_))));
+        rows = std::max(rows, std::ranges::max(sent_rows(ranks, demand_of(ranks, units_))));
     const int64_t transfers = rows * cells_per_row_;
-    return {.excess = area_above(hands, for_all(accepted())),
+    return {.excess = area_above(ranks, for_all(accepted())),
             .time = cells_per_row_ > 0 ? std::max(area, transfers) + transfers / 4 : 0,
-            .received = received_rows(hands)};
+            .received = received_rows(ranks)};
 }
 
-// So many rows that they take no longer than a tenth of the compute, if ranks can share them so: short transfers are
-// not worth the merge of a stage that would hide them. What ranks receive is harder to share than what they send.
-Limits Balancer::limits_of(const std::vector<Hand>& hands) const {
+// Above these limits, rows have a price in the search. Transfers up to a tenth of the mean compute are free: they are
+// not worth the merge of a stage that would hide them. Ranks cannot share more rows than that evenly, so up to 1.25
+// times the mean of what they send, and twice the mean of what they receive, which is harder to share, are free too.
+//
+// Predicted for packed documents (docs/performance.md): a tenth instead of a half makes 4 and 8 ranks 0.2 to 2 %
+// faster; a twentieth gains up to 0.4 % more, at 5 % more rows. Twice the mean makes 1024 ranks 3.5 % faster; 1.25 or
+// 1.5 times gains 4 to 6 % with 512 and 1024 ranks, but makes single plans up to 10 % slower, and the search takes 1.4
+// times as long.
+Limits Balancer::limits_of(const std::vector<RankChunks>& ranks) const {
     if (cells_per_row_ == 0)
         return {.areas = for_all(limit()), .sent = INT64_MAX, .received = INT64_MAX};
-    const int64_t equal = received_rows(hands) / num_ranks_, short_rows = mean_ / cells_per_row_ / 10;
+    const int64_t equal = received_rows(ranks) / num_ranks_, short_rows = mean_ / cells_per_row_ / 10;
     return {.areas = for_all(limit()),
             .sent = std::max(short_rows, equal + equal / 4),
             .received = std::max(short_rows, 2 * equal)};
 }
 
-Deal Balancer::search(const Deal& deal, Quality& quality) const {
-    std::vector<Hand> hands = hands_of(deal);
+Assignment Balancer::search(const Assignment& assignment, Quality& quality) const {
+    std::vector<RankChunks> ranks = ranks_of(assignment);
     if (can_search())
-        reduce_rows(hands, units_, limits_of(hands));
-    quality = quality_of(hands);
-    return deal_of(hands);
+        reduce_rows(ranks, units_, limits_of(ranks));
+    quality = quality_of(ranks);
+    return assignment_of(ranks);
 }
 
-Deal Balancer::solve() {
-    Deal best;
-    const auto consider = [&](const Deal& first, auto is_preferred) {
+Assignment Balancer::solve() {
+    Assignment best;
+    const auto consider = [&](const Assignment& first, auto is_preferred) {
         Quality quality{};
-        Deal deal = search(first, quality);
+        Assignment assignment = search(first, quality);
         if (is_preferred(quality, found_)) {
-            best = std::move(deal);
+            best = std::move(assignment);
             found_ = quality;
         }
     };
-    if (const Deal* runs = balanced_runs()) {
-        // Units that leave runs cost tiles at all new ends.
+    if (const Assignment* runs = balanced_runs()) {
+        // Units that leave runs cost partial tiles at every new end.
         best = *runs;
-        found_ = quality_of(hands_of(best));
+        found_ = quality_of(ranks_of(best));
         consider(best, is_better);
     } else {
-        for (const Deal& first : first_deals())
+        for (const Assignment& first : first_assignments())
             consider(first, std::less{});
     }
-    if (found_.excess > 0 or is_better(quality_of(hands_of(lpt_)), found_))
+    if (found_.excess > 0 or is_better(quality_of(ranks_of(lpt_)), found_))
         consider(lpt_, std::less{});
     return best;
 }
 
-Deal Balancer::shorter_runs(int64_t time) const {
-    Deal shortest;
-    for (const Deal* runs : {&contiguous_, &zigzag_}) {
+Assignment Balancer::shorter_runs(int64_t time) const {
+    Assignment shortest;
+    for (const Assignment* runs : {&contiguous_, &zigzag_}) {
         if (largest_area(*runs) > thousandths(kMostOfRuns))
             continue;
-        if (const int64_t of_runs = quality_of(hands_of(*runs)).time; of_runs < time) {
+        if (const int64_t of_runs = quality_of(ranks_of(*runs)).time; of_runs < time) {
             shortest = *runs;
             time = of_runs;
         }
@@ -176,31 +197,31 @@ Deal Balancer::shorter_runs(int64_t time) const {
     return shortest;
 }
 
-Deal Balancer::even_tiles(const Deal& deal, const TileWork& work) {
+Assignment Balancer::even_tiles(const Assignment& assignment, const TileWork& work) {
     const double limit = (allowed_ + kTileTolerance) / 1000.0;
-    TileShares shares(deal, work);
+    TileShares shares(assignment, work);
     if (not can_search() or shares.largest() <= limit)
-        return deal;
-    std::vector<Hand> hands = hands_of(deal);
-    Limits limits = limits_of(hands);
+        return assignment;
+    std::vector<RankChunks> ranks = ranks_of(assignment);
+    Limits limits = limits_of(ranks);
     const int64_t most_area = std::max(most_even_, thousandths(allowed_ + kAreaTolerance));
     const auto limit_area = [&](int rank) {
-        const double most = static_cast<double>(most_area), area = static_cast<double>(hands[rank].area()) * limit;
+        const double most = static_cast<double>(most_area), area = static_cast<double>(ranks[rank].area()) * limit;
         limits.areas[rank] = area < most * shares[rank] ? static_cast<int64_t>(area / shares[rank]) : most_area;
     };
     for (int rank = 0; rank < num_ranks_; ++rank)
         limit_area(rank);
     int64_t left = kMostPieces;
-    reduce_areas(hands, units_, limits, [&](int rank, int other) {
-        left -= work.num_pieces(hands[rank].members()) + work.num_pieces(hands[other].members());
-        if (left < 0 or std::max(hands[rank].area(), hands[other].area()) > most_area)
+    reduce_areas(ranks, units_, limits, [&](int rank, int other) {
+        left -= work.num_pieces(ranks[rank].members()) + work.num_pieces(ranks[other].members());
+        if (left < 0 or std::max(ranks[rank].area(), ranks[other].area()) > most_area)
             return false;
         const double least = std::max(shares[rank], shares[other]);
         const auto [fewer, more] = std::minmax(rank, other, [&](int a, int b) { return shares[a] < shares[b]; });
-        const double share = shares.of(hands[fewer].members());  // the one that is likely to become too large
+        const double share = shares.of(ranks[fewer].members());  // the share that is likely to become too large
         if (share >= least)
             return false;
-        const double share_of_more = shares.of(hands[more].members());
+        const double share_of_more = shares.of(ranks[more].members());
         if (share_of_more >= least)
             return false;
         shares[fewer] = share;
@@ -209,8 +230,8 @@ Deal Balancer::even_tiles(const Deal& deal, const TileWork& work) {
         limit_area(other);
         return true;
     });
-    found_.received = received_rows(hands);
-    return deal_of(hands);
+    found_.received = received_rows(ranks);
+    return assignment_of(ranks);
 }
 
 }  // namespace jaxmagi::planning

@@ -8,15 +8,15 @@
 
 namespace jaxmagi::planning {
 
-// Ranges of rows, filled in ascending order and disjoint; what touches becomes one range. How many of the rows lie in
-// another range is found in O(log n).
+// Disjoint ranges of rows, added in ascending order; ranges that touch become one. Counts the rows within any other
+// range in O(log n).
 class CountedRanges {
 public:
     CountedRanges() { clear(); }
 
     void clear() { entries_.assign(1, {.begin = -1, .end = -1, .rows_before = 0}); }
 
-    // Not empty, and behind all others.
+    // Adds a range that is not empty and lies after all others.
     void add(int begin, int end) {
         Entry& last = entries_.back();
         if (last.end == begin)
@@ -45,7 +45,7 @@ private:
         return entry.rows_before + std::min(key, entry.end) - entry.begin;
     }
 
-    // Without branches that depend on the data.
+    // Searches without branches that depend on the data, which would be mispredicted.
     int rows_below(int key) const {
         const Entry* entry = entries_.data();  // the last one that begins at `key` or before
         for (size_t count = entries_.size(); count > 1;) {

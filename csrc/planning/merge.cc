@@ -8,7 +8,7 @@
 namespace jaxmagi::planning {
 namespace {
 
-// A band whose limits are the exact hull of its k - q, as its ranges are of its rows and keys.
+// Returns the band with limits that are the exact hull of its k - q, as its ranges are of its rows and keys.
 Band hull_of(const Band& band) {
     Band hull = tighten(band, kUnbounded, kUnbounded);
     hull.lo = std::max(hull.lo, hull.k0 - hull.q1 + 1);
@@ -33,7 +33,7 @@ bool is_exact(const Band& a, const Band& b) {
     return area(around(a, b)) == area(a) + area(b);
 }
 
-// Joins neighbours in an order, where `touch` says that the second begins where the first ends.
+// Joins neighbours in the order of `key` for which `touch` returns that the second begins where the first ends.
 template <typename Key, typename Touch> void join(std::vector<Band>& hulls, Key key, Touch touch) {
     std::ranges::stable_sort(hulls, {}, key);
     size_t last = 0;

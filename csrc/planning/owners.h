@@ -6,11 +6,11 @@
 
 namespace jaxmagi::planning {
 
-// Which rank owns which tokens: the runs of all ranks in the order of their tokens.
+// The owner of each token: the runs of all ranks in the order of their tokens.
 struct Owners {
-    Runs runs;                 // `place` is the row of the rank's shard
-    std::vector<int> ranks;    // of each run
-    std::vector<int> indices;  // of each run among the rank's
+    Runs runs;                 // `place` is the row in the owner's shard
+    std::vector<int> ranks;    // owner of each run
+    std::vector<int> indices;  // index of each run among its owner's runs
 
     int index_of(const Run& run) const { return static_cast<int>(&run - runs.data()); }
 };

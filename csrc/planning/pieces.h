@@ -6,11 +6,12 @@
 
 namespace jaxmagi::planning {
 
-// A mask that is cut into more pieces than a plan can have.
+// Raised where a mask is cut into more pieces than a plan can have.
 struct TooManyPieces : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// Throws TooManyPieces if `pieces` are too many; the message also names the ranges and runs that meet in them.
 inline void check_pieces(int64_t pieces, int64_t ranges, int64_t runs) {
     constexpr int64_t kMostPieces = int64_t{1} << 22;
     if (pieces > kMostPieces)

@@ -60,8 +60,8 @@ std::vector<Band> Staging::bands(int rank, int stage) const {
     return local_bands(routing_.shards_[rank], keys(rank, stage));
 }
 
-Transfer Staging::transfer(int index) const {
-    return transfer_tables(routing_.owners_, parts(index));
+TransferTables Staging::transfer_tables(int index) const {
+    return planning::transfer_tables(routing_.owners_, parts(index));
 }
 
 }  // namespace jaxmagi::planning

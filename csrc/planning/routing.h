@@ -14,7 +14,7 @@ namespace jaxmagi::planning {
 
 class Staging;
 
-// Which rows and keys each rank of a layout has and needs.
+// The rows that each rank of a layout has, and the keys that it needs.
 class Routing {
 public:
     // `token_order` holds the ranks' tokens one after the other, -1 for padding. `bands` are tight.
@@ -30,27 +30,25 @@ private:
     std::vector<Shard> shards_;
 };
 
-// A choice of the number of attention calls of a rank. One call sees the rank's own keys and those received; of
-// several, the first sees the own ones, each other a part of the received ones. Refers to the routing.
+// The keys of each attention call of each rank. A single call sees the rank's own keys and the received ones; of
+// several, the first sees the own keys and each later one a part of the received keys. Refers to the routing.
 class Staging {
 public:
-    // One share for each transfer: of a rank's cells with received keys. There is one transfer less than stages, but
-    // for one stage there is one. Received keys are cut in their order, or by owner.
+    // `shares` has a share of a rank's cells with received keys for each transfer. There is one transfer less than
+    // stages, but one for a single stage. Received keys are cut in their order, or by owner.
     Staging(const Routing& routing, int num_stages, std::span<const int32_t> shares, bool is_by_owner);
 
     int num_ranks() const { return routing_.num_ranks(); }
     int num_stages() const { return num_stages_; }
     int num_transfers() const { return num_stages_ > 1 ? num_stages_ - 1 : 1; }
 
-    // By rank, then transfer; hosts have so many ranks with consecutive numbers.
+    // Returns the rows that move, by rank, then transfer. Consecutive ranks share a host.
     std::vector<Traffic> traffic(int ranks_per_host) const;
-    // The most rows that a rank receives in one transfer.
+    // Returns the most rows that a rank receives in one transfer.
     int64_t most_received() const;
 
-    // Of one rank and stage.
     std::vector<Band> bands(int rank, int stage) const;
-
-    Transfer transfer(int index) const;
+    TransferTables transfer_tables(int index) const;
 
 private:
     Runs keys(int rank, int stage) const;

@@ -3,7 +3,8 @@
 namespace jaxmagi::planning {
 namespace {
 
-// Whether each token follows the one before it, also the first. Without branches, so that it becomes vector code.
+// Returns whether each token, the first included, is one more than the token before it. Has no branches, so that it
+// becomes vector code.
 bool are_consecutive(const int32_t* tokens, int count) {
     int32_t wrong = 0;
     for (int i = 0; i < count; ++i)

@@ -18,21 +18,21 @@ struct Run {
 // Disjoint, in ascending order.
 using Runs = std::vector<Run>;
 
-// The longest runs in a buffer of tokens (-1 for padding), each of which it holds once.
+// Returns the longest runs in a buffer of tokens (-1 for padding), which holds each token once.
 Runs runs_of_tokens(std::span<const int32_t> tokens);
 
-// Any ranges as the fewest disjoint ones, in ascending order.
+// Returns the union of any ranges as the fewest disjoint ones, in ascending order.
 std::vector<Range> union_of(std::vector<Range> ranges);
 
-// Sorted, disjoint ranges without the tokens of `runs`, as a buffer filled from index 0.
+// Returns sorted, disjoint ranges without the tokens of `runs`, as a buffer filled from index 0.
 Runs without(const std::vector<Range>& ranges, const Runs& runs);
 
-// The part of the runs in `tokens`, as a buffer filled from index 0.
+// Returns the part of the runs in `tokens`, as a buffer filled from index 0.
 Runs part_of(const Runs& runs, Range tokens);
 
 int64_t num_rows(const Runs& runs);
 
-// The runs that share a token with the range.
+// Returns the runs that share a token with the range.
 inline std::span<const Run> meeting(const Runs& runs, Range range) {
     if (is_empty(range))
         return {};
@@ -41,7 +41,7 @@ inline std::span<const Run> meeting(const Runs& runs, Range range) {
     return {first, last};
 }
 
-// Raises where ranges and runs make more pairs than a plan can have.
+// Throws TooManyPieces where ranges and runs share more pieces than a plan can have.
 template <typename Ranges> void check_meetings(const Ranges& ranges, const Runs& runs) {
     int64_t pieces = 0;
     for (const Range range : ranges)

@@ -26,14 +26,14 @@ int shifted_limit(int limit, int64_t distance) {
     return static_cast<int>(std::clamp<int64_t>(limit + distance, -kUnbounded, kUnbounded));
 }
 
-// The band moved down by dq rows and right by dk keys.
+// Returns the band moved down by dq rows and right by dk keys.
 Band shifted(const Band& band, int dq, int dk) {
     const int64_t distance = int64_t{dk} - dq;
     return {band.q0 + dq, band.q1 + dq, band.k0 + dk,
             band.k1 + dk, shifted_limit(band.lo, distance), shifted_limit(band.hi, distance)};
 }
 
-// Cells of bands in the keys below a limit, found again and again.
+// Counts the cells of bands with keys below a limit.
 class AreaBelow {
 public:
     void add(const Band& band) {
@@ -60,14 +60,14 @@ private:
     int64_t total_ = 0;
 };
 
-// Remote keys of one run of an owner, and how many cells with them are visible.
+// Remote keys of one run of an owner.
 struct OwnedRun {
-    int distance;  // of the owner behind the rank, in a ring
+    int distance;  // from the rank to the owner, in a ring
     Range keys;
-    int64_t area;
+    int64_t area;  // visible cells with these keys
 };
 
-// length * part / whole, for part < whole.
+// Returns length * part / whole for part < whole, rounded so that the product fits into 64 bits.
 int share_of(int length, int64_t part, int64_t whole) {
     int shift = 0;
     while (whole >> shift >= int64_t{1} << 32)
@@ -75,7 +75,7 @@ int share_of(int length, int64_t part, int64_t whole) {
     return static_cast<int>(length * (part >> shift) / (whole >> shift));
 }
 
-// By distance, then by key. All keys of a run are taken to see equally many cells.
+// Returns the owned runs of a shard's remote keys, by distance, then by key.
 std::vector<OwnedRun> owned_runs(const Shard& shard, int rank, int num_ranks, const Owners& owners) {
     std::vector<OwnedRun> runs;
     Runs keys;
@@ -135,7 +135,7 @@ std::vector<Runs> split_remote(const Shard& shard, std::span<const int32_t> shar
     int64_t share = 0;
     for (int part = 1; part <= num_parts; ++part) {
         share += shares[part - 1];
-        // The product would leave 64 bits.
+        // This is total * share / all, whose product would leave 64 bits.
         const int64_t target = area_below.total() / all * share + area_below.total() % all * share / all;
         int cut = 0, upper = part < num_parts and not shard.remote.empty() ? shard.remote.back().end : 0;
         while (cut < upper) {
@@ -170,6 +170,7 @@ std::vector<Runs> split_remote_by_owner(const Shard& shard, int rank, int num_ra
                 before += run.area;
                 break;
             }
+            // All keys of a run are assumed to have equally many cells.
             const int cut = run.keys.begin + share_of(run.keys.end - run.keys.begin, target - before, run.area);
             parts[part].push_back({run.keys.begin, cut});
             run.keys.begin = cut;
@@ -183,10 +184,10 @@ std::vector<Runs> split_remote_by_owner(const Shard& shard, int rank, int num_ra
     return split;
 }
 
-Runs keys_of_one_call(const Runs& own, const Runs& received, int behind) {
+Runs keys_of_one_call(const Runs& own, const Runs& received, int own_rows) {
     Runs keys = own;
     for (const Run& run : received)
-        keys.push_back({run.begin, run.end, run.place + behind});
+        keys.push_back({run.begin, run.end, run.place + own_rows});
     std::ranges::sort(keys, {}, &Run::begin);
     return keys;
 }

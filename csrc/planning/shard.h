@@ -10,38 +10,39 @@
 
 namespace jaxmagi::planning {
 
-// Rows of one run of a rank, and what they see.
+// The part of a band in the rows of one run of a rank.
 struct Piece {
     Band band;  // tight, in global coordinates
     int run;    // index in the rank's rows
 };
 
-// One rank's part of the mask. The rows of a piece are consecutive, so the keys that it sees are too, and the union of
-// the pieces' keys is exactly the set that some row needs.
+// The part of the mask in one rank's rows. The rows of a piece are consecutive, so the keys that it sees are too, and
+// the union of the pieces' keys is exactly the set that some row needs.
 struct Shard {
     Runs rows;                  // the rank's own tokens; `place` is the row of the shard
     std::vector<Piece> pieces;
     Runs remote;                // the keys that the pieces see and the rank does not own; `place` counts them
 };
 
-// The shards of ranks that own these rows (`owners` says the same the other way round). `bands` are tight.
+// Returns the shards of ranks that own these rows; `owners` is owners_of(rows_of_ranks). `bands` are tight.
 std::vector<Shard> make_shards(const std::vector<Band>& bands, std::vector<Runs> rows_of_ranks, const Owners& owners);
 
 // Sets the remote keys of a shard that has rows and pieces.
 void find_remote(Shard& shard);
 
-// The remote keys in consecutive parts whose numbers of visible cells are nearly as the shares, which are positive.
+// Returns the remote keys in consecutive parts whose numbers of visible cells are nearly proportional to the shares,
+// which are positive.
 std::vector<Runs> split_remote(const Shard& shard, std::span<const int32_t> shares);
 
-// The same in parts of the keys of other ranks: first those of the ranks that follow this one, in a ring. All ranks
-// then send in every part, where consecutive keys would be those of few.
+// Returns such parts by owner: first the keys of the ranks that follow this one, in a ring. All ranks then send in
+// every part, whereas consecutive keys belong to few ranks.
 std::vector<Runs> split_remote_by_owner(const Shard& shard, int rank, int num_ranks, const Owners& owners,
                                         std::span<const int32_t> shares);
 
-// The keys of one attention call: the own ones, and the received ones from index `behind` on.
-Runs keys_of_one_call(const Runs& own, const Runs& received, int behind);
+// Returns the keys of a single attention call: the own keys, and the received ones from index `own_rows` on.
+Runs keys_of_one_call(const Runs& own, const Runs& received, int own_rows);
 
-// The bands between the shard's rows and a buffer of keys, in local coordinates, merged.
+// Returns the merged bands between the shard's rows and a buffer of keys, in local coordinates.
 std::vector<Band> local_bands(const Shard& shard, const Runs& keys);
 
 }  // namespace jaxmagi::planning

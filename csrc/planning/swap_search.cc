@@ -7,19 +7,22 @@
 namespace jaxmagi::planning {
 namespace {
 
-constexpr int kSweeps = 14;
-constexpr int kFirstShift = 3;   // the price of area above the limit starts at an eighth of the average and doubles
-constexpr int kLeastShare = 16;  // of all rows: what is received at least for that average
+// The numbers below were chosen by trial. A cell above the limit has a price in received rows: at first an eighth
+// (kFirstShift) of the mean number of rows for a cell, then twice as much after each sweep, so that area leaves where
+// that costs few rows. At least one of kLeastShare rows counts as received for that mean, so that the price does not
+// vanish.
+constexpr int kSweeps = 14, kFirstShift = 3, kLeastShare = 16;
 constexpr int64_t kRowPrice = 4;  // received rows that weigh as much as one that is sent or received above the limit
-constexpr int kFewSweeps = 3;     // where sent rows are above the limit, which they seldom all leave
-constexpr int kFarthest = 64;     // pairs of ranks r, r + d with d up to this
+// Sweeps where sent rows are above the limit, which seldom all of them leave. Five and seven made plans no faster.
+constexpr int kFewSweeps = 3;
+constexpr int kFarthest = 64;  // largest difference of two ranks that are compared; bounds the time of many ranks
 
 class Search {
 public:
-    // Of all pairs, or if it is asked what may stay, only of those with an area above its limit.
-    Search(std::vector<Hand>& hands, const Units& units, const Limits& limits, MayStay may_stay)
-        : hands_(hands), units_(units), limits_(limits), may_stay_(std::move(may_stay)), changed_(hands.size(), 1) {
-        const int num_ranks = static_cast<int>(hands.size());
+    // Looks at all pairs, or with `keep_swap` only at those with an area above its limit.
+    Search(std::vector<RankChunks>& ranks, const Units& units, const Limits& limits, KeepSwap keep_swap)
+        : ranks_(ranks), units_(units), limits_(limits), keep_swap_(std::move(keep_swap)), changed_(ranks.size(), 1) {
+        const int num_ranks = static_cast<int>(ranks.size());
         checked_.resize(static_cast<size_t>(num_ranks) * std::min(num_ranks, kFarthest));
     }
 
@@ -30,36 +33,36 @@ private:
         int place_a, place_b;
     };
 
-    // What two ranks have above the limits; rows are those that they send and those that they receive.
+    // The area and the rows, sent and received together, that two ranks have above the limits.
     struct Excess {
         int64_t area, rows;
     };
 
-    // What a swap changes: what the first rank gets from the other, and by how much each receives more.
+    // The growth by a swap: the first rank's area and demand, and the rows that each of the two receives.
     struct Change {
         int64_t area = 0, demand = 0, received = 0, other_received = 0;
     };
 
     // A unit that could leave a rank for another.
     struct Move {
-        int unit, without, with;  // rows by which the rank that it leaves, and the other one, receive more
+        int unit, without, with;  // growth of the received rows of the rank that it leaves, and of the other rank
         int64_t area, demand;
         int64_t rows() const { return int64_t{without} + with; }
     };
 
     bool sweep();
     bool improve(int rank, int other);
-    void find_moves(std::vector<Move>& moves, const Hand& from, const Hand& to) const;
+    void find_moves(std::vector<Move>& moves, const RankChunks& from, const RankChunks& to) const;
     std::optional<Swap> best_swap(int rank, int other);
     Excess excess_of(int rank, int other, const Change& change) const;
     int64_t saved(Excess before, Excess after) const {
         return ((before.area - after.area) >> shift_) + (before.rows - after.rows) * kRowPrice;
     }
 
-    std::vector<Hand>& hands_;
+    std::vector<RankChunks>& ranks_;
     const Units& units_;
     const Limits& limits_;
-    const MayStay may_stay_;
+    const KeepSwap keep_swap_;
     int shift_ = 0;  // cells above the limit that weigh as much as one received row, as a power of two
     int clock_ = 1;
     std::vector<int> changed_, checked_;
@@ -69,28 +72,28 @@ private:
 
 void Search::run() {
     const int64_t rows = units_.rows(units_.count() - 1).end;
-    const int64_t received = std::max({int64_t{1}, rows / kLeastShare, received_rows(hands_)});
+    const int64_t received = std::max({int64_t{1}, rows / kLeastShare, received_rows(ranks_)});
     int64_t cells_per_row = units_.total_area() / received;
     for (shift_ = kFirstShift; cells_per_row > 1; cells_per_row /= 2)
         ++shift_;
     for (int i = 0; i < kSweeps; ++i) {
-        demand_ = demand_of(hands_, units_);
-        sent_ = sent_rows(hands_, demand_);
+        demand_ = demand_of(ranks_, units_);
+        sent_ = sent_rows(ranks_, demand_);
         const bool is_done = not sweep() or (i + 1 >= kFewSweeps and std::ranges::max(sent_) > limits_.sent);
-        if (is_done and area_above(hands_, limits_.areas) == 0)
+        if (is_done and area_above(ranks_, limits_.areas) == 0)
             return;
         shift_ = std::max(0, shift_ - 1);
     }
 }
 
 bool Search::sweep() {
-    const int num_ranks = static_cast<int>(hands_.size()), farthest = std::min(num_ranks - 1, kFarthest);
+    const int num_ranks = static_cast<int>(ranks_.size()), farthest = std::min(num_ranks - 1, kFarthest);
     bool changed = false;
     for (int distance = 1; distance <= farthest; ++distance)
         for (int rank = 0; rank + distance < num_ranks; ++rank) {
             const int other = rank + distance;
             int& checked = checked_[static_cast<size_t>(rank) * farthest + distance - 1];
-            const bool is_done = may_stay_ or checked >= std::max(changed_[rank], changed_[other]);
+            const bool is_done = keep_swap_ or checked >= std::max(changed_[rank], changed_[other]);
             if (is_done and excess_of(rank, other, {}).area == 0)
                 continue;
             if (improve(rank, other)) {
@@ -105,7 +108,7 @@ bool Search::sweep() {
 
 Search::Excess Search::excess_of(int rank, int other, const Change& change) const {
     const auto above = [](int64_t value, int64_t limit) { return value > limit ? value - limit : 0; };
-    const Hand &a = hands_[rank], &b = hands_[other];
+    const RankChunks &a = ranks_[rank], &b = ranks_[other];
     return {.area = above(a.area() + change.area, limits_.areas[rank]) +
                     above(b.area() - change.area, limits_.areas[other]),
             .rows = above(sent_[rank] + change.demand, limits_.sent) +
@@ -118,11 +121,11 @@ bool Search::improve(int rank, int other) {
     const std::optional<Swap> swap = best_swap(rank, other);
     if (not swap)
         return false;
-    Hand &a = hands_[rank], &b = hands_[other];
+    RankChunks &a = ranks_[rank], &b = ranks_[other];
     const int from_a = a.members()[swap->place_a], from_b = b.members()[swap->place_b];
     a.exchange(swap->place_a, from_b);
     b.exchange(swap->place_b, from_a);
-    if (may_stay_ and not may_stay_(rank, other)) {
+    if (keep_swap_ and not keep_swap_(rank, other)) {
         a.exchange(swap->place_a, from_a);
         b.exchange(swap->place_b, from_b);
         return false;
@@ -133,7 +136,7 @@ bool Search::improve(int rank, int other) {
     return true;
 }
 
-void Search::find_moves(std::vector<Move>& moves, const Hand& from, const Hand& to) const {
+void Search::find_moves(std::vector<Move>& moves, const RankChunks& from, const RankChunks& to) const {
     moves.clear();
     for (int place = 0; place < static_cast<int>(from.members().size()); ++place) {
         const int unit = from.members()[place];
@@ -142,7 +145,7 @@ void Search::find_moves(std::vector<Move>& moves, const Hand& from, const Hand& 
 }
 
 std::optional<Search::Swap> Search::best_swap(int rank, int other) {
-    const Hand &a = hands_[rank], &b = hands_[other];
+    const RankChunks &a = ranks_[rank], &b = ranks_[other];
     find_moves(moves_a_, a, b);
     find_moves(moves_b_, b, a);
     const Excess before = excess_of(rank, other, {});
@@ -151,7 +154,7 @@ std::optional<Search::Swap> Search::best_swap(int rank, int other) {
     std::optional<Swap> best;
     int64_t best_cost = 0;
     for (const Move& leaving : moves_a_) {
-        // What is left out below is never negative, so this bounds all swaps of the unit.
+        // The terms that are left out here are never negative, so this bounds all swaps of the unit.
         if (leaving.rows() + lowest_b - most_saved >= best_cost)
             continue;
         for (const Move& coming : moves_b_) {
@@ -186,26 +189,26 @@ int64_t num_pairs(int num_ranks) {
     return farthest * num_ranks - farthest * (farthest + 1) / 2;
 }
 
-int64_t area_above(const std::vector<Hand>& hands, std::span<const int64_t> limits) {
+int64_t area_above(const std::vector<RankChunks>& ranks, std::span<const int64_t> limits) {
     int64_t excess = 0;
-    for (size_t rank = 0; rank < hands.size(); ++rank)
-        excess += std::max<int64_t>(0, hands[rank].area() - limits[rank]);
+    for (size_t rank = 0; rank < ranks.size(); ++rank)
+        excess += std::max<int64_t>(0, ranks[rank].area() - limits[rank]);
     return excess;
 }
 
-int64_t received_rows(const std::vector<Hand>& hands) {
+int64_t received_rows(const std::vector<RankChunks>& ranks) {
     int64_t rows = 0;
-    for (const Hand& hand : hands)
-        rows += hand.received();
+    for (const RankChunks& rank : ranks)
+        rows += rank.received();
     return rows;
 }
 
-std::vector<int64_t> demand_of(const std::vector<Hand>& hands, const Units& units) {
+std::vector<int64_t> demand_of(const std::vector<RankChunks>& ranks, const Units& units) {
     const int size = std::max(1, length_of(units.rows(0)));
-    // Whole units by where their numbers change, parts of units one by one.
+    // Whole units are counted by the steps of their numbers, parts of units one by one.
     std::vector<int64_t> demand(units.count() + 1), steps(units.count() + 1);
-    for (const Hand& hand : hands)
-        hand.received_keys().for_each([&](Range keys) {
+    for (const RankChunks& rank : ranks)
+        rank.received_keys().for_each([&](Range keys) {
             const int first = keys.begin / size, last = (keys.end - 1) / size;
             steps[first] += size;
             steps[last + 1] -= size;
@@ -219,22 +222,22 @@ std::vector<int64_t> demand_of(const std::vector<Hand>& hands, const Units& unit
     return demand;
 }
 
-std::vector<int64_t> sent_rows(const std::vector<Hand>& hands, std::span<const int64_t> demand) {
+std::vector<int64_t> sent_rows(const std::vector<RankChunks>& ranks, std::span<const int64_t> demand) {
     std::vector<int64_t> sent;
-    for (const Hand& hand : hands) {
+    for (const RankChunks& rank : ranks) {
         sent.push_back(0);
-        for (const int unit : hand.members())
+        for (const int unit : rank.members())
             sent.back() += demand[unit];
     }
     return sent;
 }
 
-void reduce_rows(std::vector<Hand>& hands, const Units& units, const Limits& limits) {
-    Search(hands, units, limits, nullptr).run();
+void reduce_rows(std::vector<RankChunks>& ranks, const Units& units, const Limits& limits) {
+    Search(ranks, units, limits, nullptr).run();
 }
 
-void reduce_areas(std::vector<Hand>& hands, const Units& units, const Limits& limits, const MayStay& may_stay) {
-    Search(hands, units, limits, may_stay).run();
+void reduce_areas(std::vector<RankChunks>& ranks, const Units& units, const Limits& limits, const KeepSwap& keep_swap) {
+    Search(ranks, units, limits, keep_swap).run();
 }
 
 }  // namespace jaxmagi::planning

@@ -9,11 +9,12 @@
 namespace jaxmagi::planning {
 namespace {
 
-// What the units of a rank, in ascending order, see of a mask.
+// Makes the shard of a rank's units for one mask.
 class ShardMaker {
 public:
     ShardMaker(const Units& units, int mask) : units_(units), mask_(mask) {}
 
+    // `members` are in ascending order.
     Shard make(std::span<const int> members) {
         for (const int unit : members)
             if (const Range rows = units_.rows(unit); not is_empty(rows)) {
@@ -25,8 +26,8 @@ public:
     }
 
 private:
-    // Where a piece of the unit before is in the shard.
-    struct Growing {
+    // A piece that ended with the previous unit, and its index in the shard.
+    struct OpenPiece {
         int id;
         size_t place;
     };
@@ -36,17 +37,17 @@ private:
             shard_.rows.back().end = rows.end;
         } else {
             shard_.rows.push_back({rows.begin, rows.end, num_rows_});
-            growing_.clear();
+            open_.clear();
         }
         num_rows_ += length_of(rows);
     }
 
-    // Bands go on through neighbours, as one piece.
+    // Extends pieces of bands that continue from the previous unit, and adds the others.
     void add_pieces(int unit) {
-        std::vector<Growing> seen;
+        std::vector<OpenPiece> seen;
         for (const auto& [band, id] : units_.pieces(unit, mask_)) {
-            const auto before = std::ranges::lower_bound(growing_, id, {}, &Growing::id);
-            if (before == growing_.end() or before->id != id) {
+            const auto before = std::ranges::lower_bound(open_, id, {}, &OpenPiece::id);
+            if (before == open_.end() or before->id != id) {
                 seen.push_back({.id = id, .place = shard_.pieces.size()});
                 shard_.pieces.push_back({.band = band, .run = static_cast<int>(shard_.rows.size()) - 1});
             } else {
@@ -55,14 +56,14 @@ private:
                 whole = {whole.q0, band.q1, std::min(whole.k0, band.k0), std::max(whole.k1, band.k1), band.lo, band.hi};
             }
         }
-        growing_ = std::move(seen);
+        open_ = std::move(seen);
     }
 
     const Units& units_;
     const int mask_;
     Shard shard_;
     int num_rows_ = 0;
-    std::vector<Growing> growing_;
+    std::vector<OpenPiece> open_;
 };
 
 }  // namespace
@@ -75,8 +76,8 @@ std::vector<double> TileWork::of(std::span<const int> members) const {
         const Shard shard = ShardMaker(units_, static_cast<int>(mask)).make(ascending);
         if (shard.rows.empty())
             continue;
-        const int behind = static_cast<int>(num_rows(shard.rows));
-        const std::vector<Band> bands = local_bands(shard, keys_of_one_call(shard.rows, shard.remote, behind));
+        const int own_rows = static_cast<int>(num_rows(shard.rows));
+        const std::vector<Band> bands = local_bands(shard, keys_of_one_call(shard.rows, shard.remote, own_rows));
         for (size_t i = 0; i < passes_.size(); ++i) {
             const TiledPass& pass = passes_[i];
             const TileCount tiles = count_tiles(bands, pass.rows, pass.keys, pass.by_keys);
@@ -95,13 +96,13 @@ int64_t TileWork::num_pieces(std::span<const int> members) const {
     return pieces;
 }
 
-TileShares::TileShares(const Deal& deal, const TileWork& work) : work_(work) {
+TileShares::TileShares(const Assignment& assignment, const TileWork& work) : work_(work) {
     std::vector<std::vector<double>> of_ranks;
-    for (const auto& members : deal) {
+    for (const auto& members : assignment) {
         of_ranks.push_back(work.of(members));
         means_.resize(of_ranks.back().size());
         for (size_t pass = 0; pass < means_.size(); ++pass)
-            means_[pass] += of_ranks.back()[pass] / static_cast<double>(deal.size());
+            means_[pass] += of_ranks.back()[pass] / static_cast<double>(assignment.size());
     }
     for (const auto& of_rank : of_ranks)
         shares_.push_back(share(of_rank));

@@ -4,27 +4,27 @@
 #include <span>
 #include <vector>
 
-#include "csrc/planning/first_deal.h"
+#include "csrc/planning/first_assignment.h"
 #include "csrc/planning/units.h"
 
 namespace jaxmagi::planning {
 
-// How a kernel works through a mask; see csrc/mask/tile_count.h.
+// The tiles of a kernel, as in csrc/mask/tile_count.h.
 struct TiledPass {
     int rows, keys;
     bool by_keys;
-    double partial_cost;  // of a tile with invisible cells, in tiles without
+    double partial_cost;  // time of a tile with invisible cells, in times of one without
 };
 
-// What ranks compute, in tiles.
+// Counts what ranks compute, in tiles.
 class TileWork {
 public:
     TileWork(std::span<const WeightedMask> masks, const Units& units, std::span<const TiledPass> passes)
         : masks_(masks), units_(units), passes_(passes) {}
 
-    // Of one attention call over all keys of a rank with these units: for each pass.
+    // Returns the work of a single attention call over all keys of a rank with these units, for each pass.
     std::vector<double> of(std::span<const int> members) const;
-    // How long that takes: the parts of bands that these units see.
+    // Returns the number of pieces of bands in these units, which the time of of() grows with.
     int64_t num_pieces(std::span<const int> members) const;
 
 private:
@@ -33,15 +33,15 @@ private:
     std::span<const TiledPass> passes_;
 };
 
-// The work of each rank over the mean of a deal: the larger share of those of the passes; 0 without any.
+// The work of each rank over the mean of an assignment, in the pass in which that is larger; 0 without any work.
 class TileShares {
 public:
-    TileShares(const Deal& deal, const TileWork& work);
+    TileShares(const Assignment& assignment, const TileWork& work);
 
     double operator[](int rank) const { return shares_[rank]; }
     double& operator[](int rank) { return shares_[rank]; }
     double largest() const;
-    // Of a rank that had these units, if the mean stayed.
+    // Returns the share of a rank that had these units, if the mean stayed.
     double of(std::span<const int> members) const { return share(work_.of(members)); }
 
 private:

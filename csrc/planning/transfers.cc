@@ -7,14 +7,14 @@
 namespace jaxmagi::planning {
 namespace {
 
-// Visits every copy, by destination.
+// Visits the copies of all ranks, by destination.
 template <typename Visit>
 void for_each_copy(const Owners& owners, const std::vector<const Runs*>& received, Visit visit) {
     for (int destination = 0; destination < static_cast<int>(received.size()); ++destination)
         for (const Run& wanted : *received[destination]) {
             for (const Run& run : meeting(owners.runs, {wanted.begin, wanted.end})) {
                 const int begin = std::max(run.begin, wanted.begin), end = std::min(run.end, wanted.end);
-                visit(Copy{.source = owners.ranks[owners.index_of(run)],
+                visit(RowCopy{.source = owners.ranks[owners.index_of(run)],
                            .destination = destination,
                            .row = run.place + begin - run.begin,
                            .destination_row = wanted.place + begin - wanted.begin,
@@ -23,9 +23,9 @@ void for_each_copy(const Owners& owners, const std::vector<const Runs*>& receive
         }
 }
 
-std::vector<Send> place_sends(std::vector<Copy> copies) {
-    std::ranges::stable_sort(copies, {}, [](const Copy& copy) { return std::tuple(copy.source, copy.destination); });
-    std::vector<Send> sends;
+std::vector<SentRange> place_sends(std::vector<RowCopy> copies) {
+    std::ranges::stable_sort(copies, {}, [](const RowCopy& copy) { return std::tuple(copy.source, copy.destination); });
+    std::vector<SentRange> sends;
     for (const auto& [source, destination, row, destination_row, length] : copies) {
         const bool is_same_pair =
             not sends.empty() and sends.back().rank == source and sends.back().peer == destination;
@@ -40,35 +40,35 @@ std::vector<Send> place_sends(std::vector<Copy> copies) {
     return sends;
 }
 
-std::vector<Receive> receives_of(const std::vector<Send>& sends) {
-    std::vector<Receive> receives;
-    for (const Send& send : sends)
+std::vector<ReceivedRange> receives_of(const std::vector<SentRange>& sends) {
+    std::vector<ReceivedRange> receives;
+    for (const SentRange& send : sends)
         if (not receives.empty() and receives.back().rank == send.peer and receives.back().peer == send.rank and
             receives.back().row + receives.back().length == send.peer_row)
             receives.back().length += send.length;
         else
             receives.push_back({send.peer, send.rank, send.slot, send.peer_row, send.length});
-    std::ranges::stable_sort(receives, {}, [](const Receive& each) { return std::tuple(each.rank, each.row); });
+    std::ranges::stable_sort(receives, {}, [](const ReceivedRange& each) { return std::tuple(each.rank, each.row); });
     return receives;
 }
 
 }  // namespace
 
-Transfer place_copies(std::vector<Copy> copies) {
-    Transfer transfer{.sends = place_sends(std::move(copies)), .receives = {}};
+TransferTables place_copies(std::vector<RowCopy> copies) {
+    TransferTables transfer{.sends = place_sends(std::move(copies)), .receives = {}};
     transfer.receives = receives_of(transfer.sends);
     return transfer;
 }
 
-Transfer transfer_tables(const Owners& owners, const std::vector<const Runs*>& received) {
-    std::vector<Copy> copies;
-    for_each_copy(owners, received, [&](const Copy& copy) { copies.push_back(copy); });
+TransferTables transfer_tables(const Owners& owners, const std::vector<const Runs*>& received) {
+    std::vector<RowCopy> copies;
+    for_each_copy(owners, received, [&](const RowCopy& copy) { copies.push_back(copy); });
     return place_copies(std::move(copies));
 }
 
 std::vector<Traffic> count_traffic(const Owners& owners, const std::vector<const Runs*>& received, int ranks_per_host) {
     std::vector<Traffic> traffic(received.size());
-    for_each_copy(owners, received, [&](const Copy& copy) {
+    for_each_copy(owners, received, [&](const RowCopy& copy) {
         Traffic &source = traffic[copy.source], &destination = traffic[copy.destination];
         const bool is_within = copy.source / ranks_per_host == copy.destination / ranks_per_host;
         (is_within ? source.sent_within : source.sent_between) += copy.length;

@@ -9,39 +9,42 @@
 namespace jaxmagi::planning {
 
 // Rows [row, row + length) of a rank that become the rows [destination_row, destination_row + length) of another.
-struct Copy {
+struct RowCopy {
     int source, destination, row, destination_row, length;
 };
 
-// The same for the rank that sends, with its place in the pair's buffer. The peer has the rows from `peer_row` on.
-struct Send {
+// Rows that `rank` sends: [row, row + length) go to the slots from `slot` on of the pair's buffer, and become the rows
+// of `peer` from `peer_row` on.
+struct SentRange {
     int rank, peer, slot, row, length, peer_row;
 };
 
-// And for the rank that receives.
-struct Receive {
+// Rows [row, row + length) that `rank` receives from the slots from `slot` on of `peer`.
+struct ReceivedRange {
     int rank, peer, slot, row, length;
 };
 
-// Sends by (rank, peer, slot), receives by (rank, row).
-struct Transfer {
-    std::vector<Send> sends;
-    std::vector<Receive> receives;
+// The ranges that all ranks send and receive in one transfer.
+struct TransferTables {
+    std::vector<SentRange> sends;         // by (rank, peer, slot)
+    std::vector<ReceivedRange> receives;  // by (rank, row)
 };
 
-// Slots for copies, of a row or more each, given in the order in which they fill each pair's buffer. Adjacent ones are
-// joined: sends where the rows of both ranks go on, receives where those of the receiving rank do.
-Transfer place_copies(std::vector<Copy> copies);
+// Assigns slots to copies, of a row or more each, in the order in which they fill each pair's buffer. Adjacent ranges
+// are joined: sent ones where the rows of both ranks are consecutive, received ones where those of the receiving rank
+// are.
+TransferTables place_copies(std::vector<RowCopy> copies);
 
-// The tables of one transfer: for each rank the tokens that it receives, `place` the output row.
-Transfer transfer_tables(const Owners& owners, const std::vector<const Runs*>& received);
+// Returns the tables of one transfer. `received` has the tokens that each rank receives; their `place` is the output
+// row.
+TransferTables transfer_tables(const Owners& owners, const std::vector<const Runs*>& received);
 
-// Rows that leave and reach a rank, within its host and between hosts.
+// Rows that a rank sends and receives, within its host and between hosts.
 struct Traffic {
     int64_t sent_within, sent_between, received_within, received_between;
 };
 
-// Each rank's in such a transfer; hosts have so many ranks with consecutive numbers.
+// Returns the traffic of each rank in such a transfer. `ranks_per_host` consecutive ranks share a host.
 std::vector<Traffic> count_traffic(const Owners& owners, const std::vector<const Runs*>& received, int ranks_per_host);
 
 }  // namespace jaxmagi::planning

@@ -30,7 +30,7 @@ void RangeLists::add(Range range) {
 }
 
 Units::Units(std::span<const WeightedMask> masks, int length, int size, int count)
-    : rows_(count), area_(count), num_masks_(masks.size()), before_(count), behind_(count) {
+    : rows_(count), area_(count), num_masks_(masks.size()), before_(count), after_(count) {
     std::vector<TileIndex> indices;
     for (const WeightedMask& mask : masks) {
         check_units(mask.bands, size, count);
@@ -52,12 +52,12 @@ Units::Units(std::span<const WeightedMask> masks, int length, int size, int coun
         }
         total_area_ += area_[unit];
         add_keys(seen, rows_[unit]);
-        for (const Range& keys : foreign(unit))
-            (keys.begin < rows_[unit].begin ? before_ : behind_)[unit] += length_of(keys);
+        for (const Range& keys : remote(unit))
+            (keys.begin < rows_[unit].begin ? before_ : after_)[unit] += length_of(keys);
     }
 }
 
-// Sets the lists of the next unit.
+// Adds the key lists of the next unit.
 void Units::add_keys(std::vector<Range>& seen, Range own) {
     seen.push_back(own);
     std::ranges::sort(seen, {}, &Range::begin);
@@ -66,11 +66,11 @@ void Units::add_keys(std::vector<Range>& seen, Range own) {
         const Range fresh{std::max(range.begin, reach), range.end};
         reach = std::max(reach, range.end);
         held_.add(fresh);
-        foreign_.add(intersect(fresh, {0, own.begin}));
-        foreign_.add(intersect(fresh, {own.end, kUnbounded}));
+        remote_.add(intersect(fresh, {0, own.begin}));
+        remote_.add(intersect(fresh, {own.end, kUnbounded}));
     }
     held_.close_list();
-    foreign_.close_list();
+    remote_.close_list();
 }
 
 }  // namespace jaxmagi::planning

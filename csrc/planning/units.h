@@ -8,16 +8,15 @@
 
 namespace jaxmagi::planning {
 
-// A mask that so many layers have. Its bands are tight.
 struct WeightedMask {
-    std::vector<Band> bands;
-    int64_t weight;
+    std::vector<Band> bands;  // tight
+    int64_t weight;           // number of layers with this mask
 };
 
-// Lists of ranges one after the other. Each is filled in ascending order; what touches becomes one range.
+// Lists of ranges, stored one after the other. Each is filled in ascending order; ranges that touch become one.
 class RangeLists {
 public:
-    void add(Range range);  // to the last list
+    void add(Range range);  // adds to the last list
     void close_list() { offsets_.push_back(static_cast<int>(ranges_.size())); }
 
     std::span<const Range> operator[](int list) const {
@@ -29,14 +28,14 @@ private:
     std::vector<Range> ranges_;
 };
 
-// What a unit sees of a band with this index.
+// The part of a band in a unit's rows.
 struct UnitPiece {
     Band band;  // tight
-    int id;
+    int id;     // index of the band in its mask
 };
 
-// What is dealt to ranks: consecutive rows of the sequence, all units of one size, with what they see of the masks:
-// the weighted sum of their cells, and the keys that any of them shows.
+// The units that are assigned to ranks: consecutive rows of the sequence, of one size, with the weighted sum of their
+// visible cells and the keys that they see in any of the masks.
 class Units {
 public:
     // `count` units of `size` rows cover [0, length); the last ones may be shorter, or empty.
@@ -47,20 +46,20 @@ public:
     int64_t area(int unit) const { return area_[unit]; }
     int64_t total_area() const { return total_area_; }
 
-    // What its rows see of one of the masks, in the order of its bands.
+    // Returns the unit's pieces of one of the masks, in the order of its bands.
     std::span<const UnitPiece> pieces(int unit, int mask) const {
         const size_t list = static_cast<size_t>(unit) * num_masks_ + mask;
         return {pieces_.data() + first_pieces_[list], first_pieces_[list + 1] - first_pieces_[list]};
     }
 
-    // The keys that the unit sees outside of its own rows: sorted, disjoint.
-    std::span<const Range> foreign(int unit) const { return foreign_[unit]; }
+    // Returns the keys that the unit sees outside of its own rows: sorted, disjoint.
+    std::span<const Range> remote(int unit) const { return remote_[unit]; }
 
-    // How many of them lie before its rows, and behind.
-    int foreign_before(int unit) const { return before_[unit]; }
-    int foreign_behind(int unit) const { return behind_[unit]; }
+    // Return how many of them lie before and after its rows.
+    int remote_before(int unit) const { return before_[unit]; }
+    int remote_after(int unit) const { return after_[unit]; }
 
-    // Its own rows and the foreign keys: sorted, disjoint, and fewer ranges where these touch.
+    // Returns its own rows and the remote keys: sorted, disjoint, and fewer ranges where these touch.
     std::span<const Range> held(int unit) const { return held_[unit]; }
 
 private:
@@ -70,9 +69,9 @@ private:
     std::vector<int64_t> area_;
     size_t num_masks_;
     std::vector<UnitPiece> pieces_;
-    std::vector<size_t> first_pieces_{0};  // of each unit and mask
-    RangeLists foreign_, held_;
-    std::vector<int> before_, behind_;
+    std::vector<size_t> first_pieces_{0};  // index of the first piece of each unit and mask
+    RangeLists remote_, held_;
+    std::vector<int> before_, after_;
     int64_t total_area_ = 0;
 };
 

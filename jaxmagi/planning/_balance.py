@@ -1,9 +1,10 @@
-"""Chunks to ranks: equal counts, nearly equal areas, few rows to receive."""
+"""Assigns chunks to ranks: equal counts, nearly equal areas, few rows to receive."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int32
 
 from ..masks.geometry import area
 from ._compiled import planner
@@ -11,9 +12,9 @@ from ._cost import CostModel
 
 
 class WeightedBands(NamedTuple):
-    """The mask of ``weight`` layers, as bands int32 ``[S, 6]``."""
+    """The mask of ``weight`` layers, as bands."""
 
-    bands: np.ndarray
+    bands: Int32[np.ndarray, "S 6"]
     weight: int
 
     @property
@@ -29,28 +30,22 @@ def balanced_owners(
     chunk: int,
     cost: CostModel | None = None,
     least_chunk: int | None = None,
-) -> np.ndarray:
-    """The rank of each chunk: int32 ``[n]``, ``n`` a multiple of ``cp_size`` (the last may be padding).
+) -> Int32[np.ndarray, " n"]:
+    """Returns the rank of each chunk. Their number is a multiple of ``cp_size``: the last may be padding.
 
-    The largest area of a rank is at most 1 % above the mean (6.1 % with 1024 ranks or more where areas differ
-    much along the sequence), or that of chunks dealt largest first (LPT, Graham 1969) where that is larger;
-    and then at most as many rows are received. With a model of the machine it may be 1.3 points more where
-    that makes the tiles of the kernels more equal, and 2.5 % where neighbours stay together and that takes
-    less time; the slowest rank takes about as long as with LPT of the same groups of chunks, or less.
-    ``csrc/planning/balance.h`` says how.
-
-    Several masks count by their weights. The rows that a rank receives are those that any of them asks for,
-    and take the time of those of the mask with the largest area.
+    `jaxmagi.plan_context` has the limits of a rank's area, which is larger where it is larger for chunks
+    assigned largest first (LPT, Graham 1969); ``csrc/planning/balance.h`` describes the search. The slowest
+    rank takes about as long as with LPT of the same groups of chunks, or less.
 
     Args:
-        masks: of layers that share the layout.
-        length: of the sequence.
+        masks: the masks of layers that share the layout.
+        length: length of the sequence.
         cp_size: number of ranks.
         chunk: tokens of a chunk.
-        cost: the time of rows that travel, which is 0 by default, and the tiles of the kernels, by default
-            single cells.
-        least_chunk: by default chunks stay as they are. Where areas need it they are halved, as long as
-            halves have so many tokens; ``n`` says how often.
+        cost: the time of rows that travel and the tiles of the kernels; by default rows take no time and
+            tiles are single cells.
+        least_chunk: chunks are halved where areas need it, down to this size, which the length of the result
+            tells; by default they stay whole.
 
     Raises:
         NotImplementedError: the chunks cut the mask into more than 2**22 pieces.

@@ -29,11 +29,11 @@ class PlanCapacity:
         copies: row ranges per rank in the tables of a transfer.
         pair_rows: rows that one rank can send another in one transfer.
         output_rows: rows that one rank can receive in one transfer.
-        backward: the same of the backward pass, in plans that stage it on its own.
-        num_stages: the plans' `ContextPlan.stage_counts`: a pair with ``backward``, else one integer. None
-            goes with any.
-        between: of the step across hosts, in plans by `ContextPlan.by_host` (``bands`` is 0). The sizes
-            beside it are then those of the step inside hosts.
+        backward: sizes of the backward pass, in plans where it has stages of its own.
+        num_stages: the plans' `ContextPlan.stage_counts`: a pair with ``backward``, otherwise one integer.
+            None matches any.
+        between: sizes of the step across hosts, in plans by `ContextPlan.by_host` (``bands`` is 0). The other
+            sizes are then those of the step inside hosts.
 
     Raises:
         ValueError: a size is not an integer from 0 to 2**30, ``num_stages`` is neither None nor such an
@@ -70,12 +70,12 @@ class PlanCapacity:
         return {name: vars(self)[name] for name in _PARTS if vars(self)[name] is not None}
 
     def bucketed(self) -> "PlanCapacity":
-        """Each size rounded up to an eighth of an octave, and to 8 at least."""
+        """Returns each size rounded up to an eighth of an octave, and to 8 at least."""
         sizes = {name: bucket(size) for name, size in self._sizes().items()}
         return replace(self, **sizes, **{name: part.bucketed() for name, part in self._parts().items()})
 
     def union(self, other: "PlanCapacity") -> "PlanCapacity":
-        """The larger of each size.
+        """Returns the larger of each size.
 
         Raises:
             ValueError: only one of the two has a ``backward``, or a ``between``, or they differ in
@@ -87,7 +87,7 @@ class PlanCapacity:
         return PlanCapacity(**sizes, **parts, num_stages=self.num_stages or other.num_stages)
 
     def require(self, needed: "PlanCapacity") -> None:
-        """ValueError naming each size that is smaller than needed, or other numbers of stages."""
+        """Raises ValueError naming each size that is smaller than needed, or other numbers of stages."""
         self._check_same_kind(needed)
         short = self._shortages(needed, "")
         if short:
@@ -125,7 +125,7 @@ class PlanCapacity:
 
 
 def counts_of_passes(num_stages: Any, name: str) -> list[int]:
-    """One integer for both passes, or one for each of them."""
+    """Returns one integer for both passes, or one for each of them."""
     if isinstance(num_stages, tuple) and len(num_stages) == 2:
         pairs = zip(num_stages, ("forward", "backward"), strict=True)
         return [integer(count, f"{name} of the {direction} pass", minimum=1) for count, direction in pairs]
@@ -133,7 +133,7 @@ def counts_of_passes(num_stages: Any, name: str) -> list[int]:
 
 
 def _check_part(name: str, part: Any, without: tuple[str, ...]) -> None:
-    """ValueError unless a part is None or a capacity that leaves some fields at None."""
+    """Raises ValueError unless a part is None or a capacity that leaves some fields at None."""
     if part is None:
         return
     if not isinstance(part, PlanCapacity) or any(vars(part)[field] is not None for field in without):
@@ -144,7 +144,7 @@ def _check_part(name: str, part: Any, without: tuple[str, ...]) -> None:
 
 
 def bucket(size: int) -> int:
-    """``size`` rounded up to an eighth of an octave: at most 12.5 % more, 8 at least."""
+    """Returns ``size`` rounded up to an eighth of an octave: at most 12.5 % more, 8 at least."""
     if size <= _MINIMUM:
         return _MINIMUM
     step = 1 << max(0, (size - 1).bit_length() - 4)
@@ -152,7 +152,7 @@ def bucket(size: int) -> int:
 
 
 def resize_axis(array: np.ndarray, size: int, axis: int) -> np.ndarray:
-    """A copy of ``array``, cut off or filled up with zeros along ``axis`` to ``size``."""
+    """Returns a copy of ``array``, cut off or filled up with zeros along ``axis`` to ``size``."""
     kept = [slice(None)] * array.ndim
     kept[axis] = slice(size)
     widths = [(0, 0)] * array.ndim
@@ -161,11 +161,11 @@ def resize_axis(array: np.ndarray, size: int, axis: int) -> np.ndarray:
 
 
 def used_length(used: np.ndarray) -> int:
-    """One past the last index of the last axis that is used somewhere, from bool ``[..., n]``."""
+    """Returns one past the last index of the last axis that is used anywhere, from bool ``[..., n]``."""
     return int(1 + np.flatnonzero(used.reshape(-1, used.shape[-1]).any(axis=0)).max(initial=-1))
 
 
 def frozen(array: np.ndarray) -> np.ndarray:
-    """The array made read-only, because jax may alias it."""
+    """Returns the array, made read-only, because jax may alias it."""
     array.flags.writeable = False
     return array

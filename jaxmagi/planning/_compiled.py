@@ -1,4 +1,4 @@
-"""The planner's compiled part."""
+"""The planner's compiled extension."""
 
 from types import ModuleType
 
@@ -6,7 +6,7 @@ from .._native import extension
 
 
 def planner() -> ModuleType:
-    """The extension that holds it.
+    """Returns the extension `jaxmagi._cpu`.
 
     Raises:
         ImportError: it was not built.

@@ -46,18 +46,18 @@ class CostModel:
     and of a layer with 64 query heads, 8 key heads and head dimension 128 in bfloat16. The speeds of
     attention, the cost of partial tiles (between those of the two passes) and the speed of NVLink fit what
     was measured on an H200 (docs/performance.md); that of the network was not measured. `jaxmagi.calibrate`
-    measures those of other machines. Only ratios matter to the planner.
+    measures other machines. Only ratios matter to the planner.
 
     A kernel works in tiles, so work is counted in whole tiles of the kernels for compute capability 9.0.
-    Ranks with consecutive numbers share a host; their links work beside those between hosts.
+    Ranks with consecutive numbers share a host; links within hosts and between hosts work at the same time.
 
     Attributes:
         tflops: forward speed of one rank at tiles without invisible cells, in 1e12 FLOP/s.
-        backward_tflops: the same of the backward pass.
+        backward_tflops: backward speed at such tiles.
         partial_tile_cost: time of a tile with invisible cells, in times of one without.
         link_gb_per_second: what a rank can receive (and at the same time send) within its host, in
             1e9 bytes/s.
-        network_gb_per_second: the same between hosts.
+        network_gb_per_second: what it can receive, and at the same time send, between hosts.
         ranks_per_host: ranks ``0 .. n - 1`` share the first host, and so on.
         memory_gb_per_second: what a rank can read and write in its memory, in 1e9 bytes/s.
         latency_us: fixed time of one transfer within a host and of one attention call, in microseconds.
@@ -128,33 +128,33 @@ class CostModel:
         return Pass(Tile(rows, keys), True, seconds, True)
 
     def cells_per_row(self, cp_size: int) -> int:
-        """How many cells of the forward pass take as long as a row over the slowest link of so many ranks."""
+        """Returns how many forward cells take as long as a row over the slowest link of ``cp_size`` ranks."""
         far = cp_size > self.ranks_per_host
         speed = self.network_gb_per_second if far else self.link_gb_per_second
         return max(1, round(min(self.row_bytes / (speed * 1e9) / self.forward.cell_seconds, 2.0**30)))
 
     def compute_seconds(self, tiles: np.ndarray, direction: Pass) -> np.ndarray:
-        """Attention calls over full and partial tiles ``[..., 2]``, of one direction: ``[...]``."""
+        """Returns the times ``[...]`` of attention calls over full and partial tiles ``[..., 2]``."""
         full, partial = tiles[..., 0], tiles[..., 1]
         cells = (full + self.partial_tile_cost * partial) * (direction.tile.rows * direction.tile.keys)
         return cells * direction.cell_seconds + (full + partial > 0) * self.latency_us * 1e-6
 
     def transfer_seconds(self, rows: np.ndarray, row_bytes: int) -> np.ndarray:
-        """Transfers with rows ``[..., 2]`` on the busiest links within a host and between hosts: ``[...]``.
+        """Returns the times ``[...]`` of transfers with rows ``[..., 2]`` within a host and between hosts.
 
-        Links of both kinds work at the same time.
+        The rows are those on the busiest links. Links of both kinds work at the same time.
         """
         speeds = np.array([self.link_gb_per_second, self.network_gb_per_second]) * 1e9
         latencies = np.array([self.latency_us, self.network_latency_us]) * 1e-6
         return (rows * (row_bytes / speeds) + (rows > 0) * latencies).max(axis=-1)
 
     def merge_seconds(self, rows: int) -> float:
-        """Merging a partial result into another: two are read and one is written, in fp32."""
+        """Returns the time to merge a partial result into another: two are read, one is written, in fp32."""
         row_bytes = 3.0 * self.num_heads * self.head_dim * _ACCUMULATOR_BYTES
         return rows * row_bytes / (self.memory_gb_per_second * 1e9)
 
 
 def _kernel(tiles: dict[int, tuple[int, int]], head_dim: int) -> tuple[int, tuple[int, int]]:
-    """The dimension that a kernel computes with, and its tile; beyond the largest, that of the largest."""
+    """Returns the dimension that a kernel computes with, and its tile; the largest tile serves all above."""
     dim = next((dim for dim in tiles if dim >= head_dim), max(tiles))
     return max(dim, head_dim), tiles[dim]

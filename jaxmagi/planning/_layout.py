@@ -1,9 +1,10 @@
-"""Tokens to ranks: named layouts, and orders that the user brings."""
+"""Layouts, the orders of tokens over ranks: named ones, and orders of the user."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int32
 
 from .._checks import integer, is_traced
 from ..masks.geometry import UNBOUNDED
@@ -14,7 +15,8 @@ from ._cost import CostModel
 _TILE = 128
 _FEWEST_CHUNKS_PER_RANK, _MOST_CHUNKS_PER_RANK = 10, 16
 _MOST_CHUNKS = 2**15
-_MOST_PARTS, _MOST_SMALL_CHUNKS = 4, 2**13  # of a chunk that balance needs smaller, and of the sequence then
+_MOST_PARTS = 4  # parts of a chunk where areas need smaller ones
+_MOST_SMALL_CHUNKS = 2**13  # parts of the sequence then
 
 
 def make_layout(
@@ -24,18 +26,18 @@ def make_layout(
     layout: Any,
     chunk_size: int | None,
     cost: CostModel,
-) -> np.ndarray:
-    """The token at each dispatched position, -1 for padding: int32 ``[T_padded]``; see `plan_context`."""
+) -> Int32[np.ndarray, " T_padded"]:
+    """Returns the token at each dispatched position, -1 for padding, as in `plan_context`."""
     if chunk_size is not None and (not isinstance(layout, str) or layout != "balanced"):
         raise ValueError('chunk_size is for layout="balanced" only; other layouts set their own.')
     if not isinstance(layout, str):
-        return _own_order(layout, length, cp_size)
+        return _user_order(layout, length, cp_size)
     if layout == "contiguous":
-        return _deal_chunks(np.arange(cp_size), length, cp_size, _ceil_div(length, cp_size))
+        return _place_chunks(np.arange(cp_size), length, cp_size, _ceil_div(length, cp_size))
     if layout == "zigzag":
         ranks = np.arange(cp_size)
         owner = np.concatenate([ranks, ranks[::-1]])
-        return _deal_chunks(owner, length, cp_size, _ceil_div(length, 2 * cp_size))
+        return _place_chunks(owner, length, cp_size, _ceil_div(length, 2 * cp_size))
     if layout == "balanced":
         return _balanced(masks, length, cp_size, chunk_size, cost)
     raise ValueError(f'layout must be "balanced", "zigzag", "contiguous" or an array, but it is {layout!r}.')
@@ -51,17 +53,15 @@ def _balanced(
         chunk = least = _checked_chunk_size(chunk_size, length, cp_size)
     owner = balanced_owners(masks, length, cp_size, chunk, cost, least)
     shard = _ceil_div(_ceil_div(length, chunk), cp_size) * chunk
-    return _deal_chunks(owner, length, cp_size, shard * cp_size // len(owner))
+    return _place_chunks(owner, length, cp_size, shard * cp_size // len(owner))
 
 
 def default_chunk_size(length: int, cp_size: int) -> int:
-    """The multiple of 128 with 10 to 16 chunks per rank that pads least, the largest of equals.
+    """Returns the multiple of 128 with 10 to 16 chunks per rank that pads least, the largest of equals.
 
-    Where areas differ too much for these, their halves and quarters may be dealt.
-
-    128 is a tile of the GPU kernels. Where it gives fewer than 10 chunks per rank it is the size, and where
-    it would give fewer than 2 the size is half a shard. So many ranks that this makes more than 2**15 chunks
-    get fewer each, 1 at least, which keeps the search for few rows below some seconds.
+    128 is a tile of the GPU kernels. It is the size if it gives fewer than 10 chunks per rank; if it gives
+    fewer than 2, the size is half a shard. Where this makes more than 2**15 chunks, ranks get fewer each, at
+    least 1, which keeps the search for few rows below some seconds.
     """
     shard = _ceil_div(length, cp_size)
     most = int(np.clip(_MOST_CHUNKS // cp_size, 1, _MOST_CHUNKS_PER_RANK))
@@ -90,18 +90,18 @@ def _check_padded_length(padded: int) -> None:
 
 
 def _ceil_div(a: int, b: int) -> int:
-    """Rounded up, and 1 at least, so that no chunk is without room."""
+    """Returns a / b rounded up, and at least 1, so that every chunk has room."""
     return max(1, -(-a // b))
 
 
-def _deal_chunks(owner: np.ndarray, length: int, cp_size: int, chunk: int) -> np.ndarray:
-    """The token order of chunks given to their owners, in ascending order within each."""
+def _place_chunks(owner: np.ndarray, length: int, cp_size: int, chunk: int) -> np.ndarray:
+    """Returns the token order of chunks given to their owners, ascending within each rank."""
     _check_padded_length(len(owner) * chunk)
     return planner().token_order(owner.astype(np.int32), length, cp_size, chunk)
 
 
-def _own_order(layout: Any, length: int, cp_size: int) -> np.ndarray:
-    """The user's order as an int32 array, if it is a permutation of the tokens and padding."""
+def _user_order(layout: Any, length: int, cp_size: int) -> np.ndarray:
+    """Returns the user's order as int32; ValueError unless it is a permutation of tokens and padding."""
     if is_traced(layout):
         raise ValueError("layout is traced, but plan_context needs host data: plan outside jit.")
     order = np.array(layout)

@@ -7,74 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jaxtyping import Int32
 
 from .._checks import is_traced
-from ._capacity import SAME_STAGES, PlanCapacity, StageCounts, frozen, resize_axis, used_length
+from ._capacity import SAME_STAGES, PlanCapacity, StageCounts, frozen
 from ._cost import CostModel
 from ._draw import draw_plan
-from ._relayed_spec import RelayedSpec
+from ._plan_stages import PlanStages
 from ._report import PlanReport, report_plan
-from ._spec import GroupCastSpec
+from ._spec import GroupCastSpec, RelayedSpec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
-class PlanStages:
-    """The attention calls of each rank in one pass, and the transfers that they wait for.
-
-    Attributes:
-        bands: see `jaxmagi.ContextPlan`.
-        transfers: see `jaxmagi.ContextPlan`.
-    """
-
-    bands: jax.Array | np.ndarray
-    transfers: tuple[GroupCastSpec | RelayedSpec, ...]
-
-    @property
-    def num_stages(self) -> int:
-        """Attention calls of a rank."""
-        return self.bands.shape[-3]
-
-    @property
-    def capacity(self) -> PlanCapacity:
-        """The static sizes of the arrays."""
-        return replace(self.transfers[0].capacity, bands=self.bands.shape[-2])
-
-    def pad_to(self, capacity: PlanCapacity) -> "PlanStages":
-        """The same with other static sizes. Raises ValueError if one is smaller than what is used."""
-        bands = np.asarray(self.bands)
-        used = functools.reduce(PlanCapacity.union, [spec.used for spec in self.transfers])
-        sizes = replace(capacity, backward=None, num_stages=None)
-        sizes.require(replace(used, bands=used_length(bands.any(axis=-1))))
-        return PlanStages(resize_axis(bands, capacity.bands, -2), _pad_transfers(self.transfers, capacity))
-
-    def by_host(self, ranks_per_host: int) -> "PlanStages":
-        """The same with transfers in two steps: see `ContextPlan.by_host`."""
-        relayed = [_relayed(spec, ranks_per_host) for spec in self.transfers]
-        sizes = functools.reduce(PlanCapacity.union, [spec.capacity for spec in relayed])
-        return PlanStages(self.bands, _pad_transfers(relayed, sizes))
-
-
-def _pad_transfers(
-    transfers: Sequence[GroupCastSpec | RelayedSpec], capacity: PlanCapacity
-) -> tuple[GroupCastSpec | RelayedSpec, ...]:
-    """The transfers of a pass with the static sizes of ``capacity``."""
-    sizes: dict[str, Any] = {name: getattr(capacity, name) for name in ("copies", "output_rows", "pair_rows")}
-    if capacity.between is not None:
-        sizes["between"] = capacity.between
-    return tuple(spec.padded(**sizes) for spec in transfers)
-
-
-def _relayed(spec: GroupCastSpec | RelayedSpec, ranks_per_host: int) -> RelayedSpec:
-    if isinstance(spec, RelayedSpec):
-        raise ValueError(
-            f"by_host({ranks_per_host}): the transfers of this plan are in two steps already, "
-            f"by_host({spec.ranks_per_host})."
-        )
-    return spec.by_host(ranks_per_host)
 
 
 @jax.tree_util.register_dataclass
@@ -102,13 +46,13 @@ class ContextPlan:
         length: tokens of the sequence, without padding. Static.
         cp_size: number of ranks. Static.
         num_stages: attention calls of a rank in the forward pass. Static.
-        backward: bands and transfers of the backward pass, where that is staged in its own way; None where it
-            takes those of the forward pass.
+        backward: bands and transfers of the backward pass if it has stages of its own; None if it takes those
+            of the forward pass.
     """
 
-    token_order: jax.Array | np.ndarray
-    position_ids: jax.Array | np.ndarray
-    bands: jax.Array | np.ndarray
+    token_order: Int32[jax.Array | np.ndarray, "*stack T_padded"]
+    position_ids: Int32[jax.Array | np.ndarray, "*stack T_padded"]
+    bands: Int32[jax.Array | np.ndarray, "*stack cp num_stages C 6"]
     transfers: tuple[GroupCastSpec | RelayedSpec, ...]
     length: int = field(metadata={"static": True})
     cp_size: int = field(metadata={"static": True})
@@ -137,7 +81,7 @@ class ContextPlan:
 
     @property
     def ranks_per_host(self) -> int | None:
-        """That of `by_host`; None in plans whose transfers have one step."""
+        """The ``ranks_per_host`` of `by_host`; None in plans whose transfers have one step."""
         spec = self.transfers[0]
         return spec.ranks_per_host if isinstance(spec, RelayedSpec) else None
 
@@ -148,15 +92,15 @@ class ContextPlan:
         return replace(self.forward_stages.capacity, backward=backward, num_stages=self.stage_counts)
 
     def by_host(self, ranks_per_host: int) -> "ContextPlan":
-        """The same plan with transfers in two steps, so that a row crosses to another host once.
+        """Returns the same plan with transfers in two steps, in which a row crosses to another host once.
 
-        A row that several ranks of a host need is brought to one of them, its relay, over the network, and
-        handed on inside the host; gradients that return for it are added up inside the host, in float32,
-        before one row crosses. Worth it where ranks of one host need the same rows and the network is slow.
-        It takes memory for the relay rows, and a copy of the own ones.
+        The network brings a row that several ranks of a host need to one of them, its relay, which sends it
+        on inside the host; gradients that return for it are summed inside the host, in float32, before one
+        row crosses. This pays where ranks of one host need the same rows and the network is slow. It takes
+        memory for the relay rows, and a copy of the own rows.
 
-        Use it before `stack` and `pad_to`: capacities of what it returns go with each other only. The layout
-        and the stages stay as they were planned, for transfers in one step.
+        Use it before `stack` and `pad_to`: capacities of the plans that it returns only go with each other.
+        The layout and the stages stay as they were planned, for transfers in one step.
 
         Args:
             ranks_per_host: ranks with the same ``rank // ranks_per_host`` share a host.
@@ -172,9 +116,10 @@ class ContextPlan:
 
     @staticmethod
     def stack(plans: Sequence["ContextPlan"]) -> "ContextPlan":
-        """Plans of a batch's examples as one, with a new leading axis on every array.
+        """Returns the plans of a batch's examples as one, with a new leading axis on every array.
 
-        For ``PartitionSpec(data_axis, axis_name)`` and ``jax.vmap``. All are padded to the largest capacity.
+        All are padded to the largest capacity. Use the result with ``jax.vmap`` and
+        ``PartitionSpec(data_axis, axis_name)``.
 
         Raises:
             ValueError: there is no plan, or lengths, ranks, shard lengths, numbers of stages or ranks per
@@ -192,9 +137,9 @@ class ContextPlan:
         return jax.tree.map(lambda *leaves: frozen(np.stack(leaves)), *padded)
 
     def pad_to(self, capacity: PlanCapacity) -> "ContextPlan":
-        """The same plan (or stacked plans) with the static sizes of ``capacity``, to share a compilation.
+        """Returns the plan (or stacked plans) with the static sizes of ``capacity``, to share a compilation.
 
-        Sizes may also shrink, to what the plan uses at least.
+        Sizes may also shrink, down to what the plan uses.
 
         Raises:
             ValueError: a size is smaller than what the plan uses, ``capacity`` is for plans with other
@@ -207,17 +152,18 @@ class ContextPlan:
         return replace(self, bands=forward.bands, transfers=forward.transfers, backward=backward)
 
     def report(self, cost: CostModel = CostModel()) -> PlanReport:  # noqa: B008 (frozen, so safe to share)
-        """What each rank computes, sends and receives, and the time that a model of the machine predicts.
+        """Returns what each rank computes, sends and receives, and predicted times.
 
         Args:
-            cost: the model for predicted times, and which ranks share a host. A plan does not keep the one
-                that it was planned with: pass that again to see the prediction that ``num_stages="auto"``
-                went by.
+            cost: the model for predicted times, and which ranks share a host. A plan does not keep the model
+                that it was planned with: pass it again to see the prediction by which ``num_stages="auto"``
+                chose.
 
         Raises:
             ValueError: the plan is traced, stacked or a part.
         """
-        return report_plan(_on_host(self, "report"), cost)
+        plan = _on_host(self, "report")
+        return report_plan(np.asarray(plan.token_order), plan.forward_stages, plan.backward, cost)
 
     def draw(self, ax: "Axes | None" = None) -> "Axes":
         """Draws the mask coloured by the rank that computes each row, and each rank's area and received rows.
@@ -231,11 +177,12 @@ class ContextPlan:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        return draw_plan(_on_host(self, "draw"), ax)
+        plan = _on_host(self, "draw")
+        return draw_plan(np.asarray(plan.token_order), plan.length, plan.forward_stages, plan.report(), ax)
 
 
 def _static_sizes(plans: Sequence[ContextPlan]) -> dict[str, list[Any]]:
-    """What plans have to agree in to be stacked."""
+    """Returns the sizes that plans have to agree in to be stacked."""
     names = ("length", "cp_size", "shard_length", "ranks_per_host")
     sizes = {name: [getattr(plan, name) for plan in plans] for name in names}
     return {**sizes, "num_stages": [plan.stage_counts for plan in plans]}
@@ -247,7 +194,7 @@ def _reject_traced(plan: ContextPlan, method: str) -> None:
 
 
 def _on_host(plan: ContextPlan, method: str) -> ContextPlan:
-    """The plan with numpy leaves; ValueError when it is traced or stacked."""
+    """Returns the plan with numpy leaves; ValueError if it is traced, stacked or a part."""
     _reject_traced(plan, method)
     if plan.bands.ndim != 4 or plan.bands.shape[0] != plan.cp_size:
         raise ValueError(

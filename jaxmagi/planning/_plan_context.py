@@ -1,10 +1,11 @@
-"""Builds a plan: tokens to ranks, bands to stages, and the transfers between them."""
+"""Builds a plan: assigns tokens to ranks and bands to stages, and makes the transfers between ranks."""
 
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Int32, Integer
 
 from .._checks import integer, is_traced
 from ..masks import AttnMask
@@ -14,18 +15,19 @@ from ._compiled import planner
 from ._cost import CostModel
 from ._layout import make_layout
 from ._merge import merge
-from ._overlap import OverlapSolver, Staged
-from ._plan import ContextPlan, PlanStages
+from ._overlap import OverlapSolver, StagingCandidate
+from ._plan import ContextPlan
+from ._plan_stages import PlanStages
 from ._spec import pack_spec
 from ._tables import largest_pair, longest
 
 _MAX_AUTO_STAGES = 4
 
 type NumStages = StageCounts | Literal["auto"]
-"""How many attention calls a rank makes."""
+"""The number of attention calls of a rank."""
 
-type Layout = Literal["balanced", "zigzag", "contiguous"] | np.ndarray | jax.Array
-"""How tokens are dealt to ranks."""
+type Layout = Literal["balanced", "zigzag", "contiguous"] | Integer[np.ndarray | jax.Array, " T_padded"]
+"""The order of tokens over ranks."""
 
 
 def plan_context(
@@ -38,9 +40,9 @@ def plan_context(
     cost: CostModel = CostModel(),  # noqa: B008 (frozen, so safe to share)
     capacity: PlanCapacity | None = None,
 ) -> ContextPlan:
-    """Plans the attention of a mask over ``cp_size`` ranks.
+    """Returns the plan of a mask's attention over ``cp_size`` ranks.
 
-    A pure function of its arguments: every host that calls it gets the same plan, without communication.
+    It is a pure function: every host that calls it gets the same plan, without communication.
     Every rank gets the same number of tokens, and receives exactly the rows of keys that its queries see and
     that it does not own.
 
@@ -48,14 +50,15 @@ def plan_context(
         mask: a self-attention mask (``q_len == kv_len``) with bands ``[S, 6]``. A batch is folded into one
             sequence with `AttnMask.concatenate`.
         cp_size: the number of ranks.
-        chunk_size: for ``layout="balanced"``, the tokens of a chunk, the unit that is dealt to ranks. By
+        chunk_size: for ``layout="balanced"``, the tokens of a chunk, the unit that is assigned to ranks. By
             default the multiple of 128 with 10 to 16 chunks per rank that needs least padding, or a half or a
             quarter of it where areas need that; smaller for short sequences. At most a rank's share of the
             tokens. Smaller chunks help only where areas vary much within a chunk: while areas allow, 8 to 16
-            groups of chunks per rank are dealt instead, if a rank's number of chunks has such a divisor, and
-            else smaller groups. The time of the search for few rows grows with the square of the number of
-            groups per rank; none is made for very many of them (thousands with 8 ranks, hundreds with 64).
-        layout: ``"balanced"`` deals chunks so that ranks compute about as much and few rows travel. The
+            groups of chunks per rank are assigned instead, if a rank's number of chunks has such a divisor,
+            and otherwise smaller groups. The time of the search for few rows grows with the square of the
+            number of groups per rank; none is made for very many of them (thousands with 8 ranks, hundreds
+            with 64).
+        layout: ``"balanced"`` assigns chunks so that ranks compute about as much and few rows travel. The
             largest area is at most 1 % above the mean, rising to 6 % with 1024 ranks for masks like packed
             documents, if chunks are small enough for that; 1.3 points more where kernels, which compute whole
             tiles, have more equal work then; and up to 2.5 % where neighbours stay together and that takes
@@ -101,28 +104,18 @@ def plan_context(
 
 
 def plan_layout(
-    bands: np.ndarray,
+    bands: Int32[np.ndarray, "S 6"],
     length: int,
-    token_order: np.ndarray,
+    token_order: Int32[np.ndarray, " T_padded"],
     cp_size: int,
     passes: list[list[int]],
     cost: CostModel,
     capacity: PlanCapacity | None = None,
 ) -> ContextPlan:
-    """The plan of merged bands on a layout that `make_layout` made.
-
-    Args:
-        bands: int32 ``[S, 6]``.
-        length: of the sequence.
-        token_order: int32 ``[T_padded]``.
-        cp_size: the number of ranks.
-        passes: see `stages_to_try`.
-        cost: see `plan_context`.
-        capacity: see `plan_context`.
-    """
+    """Returns the plan of merged bands on a layout of `make_layout`; ``passes`` are from `stages_to_try`."""
     shard_length = token_order.size // cp_size
     solver = OverlapSolver(planner().Routing(bands, token_order, cp_size), shard_length, cost)
-    drafts = _choose_drafts(solver, passes, cost)
+    drafts = _fastest_drafts(solver, passes, cost)
     needed = drafts[0].needed_capacity()
     if len(drafts) > 1:
         needed = replace(needed, backward=drafts[1].needed_capacity())
@@ -149,7 +142,7 @@ class _Draft(NamedTuple):
     Attributes:
         bands: int32 ``[n, 6]``, local bands of all ranks and stages, one after the other.
         bands_per_stage: int32 ``[cp, num_stages]``.
-        tables: of each transfer, sends and receives (see `jaxmagi.planning._spec.pack_spec`).
+        tables: sends and receives of each transfer, as `jaxmagi.planning._spec.pack_spec` takes them.
         output_rows: the most rows that a rank receives in one transfer.
     """
 
@@ -159,9 +152,9 @@ class _Draft(NamedTuple):
     output_rows: int
 
     @classmethod
-    def of(cls, staged: Staged) -> "_Draft":
-        tables = [staged.staging.transfer(i) for i in range(len(staged.choice.shares))]
-        return cls(*staged.bands, tables=tables, output_rows=staged.staging.most_received())
+    def of(cls, candidate: StagingCandidate) -> "_Draft":
+        tables = [candidate.staging.transfer_tables(i) for i in range(len(candidate.split.shares))]
+        return cls(*candidate.bands, tables=tables, output_rows=candidate.staging.most_received())
 
     @property
     def cp_size(self) -> int:
@@ -193,8 +186,8 @@ class _Draft(NamedTuple):
         return PlanStages(bands, transfers)
 
 
-def mask_bands(mask: AttnMask) -> np.ndarray:
-    """The bands of a mask that can be planned."""
+def mask_bands(mask: AttnMask) -> Int32[np.ndarray, "S 6"]:
+    """Returns the bands of a mask; ValueError if it cannot be planned."""
     if not isinstance(mask, AttnMask):
         raise ValueError(f"plan_context takes an AttnMask, but got {type(mask).__name__}.")
     if is_traced(mask):
@@ -219,7 +212,7 @@ def require_type(value: Any, kind: type, name: str) -> None:
 
 
 def stages_to_try(num_stages: Any, capacity: PlanCapacity | None = None) -> list[list[int]]:
-    """The numbers of stages to choose from, for both passes together or for each of them."""
+    """Returns the numbers of stages to choose from, for both passes together or for each of them."""
     if capacity is not None:
         require_type(capacity, PlanCapacity, "capacity")
     if isinstance(num_stages, str) and num_stages == "auto":
@@ -244,8 +237,8 @@ def _stages_of(capacity: PlanCapacity) -> StageCounts:
     return capacity.num_stages
 
 
-def _choose_drafts(solver: OverlapSolver, passes: list[list[int]], cost: CostModel) -> list[_Draft]:
-    """What is predicted to be fastest: of both passes, or of each if they are to differ or do better so."""
+def _fastest_drafts(solver: OverlapSolver, passes: list[list[int]], cost: CostModel) -> list[_Draft]:
+    """Returns the fastest stages by prediction: one for both passes, or one for each if they differ."""
     if len(passes) == 1:
         return [_Draft.of(solver.best(passes[0], (cost.forward, cost.backward)))]
     forward, backward = (
@@ -253,4 +246,4 @@ def _choose_drafts(solver: OverlapSolver, passes: list[list[int]], cost: CostMod
         for counts, direction in zip(passes, (cost.forward, cost.backward), strict=True)
     )
     is_one = forward is backward and len(passes[0]) > 1
-    return [_Draft.of(staged) for staged in ([forward] if is_one else [forward, backward])]
+    return [_Draft.of(candidate) for candidate in ([forward] if is_one else [forward, backward])]

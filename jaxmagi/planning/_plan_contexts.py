@@ -1,4 +1,4 @@
-"""Plans of the masks of a model whose layers differ, on one layout of the tokens."""
+"""Plans the masks of a model with different layers on one layout of the tokens."""
 
 from collections.abc import Sequence
 
@@ -24,20 +24,20 @@ def plan_contexts(
     num_stages: NumStages | list[StageCounts] = "auto",
     cost: CostModel = CostModel(),  # noqa: B008 (frozen, so safe to share)
 ) -> tuple[ContextPlan, ...]:
-    """Plans of several masks on one layout, for models whose layers have different masks.
+    """Returns plans of several masks on one layout, for models whose layers have different masks.
 
-    Tokens stay where they are from layer to layer, so all layers share a layout: that of
-    ``jaxmagi.plan_context`` with ``layout="balanced"``, but for the sum of the masks' areas by weight. The
-    areas of a single mask may differ more between ranks.
+    Tokens stay where they are from layer to layer, so all layers share a layout. It is made like
+    ``layout="balanced"`` of `jaxmagi.plan_context`, but for the sum of the masks' areas by weight. The areas
+    of a single mask may differ more between ranks.
 
     Args:
-        masks: of the layers, for one sequence: each as for `jaxmagi.plan_context`.
+        masks: the masks of the layers, for one sequence, each as for `jaxmagi.plan_context`.
         cp_size: the number of ranks.
         weights: how many layers have each mask; by default one.
         chunk_size: see `jaxmagi.plan_context`.
         num_stages: see `jaxmagi.plan_context`; a list has one for each mask. ``"auto"`` may choose another
             number for each mask and each sequence: for a stream of sequences under one compilation, give
-            ``[plan.stage_counts for plan in plans]``, of the plans of one of them.
+            ``[plan.stage_counts for plan in plans]`` of the plans of the first sequence.
         cost: see `jaxmagi.plan_context`.
 
     Returns:

@@ -1,11 +1,9 @@
 """Plans the next batches in a background thread while the step of the last one runs."""
 
-import contextlib
-import queue
-import threading
+import collections
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 import jax
@@ -25,8 +23,8 @@ def prefetch_plans[Batch, Plan](
 ) -> "PlanPrefetcher[Batch, Plan]":
     """Iterates over ``(batch, make_plan(batch))``, made ahead of time in a background thread.
 
-    For the end of a data loader: ``jaxmagi.plan_context`` needs no device and lets other threads run while
-    it searches, so that planning costs no time beside a longer step. The thread starts at once.
+    It is for the end of a data loader: ``jaxmagi.plan_context`` needs no device and lets other threads run
+    while it searches, so that planning costs no time during a longer step. The thread starts at once.
 
     Args:
         batches: the source, iterated in the thread: a list, a generator, an iterator of Grain, ``tf.data`` or
@@ -37,8 +35,8 @@ def prefetch_plans[Batch, Plan](
             plans that share a compilation it fixes ``num_stages`` (see `jaxmagi.plan_context`).
         depth: how many batches the thread may take from the source beyond those that the consumer has taken.
             They are lost to the source's other users when the prefetcher is closed.
-        fits: asked in the consumer, just before a pair is handed out, whether the plan is still that of the
-            batch: ``lambda batch, plan: plan.length == batch.shape[0]``. By default nobody asks.
+        fits: called in the consumer, just before a pair is returned, to check that the plan is still that of
+            the batch: ``lambda batch, plan: plan.length == batch.shape[0]``. By default there is no check.
 
     Returns:
         An iterator that is also a context manager, for one consumer. As with a generator there is nothing
@@ -46,7 +44,7 @@ def prefetch_plans[Batch, Plan](
         it happened, with its traceback, after all earlier pairs.
 
     Raises:
-        ValueError: ``depth`` is no integer above zero; while iterating: ``fits`` says no, the plan is stale.
+        ValueError: ``depth`` is no integer above zero; while iterating: ``fits`` is false, the plan is stale.
         TypeError: ``batches`` is not iterable.
 
     >>> batches = [[3, 5], [8]]
@@ -62,121 +60,60 @@ def prefetch_plans[Batch, Plan](
 
 
 class PlanPrefetcher[Batch, Plan]:
-    """What `jaxmagi.prefetch_plans` returns: an iterator of ``(batch, plan)`` that owns a thread.
+    """The iterator of ``(batch, plan)`` that `jaxmagi.prefetch_plans` returns, which owns a thread.
 
     The thread ends with the source, at an error (``KeyboardInterrupt`` in ``next`` included), at `close`, at
-    the end of a ``with`` block, when the prefetcher is garbage, and when the program exits. It is garbage as
-    soon as a loop over it is left, unless something else refers to it. ``batches`` and ``make_plan`` should
-    not refer to it, for the thread keeps them alive.
+    the end of a ``with`` block, after its current call when the prefetcher is garbage, and at the exit of the
+    program, after the pairs that it may still take. ``batches`` and ``make_plan`` should not refer to the
+    prefetcher, for the thread keeps them alive.
     """
 
     def __init__(
-        self,
-        pairs: Iterator[tuple[Batch, Plan]],
-        depth: int,
-        fits: Callable[[Batch, Plan], bool] | None,
+        self, pairs: Iterator[tuple[Batch, Plan]], depth: int, fits: Callable[[Batch, Plan], bool] | None
     ):
-        self._fits = fits
-        self._taken = 0
-        self._worker: _Worker[Batch, Plan] = _Worker(pairs, depth)
-        weakref.finalize(self, self._worker.end)
+        self._pairs, self._fits, self._taken = pairs, fits, 0
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD_NAME)
+        self._ahead = collections.deque(self._thread.submit(next, pairs) for _ in range(depth))
+        # It does not wait, because the thread itself may be the one that collects the prefetcher.
+        weakref.finalize(self, self._thread.shutdown, wait=False, cancel_futures=True)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> tuple[Batch, Plan]:
+        if not self._ahead:
+            raise StopIteration
         try:
-            pair = self._worker.take()
-            self._check(*pair)
+            batch, plan = self._ahead.popleft().result()
+            if self._fits is not None and not self._fits(batch, plan):
+                raise ValueError(
+                    f"the plan of batch {self._taken} (the first is 0), for {_lengths(plan)} tokens, is "
+                    "stale: fits(batch, plan) is false."
+                )
         except BaseException:  # KeyboardInterrupt too: a pair may be lost, so none may follow
             self.close()
             raise
         self._taken += 1
-        self._worker.turns.put(None)
-        return pair
+        self._ahead.append(self._thread.submit(next, self._pairs))
+        return batch, plan
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Ends the thread and waits for it: for the call of the source or of ``make_plan`` that it is in.
+        """Ends the thread and waits for its current call of the source or of ``make_plan``.
 
-        What was planned ahead is dropped. Closing again does nothing.
+        Plans made ahead are dropped. Closing again does nothing.
         """
-        self._worker.end()
-
-    def _check(self, batch: Batch, plan: Plan) -> None:
-        if self._fits is not None and not self._fits(batch, plan):
-            raise ValueError(
-                f"the plan of batch {self._taken} (the first is 0), for {_lengths(plan)} tokens, is stale: "
-                "fits(batch, plan) is false."
-            )
-
-
-class _Worker[Batch, Plan]:
-    """The thread and what it shares with the consumer; without the prefetcher, which can so become garbage.
-
-    The prefetcher's finalizer may run in the middle of any line of any thread. Hence simple queues, whose
-    methods never wait for a lock that the interrupted line holds.
-
-    Attributes:
-        turns: one for each pair that the thread may make.
-        outcomes: pairs, and last of all an exception: ``StopIteration`` if nothing failed.
-    """
-
-    def __init__(self, pairs: Iterator[tuple[Batch, Plan]], depth: int):
-        self.turns: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.outcomes: queue.SimpleQueue[tuple[Batch, Plan] | BaseException] = queue.SimpleQueue()
-        self.ending = False
-        for _ in range(depth):
-            self.turns.put(None)
-        # A daemon, because at the exit the program would wait for any other before it calls the finalizer.
-        self.thread = threading.Thread(target=self.run, args=(pairs,), name=THREAD_NAME, daemon=True)
-        self.thread.start()
-
-    def run(self, pairs: Iterator[tuple[Batch, Plan]]) -> None:
-        """What the thread does: a pair for each turn."""
-        try:
-            while True:
-                self.turns.get()
-                if self.ending:
-                    return
-                self.outcomes.put(next(pairs))
-        except BaseException as error:
-            self.outcomes.put(error)
-
-    def take(self) -> tuple[Batch, Plan]:
-        """The next pair; raises the error, or StopIteration, where there is none."""
-        outcome = self.outcomes.get()
-        try:
-            if isinstance(outcome, BaseException):
-                raise outcome
-            return outcome
-        finally:
-            del outcome  # an error and a frame that refer to each other would keep batches alive
-
-    def end(self) -> None:
-        """Stops the thread, waits for it, and leaves nothing but a StopIteration to take."""
-        self.ending = True
-        self.turns.put(None)
-        if self.thread is threading.current_thread():  # it collects garbage: nobody is left to take anything
-            return
-        self.thread.join()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self.outcomes.get_nowait()
-        self.outcomes.put(StopIteration())
+        self._ahead.clear()
+        self._thread.shutdown(cancel_futures=True)
+        self._pairs = iter(())  # drops the source
 
 
 def _lengths(plans: Any) -> list[int]:
-    """The lengths of all plans in a pytree."""
+    """Returns the lengths of all plans in a pytree."""
     leaves = jax.tree.leaves(plans, is_leaf=lambda leaf: isinstance(leaf, ContextPlan))
     return [leaf.length for leaf in leaves if isinstance(leaf, ContextPlan)]

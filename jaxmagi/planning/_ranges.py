@@ -4,7 +4,7 @@ import numpy as np
 
 
 def union(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The union of any ranges as the fewest sorted, disjoint ones."""
+    """Returns the union of any ranges as the fewest sorted, disjoint ones."""
     kept = np.flatnonzero(begin < end)
     order = kept[np.argsort(begin[kept], kind="stable")]
     begin, reach = begin[order], np.maximum.accumulate(end[order])
@@ -17,10 +17,11 @@ def union(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def meet(
     begin: np.ndarray, end: np.ndarray, other_begin: np.ndarray, other_end: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The parts that any ranges share with others, which are sorted and disjoint.
+    """Returns the parts that any ranges share with others, which are sorted and disjoint.
 
     Returns:
-        Of each part, in the order of the ranges: the index of the range and of the other one, begin and end.
+        The index of the range, the index of the other range, begin and end of each part, in the order of the
+        ranges.
     """
     first = np.searchsorted(other_end, begin, side="right")
     last = np.searchsorted(other_begin, end, side="left")

@@ -1,4 +1,4 @@
-"""Which tokens a plan's transfers bring where, in runs: dense masks bring each rank nearly all of them."""
+"""The tokens that transfers bring to ranks, as runs: dense masks bring nearly all tokens to each rank."""
 
 from typing import NamedTuple
 
@@ -7,8 +7,7 @@ import numpy as np
 
 from ._ranges import meet
 from ._relay import copies_of
-from ._relayed_spec import RelayedSpec
-from ._spec import GroupCastSpec
+from ._spec import GroupCastSpec, RelayedSpec
 
 
 class TokenRuns(NamedTuple):
@@ -24,12 +23,12 @@ class TokenRuns(NamedTuple):
         return TokenRuns(*(column[begin:end] for column in self))
 
     def shifted(self, rows: int) -> "TokenRuns":
-        """The same runs so many rows further down."""
+        """Returns the same runs ``rows`` rows further down."""
         return self._replace(row=self.row + rows)
 
 
 def joined(first: TokenRuns, second: TokenRuns) -> TokenRuns:
-    """The runs of both, in different rows."""
+    """Returns the runs of both, which are in different rows."""
     return _sorted(TokenRuns(*(np.concatenate(columns) for columns in zip(first, second, strict=True))))
 
 
@@ -39,7 +38,7 @@ def _sorted(runs: TokenRuns) -> TokenRuns:
 
 
 def own_runs(token_order: jax.Array | np.ndarray, cp_size: int) -> TokenRuns:
-    """The tokens of the ranks' shards."""
+    """Returns the runs of the ranks' shards."""
     shards = np.asarray(token_order, np.int64).reshape(cp_size, -1)
     joins = np.zeros(shards.shape, bool)
     joins[:, 1:] = (shards[:, 1:] == shards[:, :-1] + 1) & (shards[:, :-1] >= 0)
@@ -52,7 +51,7 @@ def own_runs(token_order: jax.Array | np.ndarray, cp_size: int) -> TokenRuns:
 
 
 def received_runs(spec: GroupCastSpec | RelayedSpec, own: TokenRuns) -> TokenRuns:
-    """The tokens in the output rows of a transfer of the ranks' shards."""
+    """Returns the runs in the output rows of a transfer of the ranks' shards."""
     if isinstance(spec, RelayedSpec):
         relayed = received_runs(spec.between, own).shifted(spec.input_rows)
         return received_runs(spec.within, joined(own, relayed))

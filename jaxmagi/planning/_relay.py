@@ -1,4 +1,4 @@
-"""Which rank of a host receives a row first, for all that need it there."""
+"""Chooses the rank of a host that receives a row first, for all ranks that need it there."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from ._ranges import meet, union
 
 
 class Copies(NamedTuple):
-    """Rows ``[row, row + length)`` of ranks that become ``[dst_row, dst_row + length)`` of others: int64."""
+    """Rows ``[row, row + length)`` of ``src``: the rows ``[dst_row, dst_row + length)`` of ``dst``; int64."""
 
     src: np.ndarray
     dst: np.ndarray
@@ -20,38 +20,42 @@ class Copies(NamedTuple):
         return Copies(*(column[chosen] for column in self))
 
     def table(self) -> np.ndarray:
-        """int32 ``[n, 5]``, by what receives them: so ranges that go on there follow each other."""
+        """Returns int32 ``[n, 5]``, sorted by receiving rows, so that adjacent copies can be joined."""
         order = np.lexsort((self.dst_row, self.dst))
         return np.ascontiguousarray(np.stack(self, axis=1)[order], np.int32)
 
 
 def copies_of(sends: np.ndarray) -> Copies:
-    """What a table `GroupCastSpec.sends` moves."""
+    """Returns the copies in a table `GroupCastSpec.sends`."""
     src, entry = np.nonzero(sends[..., 3])
     dst, _, row, length, dst_row = sends[src, entry].astype(np.int64).T
     return Copies(src, dst, row, dst_row, length)
 
 
 def relay(copies: Copies, cp_size: int, ranks_per_host: int, input_rows: int) -> tuple[Copies, Copies]:
-    """The same transfer by way of relays, in two steps.
+    """Returns the two steps of the same transfer through relays.
 
-    The first brings each row once to every other host that needs it, to one of the ranks that do. What a rank
-    gets so are its relay rows. The second brings the rank's own rows and, behind them, its relay rows to the
-    ranks of its host, itself among them.
+    The first step brings each row once to every other host that needs it, to one of the ranks that need it:
+    the relay rows of that rank. The input of the second step is a rank's own rows followed by its relay rows,
+    which it sends to the ranks of its host, itself included.
+
+    A row that goes to a host is a position ``(src * num_hosts + host) * input_rows + row``, so that one
+    sequence of disjoint ranges holds the rows of all pairs of a source and a host (a group).
 
     Args:
-        copies: of the transfer.
-        cp_size: ranks.
+        copies: the copies of the transfer.
+        cp_size: number of ranks.
         ranks_per_host: ranks with the same ``rank // ranks_per_host`` share a host.
         input_rows: rows of each rank's input.
     """
     num_hosts = cp_size // ranks_per_host
     is_far = copies.src // ranks_per_host != copies.dst // ranks_per_host
     near, far = copies.where(~is_far), copies.where(is_far)
-    # Rows that go to a host as positions: source after source, host after host.
     begin = (far.src * num_hosts + far.dst // ranks_per_host) * input_rows + far.row
     run_begin, run_end = _cut(begin, begin + far.length, input_rows, ranks_per_host)
-    copy, run, first, _ = meet(begin, begin + far.length, run_begin, run_end)  # whole runs
+    copy, run, first, _ = meet(
+        begin, begin + far.length, run_begin, run_end
+    )  # each run is in a copy as a whole
     needs = np.zeros((len(run_begin), ranks_per_host), bool)
     needs[run, far.dst[copy] % ranks_per_host] = True
 
@@ -69,10 +73,11 @@ def relay(copies: Copies, cp_size: int, ranks_per_host: int, input_rows: int) ->
 def _cut(
     begin: np.ndarray, end: np.ndarray, input_rows: int, ranks_per_host: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Runs of positions that the same ranks need, each no more than a relay's share of what its source sends.
+    """Returns runs of positions that the same ranks need, each at most a relay's share of its group.
 
-    Longer runs would leave a source's other relays with less, and where ranks exchange buffers of one size
-    for all pairs the largest pair counts.
+    The set of ranks that need a position changes only where a copy begins or ends, so runs lie between these
+    edges. With R relays a run has at most 1 / R of the rows of its group, rounded up: otherwise one relay
+    would get more than its share, and where ranks exchange buffers of one size the largest pair counts.
     """
     edges = np.unique(np.concatenate([begin, end]))
     *_, first, last = meet(*union(begin, end), edges[:-1], edges[1:])
@@ -88,15 +93,17 @@ def _cut(
 
 
 def _choose(needs: np.ndarray, group: np.ndarray, length: np.ndarray, preferred: np.ndarray) -> np.ndarray:
-    """A relay for each run: of those that need it, the one with the fewest rows of the group so far.
+    """Returns the relay of each run, as its place in the host.
 
-    Runs that few ranks need come first, then long ones. Of equals it is the first from the one at the
-    source's own place in its host on, so that sources prefer different ones.
+    It is the rank with the fewest rows of the group so far among those that need the run. Runs that few
+    ranks need come first, because they have the least choice, then long ones, as in scheduling by longest
+    processing time. Of equal ranks it is the first one from the source's own place on, in a ring, so that
+    different sources prefer different relays.
 
     Args:
-        needs: bool ``[n, ranks_per_host]``, which ranks of its host need a run.
-        group: int ``[n]``, ascending: a number for the source and the host.
-        length: int ``[n]``, rows.
+        needs: bool ``[n, ranks_per_host]``, which ranks of the host need a run.
+        group: int ``[n]``, ascending, the number of the source and the host.
+        length: int ``[n]``, rows of each run.
         preferred: int ``[n]``, the place of the source in its host.
     """
     num_places = needs.shape[1]
@@ -107,7 +114,7 @@ def _choose(needs: np.ndarray, group: np.ndarray, length: np.ndarray, preferred:
     rows = np.zeros((int(group.max(initial=-1)) + 1, num_places), np.int64)
     chosen = np.zeros(len(group), np.int64)
     by_turn = order[np.argsort(turn, kind="stable")]
-    for runs in np.split(by_turn, np.cumsum(np.bincount(turn))[:-1]):  # one of each group at a time
+    for runs in np.split(by_turn, np.cumsum(np.bincount(turn))[:-1]):  # at most one run of each group
         so_far = np.where(excluded[runs], np.iinfo(np.int64).max, rows[group[runs]])
         chosen[runs] = so_far.argmin(axis=1)
         rows[group[runs], chosen[runs]] += length[runs]
@@ -115,7 +122,7 @@ def _choose(needs: np.ndarray, group: np.ndarray, length: np.ndarray, preferred:
 
 
 def _rows_in_turn(rank: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """The first row of each run, if those of a rank follow each other from row 0 on in the given order."""
+    """Returns the first row of each run, if runs of a rank follow each other from row 0 in their order."""
     order = np.argsort(rank, kind="stable")
     begin = np.cumsum(length[order]) - length[order]
     rows = np.zeros_like(length)

@@ -1,20 +1,16 @@
 """What a plan costs, computed from its arrays alone."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..masks.geometry import area, tighten
 from ._cost import CostModel, Pass
+from ._plan_stages import PlanStages, key_runs
 from ._ranges import meet, union
-from ._received import TokenRuns, joined, own_runs, received_runs
-from ._relayed_spec import RelayedSpec
+from ._received import TokenRuns, own_runs
 from ._schedule import Schedule, Work, busiest_links, count_tiles, schedule, work_of
-from ._spec import GroupCastSpec
-
-if TYPE_CHECKING:
-    from ._plan import ContextPlan, PlanStages
+from ._spec import GroupCastSpec, RelayedSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +29,8 @@ class PlanReport:
         network_rows_sent: int64 ``[cp]``, those of ``rows_sent`` that go to another host, of which the
             `CostModel` says how many ranks it has.
         network_rows_received: int64 ``[cp]``, those of ``rows_received`` that come from another host.
-        redundant_rows: rows received in a pass that no query of the rank sees, and rows received again; 0 in
-            every plan.
+        redundant_rows: rows that the transfers of a pass send in vain: the receiving rank does not see them,
+            owns them, or gets them a second time. 0 in every plan of `jaxmagi.plan_context`.
         num_stages: attention calls of a rank.
         num_backward_stages: the same of the backward pass.
         predicted_seconds: forward time under the `CostModel` given to `jaxmagi.ContextPlan.report`, which
@@ -57,17 +53,17 @@ class PlanReport:
     predicted_backward_seconds: float
 
 
-def report_plan(plan: "ContextPlan", cost: CostModel) -> PlanReport:
-    """The report of a plan with host arrays."""
-    per_rank = area(np.asarray(plan.bands)).sum(axis=(1, 2))
-    forward, backward = plan.forward_stages, plan.backward_stages
+def report_plan(
+    token_order: np.ndarray, forward: PlanStages, own_backward: PlanStages | None, cost: CostModel
+) -> PlanReport:
+    """Returns the report of a plan with host arrays; the backward pass may have stages of its own."""
+    backward = own_backward or forward
+    per_rank = area(np.asarray(forward.bands)).sum(axis=(1, 2))
     tiles = _tiles(forward, cost.forward)
     backward_tiles = _tiles(backward, cost.backward)
-    sent, received = np.moveaxis(_traffic(forward, cost.ranks_per_host).sum(axis=(1, 2)), 1, 0)
-    own = own_runs(plan.token_order, plan.cp_size)
-    redundant = _redundant_rows(forward, own)
-    if plan.backward is not None:
-        redundant += _redundant_rows(backward, own)
+    traffic = _traffic(forward, cost.ranks_per_host)
+    sent, received = np.moveaxis(traffic.sum(axis=(1, 2)), 1, 0)
+    own = own_runs(token_order, len(per_rank))
     return PlanReport(
         area=per_rank,
         imbalance=_largest_over_mean(per_rank),
@@ -77,7 +73,7 @@ def report_plan(plan: "ContextPlan", cost: CostModel) -> PlanReport:
         rows_received=received.sum(axis=-1),
         network_rows_sent=sent[:, 1],
         network_rows_received=received[:, 1],
-        redundant_rows=redundant,
+        redundant_rows=sum(_redundant_rows(stages, own) for stages in (forward, own_backward) if stages),
         num_stages=forward.num_stages,
         num_backward_stages=backward.num_stages,
         predicted_seconds=float(_schedule(forward, tiles, cost, cost.forward).seconds),
@@ -85,20 +81,20 @@ def report_plan(plan: "ContextPlan", cost: CostModel) -> PlanReport:
     )
 
 
-def schedule_stages(stages: "PlanStages", cost: CostModel, direction: Pass) -> Schedule:
-    """When each rank does what in a pass with host arrays, under a model of the machine."""
+def schedule_stages(stages: PlanStages, cost: CostModel, direction: Pass) -> Schedule:
+    """Returns when each rank does what in a pass with host arrays, under a model of the machine."""
     return _schedule(stages, _tiles(stages, direction), cost, direction)
 
 
-def _schedule(stages: "PlanStages", tiles: np.ndarray, cost: CostModel, direction: Pass) -> Schedule:
+def _schedule(stages: PlanStages, tiles: np.ndarray, cost: CostModel, direction: Pass) -> Schedule:
     rows = busiest_links(_traffic(stages, cost.ranks_per_host))
     by_step = work_of(tiles, rows, stages.transfers[0].input_rows, cost, direction)
     returns = None if by_step.returns is None else by_step.returns.sum(axis=-1)
     return schedule(Work(by_step.compute, by_step.fetches.sum(axis=-1), returns))
 
 
-def _tiles(stages: "PlanStages", direction: Pass) -> np.ndarray:
-    """Full and partial tiles: int64 ``[cp, num_stages, 2]``."""
+def _tiles(stages: PlanStages, direction: Pass) -> np.ndarray:
+    """Returns full and partial tiles: int64 ``[cp, num_stages, 2]``."""
     bands = np.asarray(stages.bands)
     return count_tiles(bands.reshape(-1, 6), np.full(bands.shape[:2], bands.shape[2]), direction)
 
@@ -113,21 +109,21 @@ def _largest_over_mean(of_ranks: np.ndarray) -> float:
 
 
 def _steps(spec: GroupCastSpec | RelayedSpec) -> tuple[GroupCastSpec, ...]:
-    """What a transfer does one after the other."""
+    """Returns the steps of a transfer, which follow each other."""
     return (spec.between, spec.within) if isinstance(spec, RelayedSpec) else (spec,)
 
 
-def _traffic(stages: "PlanStages", ranks_per_host: int) -> np.ndarray:
-    """Rows sent and received, within a host and between hosts: int64 ``[cp, num_transfers, steps, 2, 2]``.
+def _traffic(stages: PlanStages, ranks_per_host: int) -> np.ndarray:
+    """Returns rows sent and received, within a host and between: int64 ``[cp, num_transfers, steps, 2, 2]``.
 
-    What stays on its rank does not count.
+    Rows that a rank sends to itself do not count.
     """
     rows = [[_traffic_of(step, ranks_per_host) for step in _steps(spec)] for spec in stages.transfers]
     return np.moveaxis(np.array(rows), 2, 0)
 
 
 def _traffic_of(spec: GroupCastSpec, ranks_per_host: int) -> np.ndarray:
-    """Likewise of one step: int64 ``[cp, 2, 2]``."""
+    """Returns the traffic of one step: int64 ``[cp, 2, 2]``."""
     rank = np.arange(len(spec.sends))[:, None]
     traffic = np.zeros((len(rank), 2, 2), np.int64)
     for side, table in enumerate(map(np.asarray, (spec.sends, spec.receives))):
@@ -139,30 +135,24 @@ def _traffic_of(spec: GroupCastSpec, ranks_per_host: int) -> np.ndarray:
     return traffic
 
 
-def key_runs(stages: "PlanStages", own: TokenRuns) -> list[TokenRuns]:
-    """The tokens in the key buffers of each stage."""
-    received = [received_runs(spec, own) for spec in stages.transfers]
-    if stages.num_stages > 1:
-        return [own, *received]
-    return [joined(own, received[0].shifted(stages.transfers[0].input_rows))]
+def _redundant_rows(stages: PlanStages, own: TokenRuns) -> int:
+    """Returns the rows that the tables of all steps send to other ranks, beyond those that ranks need.
 
-
-def _redundant_rows(stages: "PlanStages", own: TokenRuns) -> int:
-    """Rows received in vain: unseen in their stage, the rank's own, or received before."""
+    A rank needs each row that it sees and does not own once. That holds for transfers in two steps too: a
+    relay needs the rows that it gets from another host, and sends them to other ranks that need them.
+    """
     bands, width = np.asarray(stages.bands), int((own.token + own.length).max(initial=0)) + 1
     seen = [_seen_tokens(bands[:, i], keys, width) for i, keys in enumerate(key_runs(stages, own))]
     begin, end = union(*(np.concatenate(edges) for edges in zip(*seen, strict=True)))
-    # What is seen and the rank's own is not needed from others.
     own_begin = np.sort(own.rank * width + own.token)
     own_end = np.sort(own.rank * width + own.token + own.length)
     *_, first, last = meet(begin, end, own_begin, own_end)
-    useful = int((end - begin).sum() - (last - first).sum())
-    received = (np.asarray(_steps(spec)[-1].receives)[..., 3] for spec in stages.transfers)
-    return sum(int(rows.sum(dtype=np.int64)) for rows in received) - useful
+    needed = int((end - begin).sum() - (last - first).sum())
+    return int(_traffic(stages, ranks_per_host=1)[..., 0, :].sum()) - needed
 
 
 def _seen_tokens(bands: np.ndarray, keys: TokenRuns, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens that ranks see through bands ``[cp, C, 6]`` of a stage, as ``rank * width + token``."""
+    """Returns what ranks see by bands ``[cp, C, 6]`` of a stage, as ranges of ``rank * width + token``."""
     tight = tighten(bands).astype(np.int64)
     height = int(max(tight[..., 3].max(initial=0), (keys.row + keys.length).max(initial=0))) + 1
     rank = np.arange(len(bands))[:, None] * height

@@ -1,4 +1,4 @@
-"""When the ranks of a plan do what, under a model of the machine."""
+"""Predicts when the ranks of a plan compute and transfer, under a model of the machine."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,13 @@ from ._cost import CostModel, Pass
 
 
 class Work(NamedTuple):
-    """What ranks compute and transfer in one direction.
+    """The times of what ranks compute and transfer in one direction.
 
     Attributes:
         compute: float64 ``[..., cp, num_stages]``, seconds of the attention calls.
         fetches: float64 ``[..., num_transfers]``, seconds of the transfers of keys and values.
-        returns: float64 ``[..., num_transfers]``, seconds of those of their gradients; None in a forward
-            pass.
+        returns: float64 ``[..., num_transfers]``, seconds of the transfers of their gradients; None in a
+            forward pass.
     """
 
     compute: np.ndarray
@@ -24,13 +24,13 @@ class Work(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """When a pass does what, in seconds from its start.
+    """The predicted course of a pass, in seconds from its start.
 
     Attributes:
         transfers: float64 ``[..., num_transfers, 2]``, beginning and end of each transfer of keys and values.
         stages: float64 ``[..., cp, num_stages, 2]``, beginning and end of each rank's attention calls, the
             merges of their results included.
-        returns: float64 ``[..., num_transfers, 2]``, beginning and end of each transfer of gradients; of none
+        returns: float64 ``[..., num_transfers, 2]``, beginning and end of each transfer of gradients; empty
             in a forward pass.
     """
 
@@ -40,18 +40,18 @@ class Schedule(NamedTuple):
 
     @property
     def seconds(self) -> np.ndarray:
-        """When the slowest rank is done: ``[...]``."""
+        """The time when the slowest rank is done: ``[...]``."""
         returned = self.returns[..., 1].max(axis=-1, initial=0)
         return np.maximum(self.stages[..., 1].max(axis=(-2, -1)), returned)
 
 
 def count_tiles(bands: np.ndarray, counts: np.ndarray, direction: Pass) -> np.ndarray:
-    """Full and partial tiles of groups of bands.
+    """Returns the numbers of full and partial tiles of groups of bands.
 
     Args:
-        bands: int32 ``[n, 6]``, those of all groups one after the other.
+        bands: int32 ``[n, 6]``, the bands of all groups, one group after the other.
         counts: integers of any shape, the number of bands of each group.
-        direction: of the pass.
+        direction: the pass.
 
     Returns:
         int64 ``[*counts.shape, 2]``.
@@ -62,14 +62,14 @@ def count_tiles(bands: np.ndarray, counts: np.ndarray, direction: Pass) -> np.nd
 
 
 def work_of(tiles: np.ndarray, rows: np.ndarray, shard_length: int, cost: CostModel, direction: Pass) -> Work:
-    """The times of what a staging does.
+    """Returns the times of a staging.
 
     Args:
-        tiles: full and partial, ``[cp, num_stages, 2]``.
-        rows: of the busiest links, ``[num_transfers, 2]``: see `busiest_links`.
+        tiles: full and partial tiles, ``[cp, num_stages, 2]``.
+        rows: rows on the busiest links, ``[num_transfers, 2]``, as from `busiest_links`.
         shard_length: rows of each rank's partial results.
         cost: the machine.
-        direction: of the pass.
+        direction: the pass.
     """
     compute = cost.compute_seconds(tiles, direction)
     compute[..., 1:] += cost.merge_seconds(shard_length)
@@ -77,13 +77,10 @@ def work_of(tiles: np.ndarray, rows: np.ndarray, shard_length: int, cost: CostMo
 
 
 def busiest_links(traffic: np.ndarray) -> np.ndarray:
-    """Rows of each transfer on the busiest link within a host, and on that between hosts.
+    """Returns the rows ``[..., 2]`` of each transfer on the busiest links within a host and between hosts.
 
     Args:
         traffic: rows ``[cp, ..., 2, 2]``: sent and received, within a host and between hosts.
-
-    Returns:
-        ``[..., 2]``.
     """
     return traffic.max(axis=(0, -2))
 
@@ -91,19 +88,19 @@ def busiest_links(traffic: np.ndarray) -> np.ndarray:
 def transfer_times(
     rows: np.ndarray, cost: CostModel, direction: Pass
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Seconds of transfers with rows ``[..., 2]`` on the busiest links, and of the gradients that return."""
+    """Returns the seconds of transfers with rows ``[..., 2]`` on the busiest links, and of gradients."""
     fetches = cost.transfer_seconds(rows, cost.row_bytes)
-    # The ranks that received now send, over links that are as fast in both directions.
+    # Gradients take the same links in the other direction, which is as fast.
     returns = cost.transfer_seconds(rows, cost.gradient_row_bytes) if direction.returns_gradients else None
     return fetches, returns
 
 
 def schedule(work: Work) -> Schedule:
-    """The predicted pass, with transfers that run one after the other, behind the compute.
+    """Returns the predicted pass, with transfers that run one after the other, overlapped with the compute.
 
-    Each stage starts when its keys are there and the stage before it is done; stage 0 of several needs no
-    transfer. The gradients of a transfer return when all ranks have computed them and the transfers before
-    are over.
+    Each stage starts when its keys have arrived and the previous stage is done; stage 0 of several needs no
+    transfer. The gradients of a transfer return when all ranks have computed them and the previous transfers
+    are done.
     """
     num_stages = work.compute.shape[-1]
     ends = np.cumsum(work.fetches, axis=-1)

@@ -1,4 +1,4 @@
-"""Which rows go where in a group cast: tables of row ranges, as arrays in a pytree."""
+"""Specs of group casts, in one step or in two: tables of row ranges, as arrays in pytrees."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -6,14 +6,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Int32
 
 from .._checks import integer, is_traced
-from ..masks.geometry import UNBOUNDED
 from ._capacity import PlanCapacity, bucket, resize_axis, used_length
 from ._compiled import planner
-from ._ranges import meet
 from ._relay import copies_of, relay
-from ._relayed_spec import RelayedSpec
+from ._splits import read_splits
 from ._tables import largest_pair, longest, pack_table
 
 
@@ -39,8 +38,8 @@ class GroupCastSpec:
         pair_rows: the slots of a pair of ranks. Static.
     """
 
-    sends: jax.Array | np.ndarray
-    receives: jax.Array | np.ndarray
+    sends: Int32[jax.Array | np.ndarray, "*stack cp M 5"]
+    receives: Int32[jax.Array | np.ndarray, "*stack cp M 4"]
     input_rows: int = field(metadata={"static": True})
     output_rows: int = field(metadata={"static": True})
     pair_rows: int = field(metadata={"static": True})
@@ -52,7 +51,7 @@ class GroupCastSpec:
         output_split_sizes: Sequence[Sequence[int]],
         src_ranks: Sequence[Sequence[int]],
     ) -> "GroupCastSpec":
-        """A spec from each rank's splits, with MagiAttention's meaning.
+        """Returns the spec of each rank's splits, with MagiAttention's meaning.
 
         Splits that travel between the same two ranks keep their order; only their total length has to agree.
         Ranks may have different numbers of rows: the spec's are the largest.
@@ -67,25 +66,13 @@ class GroupCastSpec:
             ValueError: there is no rank, the lists disagree or are not nested as above, a length or the sum
                 of a rank's is not an integer from 0 to 2**30, or a rank is out of range.
         """
-        inputs = _sizes(input_split_sizes, "input_split_sizes")
-        outputs = _sizes(output_split_sizes, "output_split_sizes")
-        cp_size = integer(len(inputs), "the number of ranks in input_split_sizes", minimum=1)
-        targets = _nested(dst_ranks, "dst_ranks", depth=3, maximum=cp_size - 1)
-        sources = _nested(src_ranks, "src_ranks", depth=2, maximum=cp_size - 1)
-        for name, value in (("dst_ranks", targets), ("output_split_sizes", outputs), ("src_ranks", sources)):
-            if len(value) != cp_size:
-                raise ValueError(f"{name} is for {len(value)} ranks, input_split_sizes is for {cp_size}.")
-        sent = _split_copies("input_split_sizes", inputs, "dst_ranks", targets)
-        sources = [[[src] for src in ranks] for ranks in sources]
-        received = _split_copies("output_split_sizes", outputs, "src_ranks", sources)
-        _check_totals(sent, received, cp_size)
-        copies = _link(sent, received)
-        return _spec_of(copies, cp_size, max(map(sum, inputs)), max(map(sum, outputs)))
+        splits = read_splits(input_split_sizes, dst_ranks, output_split_sizes, src_ranks)
+        return _spec_of(splits.copies, splits.cp_size, splits.input_rows, splits.output_rows)
 
-    def by_host(self, ranks_per_host: int) -> RelayedSpec:
-        """The same transfer in two steps, so that a row crosses to another host once, whoever needs it there.
+    def by_host(self, ranks_per_host: int) -> "RelayedSpec":
+        """Returns the same transfer in two steps, in which a row crosses to each other host once.
 
-        Made on the host, from what this spec sends; static sizes are rounded up as in plans.
+        It is made on the host, from what this spec sends; static sizes are rounded up as in plans.
 
         Args:
             ranks_per_host: ranks with the same ``rank // ranks_per_host`` share a host.
@@ -120,7 +107,7 @@ class GroupCastSpec:
         )
 
     def padded(self, *, copies: int, output_rows: int, pair_rows: int) -> "GroupCastSpec":
-        """The same transfer with other static sizes.
+        """Returns the same transfer with other static sizes.
 
         Raises:
             ValueError: a size is smaller than what the transfer uses.
@@ -135,9 +122,74 @@ class GroupCastSpec:
         )
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class RelayedSpec:
+    """A group cast in which a row crosses to another host once, and is sent on to all that need it there.
+
+    `GroupCastSpec.by_host` makes it. `jaxmagi.group_cast` and `jaxmagi.group_reduce` take it like the spec
+    that it is made from: the same rows go to the same places. The rank of another host that receives a row
+    first, its relay, is one of those that need it.
+
+    Attributes:
+        between: the step across hosts: rows of a rank to its relay rows in other hosts.
+        within: the step inside each host: from a rank's own rows, followed by its relay rows, to what the
+            whole transfer brings.
+        ranks_per_host: ranks with the same ``rank // ranks_per_host`` share a host. Static.
+    """
+
+    between: GroupCastSpec
+    within: GroupCastSpec
+    ranks_per_host: int = field(metadata={"static": True})
+
+    @property
+    def input_rows(self) -> int:
+        """Rows of each rank's input."""
+        return self.between.input_rows
+
+    @property
+    def output_rows(self) -> int:
+        """Rows of each rank's output."""
+        return self.within.output_rows
+
+    @property
+    def rows_between_hosts(self) -> int:
+        """Rows that cross between hosts: one for each row and other host that needs it."""
+        return int(np.asarray(self.between.sends)[..., 3].sum(dtype=np.int64))
+
+    @property
+    def capacity(self) -> PlanCapacity:
+        """The static sizes (``bands`` is 0)."""
+        return replace(self.within.capacity, between=self.between.capacity)
+
+    @property
+    def used(self) -> PlanCapacity:
+        """The smallest static sizes that hold what the host arrays transfer (``bands`` is 0)."""
+        return replace(self.within.used, between=self.between.used)
+
+    def padded(
+        self, *, copies: int, output_rows: int, pair_rows: int, between: PlanCapacity
+    ) -> "RelayedSpec":
+        """Returns the same transfer with other static sizes, those of ``between`` for the step across hosts.
+
+        Raises:
+            ValueError: a size is smaller than what the transfer uses.
+        """
+        sizes = PlanCapacity(0, copies, pair_rows, output_rows, between=between)
+        sizes.require(self.used)
+        within = self.within.padded(copies=copies, output_rows=output_rows, pair_rows=pair_rows)
+        return RelayedSpec(
+            between=self.between.padded(
+                copies=between.copies, output_rows=between.output_rows, pair_rows=between.pair_rows
+            ),
+            within=replace(within, input_rows=self.input_rows + between.output_rows),
+            ranks_per_host=self.ranks_per_host,
+        )
+
+
 def pack_spec(
-    sends: np.ndarray,
-    receives: np.ndarray,
+    sends: Int32[np.ndarray, "n 6"],
+    receives: Int32[np.ndarray, "m 5"],
     *,
     cp_size: int,
     copies: int,
@@ -145,16 +197,9 @@ def pack_spec(
     output_rows: int,
     pair_rows: int,
 ) -> GroupCastSpec:
-    """The spec of two tables, padded to ``copies`` entries per rank.
+    """Returns the spec of two tables, padded to ``copies`` entries per rank.
 
-    Args:
-        sends: int32 ``[n, 6]``, the ranks and what `GroupCastSpec.sends` has.
-        receives: int32 ``[m, 5]``, the ranks and what `GroupCastSpec.receives` has.
-        cp_size: ranks.
-        copies: entries of a rank in each table.
-        input_rows: as in `GroupCastSpec`.
-        output_rows: as in `GroupCastSpec`.
-        pair_rows: as in `GroupCastSpec`.
+    Rows of the tables are the rank and a row of `GroupCastSpec.sends` or `GroupCastSpec.receives`.
     """
     return GroupCastSpec(
         sends=pack_table(sends, cp_size, copies),
@@ -165,8 +210,10 @@ def pack_spec(
     )
 
 
-def _spec_of(copies: np.ndarray, cp_size: int, input_rows: int, output_rows: int) -> GroupCastSpec:
-    """The spec of copies int32 ``[n, 5]``, rows ``(src_rank, dst_rank, row, dst_row, length)``."""
+def _spec_of(
+    copies: Int32[np.ndarray, "n 5"], cp_size: int, input_rows: int, output_rows: int
+) -> GroupCastSpec:
+    """Returns the spec of copies, rows ``(src_rank, dst_rank, row, dst_row, length)``."""
     sends, receives = planner().place_copies(copies)
     return pack_spec(
         sends,
@@ -180,7 +227,7 @@ def _spec_of(copies: np.ndarray, cp_size: int, input_rows: int, output_rows: int
 
 
 def _check_hosts(spec: GroupCastSpec, ranks_per_host: Any) -> tuple[int, np.ndarray]:
-    """The number of ranks and the sends of a spec that can be cut into hosts."""
+    """Returns the number of ranks and the sends of a spec; ValueError if it cannot be cut into hosts."""
     if is_traced(spec):
         raise ValueError("by_host needs the spec's host data, but the spec is traced: call it outside jit.")
     sends = np.asarray(spec.sends)
@@ -200,74 +247,3 @@ def _check_hosts(spec: GroupCastSpec, ranks_per_host: Any) -> tuple[int, np.ndar
             f"rank {sends[..., 0].max()}."
         )
     return cp_size, sends
-
-
-def _sizes(value: Any, name: str) -> list[list[int]]:
-    """The lengths of each rank's splits."""
-    sizes = _nested(value, name, depth=2, maximum=UNBOUNDED)
-    for rank, own in enumerate(sizes):
-        integer(sum(own), f"the sum of {name}[{rank}]")
-    return sizes
-
-
-def _nested(value: Any, name: str, *, depth: int, maximum: int) -> Any:
-    """Lists in lists, ``depth`` deep, of integers from 0 to ``maximum``."""
-    if depth == 0:
-        return integer(value, name, maximum=maximum)
-    try:
-        items = list(value)
-    except TypeError as error:
-        raise ValueError(f"{name} must be a list, but it is {value!r}.") from error
-    return [_nested(item, f"{name}[{i}]", depth=depth - 1, maximum=maximum) for i, item in enumerate(items)]
-
-
-def _split_copies(
-    sizes_name: str,
-    sizes: Sequence[Sequence[int]],
-    peers_name: str,
-    peers: Sequence[Sequence[Sequence[int]]],
-) -> np.ndarray:
-    """The copies of all ranks' splits that are not empty, in order: int64 ``[n, 4]``.
-
-    Rows are ``(rank, peer, row, length)``.
-    """
-    entries = []
-    for rank, (rank_sizes, rank_peers) in enumerate(zip(sizes, peers, strict=True)):
-        if len(rank_sizes) != len(rank_peers):
-            raise ValueError(
-                f"rank {rank} has {len(rank_sizes)} {sizes_name} but {len(rank_peers)} {peers_name}."
-            )
-        row = 0
-        for size, split_peers in zip(rank_sizes, rank_peers, strict=True):
-            entries += [(rank, peer, row, size) for peer in split_peers if size]
-            row += size
-    return np.array(entries, np.int64).reshape(-1, 4)
-
-
-def _check_totals(sent: np.ndarray, received: np.ndarray, cp_size: int) -> None:
-    """ValueError unless every pair of ranks sends as many rows as it receives."""
-    out, arriving = np.zeros((2, cp_size, cp_size), np.int64)
-    np.add.at(out, (sent[:, 0], sent[:, 1]), sent[:, 3])
-    np.add.at(arriving, (received[:, 1], received[:, 0]), received[:, 3])
-    for src, dst in np.argwhere(out != arriving)[:1]:
-        raise ValueError(
-            f"rank {src} sends {out[src, dst]} rows to rank {dst}, "
-            f"which expects {arriving[src, dst]} rows from it."
-        )
-
-
-def _link(sent: np.ndarray, received: np.ndarray) -> np.ndarray:
-    """Which rows become which: int32 ``[n, 5]``, rows ``(src_rank, dst_rank, row, dst_row, length)``.
-
-    Both sides' copies, int64 ``[_, 4]`` as `_split_copies` has them, fill the buffers of all pairs one after
-    the other. Every pair has as many rows on either side.
-    """
-    sent = sent[np.lexsort((sent[:, 1], sent[:, 0]))]
-    received = received[np.lexsort((received[:, 0], received[:, 1]))]
-    sent_end, received_end = sent[:, 3].cumsum(), received[:, 3].cumsum()
-    sent_begin, received_begin = sent_end - sent[:, 3], received_end - received[:, 3]
-    send, receive, begin, end = meet(sent_begin, sent_end, received_begin, received_end)
-    row = sent[send, 2] + begin - sent_begin[send]
-    dst_row = received[receive, 2] + begin - received_begin[receive]
-    columns = (sent[send, 0], sent[send, 1], row, dst_row, end - begin)
-    return np.stack(columns, axis=1).astype(np.int32)

@@ -1,4 +1,4 @@
-"""The tables of transfers: entries of all ranks one after the other, and packed with a row for each rank."""
+"""The tables of transfers: the entries of all ranks in one list, and packed with a row for each rank."""
 
 import numpy as np
 
@@ -6,17 +6,17 @@ from ._capacity import frozen
 
 
 def longest(table: np.ndarray, cp_size: int) -> int:
-    """The largest number of entries of a rank."""
+    """Returns the largest number of entries of a rank."""
     return int(np.bincount(table[:, 0], minlength=cp_size).max(initial=0))
 
 
 def largest_pair(table: np.ndarray) -> int:
-    """The largest number of rows between two ranks."""
+    """Returns the largest number of rows between two ranks."""
     return int((table[:, 2] + table[:, 4]).max(initial=0))
 
 
 def pack_table(table: np.ndarray, cp_size: int, copies: int) -> np.ndarray:
-    """int32 ``[cp, copies, k]`` of entries ``[n, 1 + k]``, which lead with the rank and are sorted by it."""
+    """Returns int32 ``[cp, copies, k]`` of entries ``[n, 1 + k]``, which lead with their rank, sorted."""
     packed = np.zeros((cp_size, copies, table.shape[1] - 1), np.int32)
     rank = table[:, 0]
     packed[rank, np.arange(len(rank)) - np.searchsorted(rank, rank)] = table[:, 1:]

@@ -1,4 +1,4 @@
-"""Random masks and options of `plan_context`, and everything that a plan has to keep."""
+"""Random masks and options of `plan_context`, and all properties that a plan must have."""
 
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ class Problem(NamedTuple):
 
 
 def random_problem(seed: int) -> Problem:
-    """Of any mask, number of ranks and of hosts, chunk size, layout and staging."""
+    """Returns any mask, numbers of ranks and of hosts, chunk size, layout and staging."""
     rng = np.random.default_rng(seed)
     cp_size, shard = int(rng.integers(1, _MOST_RANKS + 1)), int(rng.integers(1, _MOST_SHARD + 1))
     length = int(rng.integers(cp_size * (shard - 1), cp_size * shard)) + 1
@@ -42,7 +42,7 @@ def random_problem(seed: int) -> Problem:
 
 
 def _random_cost(rng: np.random.Generator) -> CostModel:
-    """Links from too slow to hide to so fast that they take no time."""
+    """Returns a model with links from too slow to hide to so fast that they take no time."""
     link, network = 10.0 ** rng.uniform(-4, 4, 2)
     heads = 2 ** rng.integers(0, 4, 2)
     return CostModel(
@@ -88,18 +88,21 @@ def _random_mask(rng: np.random.Generator, length: int) -> AttnMask:
 
 
 def check_problem(problem: Problem) -> ContextPlan:
-    """The plan, if it is right, and the same again."""
+    """Returns the plan; fails unless it is right, in two steps too, and the same when it is made again."""
     plan = plan_context(problem.mask, **problem.arguments)
-    check_plan(problem.mask, plan)
-    for stages in (plan.forward_stages, plan.backward_stages):
-        check_gradients(plan, stages)
-    assert plan.pad_to(plan.capacity).capacity == plan.capacity
+    ranks_per_host = problem.arguments["cost"].ranks_per_host
+    hosts = [plan.by_host(ranks_per_host)] if plan.cp_size % ranks_per_host == 0 else []
+    for each in (plan, *hosts):
+        check_plan(problem.mask, each)
+        for stages in (each.forward_stages, each.backward_stages):
+            check_gradients(each, stages)
+        assert each.pad_to(each.capacity).capacity == each.capacity
     assert_same(plan_context(problem.mask, **problem.arguments), plan)
     return plan
 
 
 def check_gradients(plan: ContextPlan, stages: PlanStages) -> None:
-    """What every rank returns for the rows that it received arrives at their owners, once."""
+    """Fails unless all that ranks return for received rows arrives at the owners, once."""
     shards = np.asarray(plan.token_order).reshape(plan.cp_size, -1)
     for spec in stages.transfers:
         received = group_cast(spec, shards, fill=-1)
@@ -111,7 +114,7 @@ def check_gradients(plan: ContextPlan, stages: PlanStages) -> None:
 
 
 def group_reduce(spec: GroupCastSpec | RelayedSpec, rows: np.ndarray) -> np.ndarray:
-    """The sums ``[cp, input_rows]`` of rows ``[cp, output_rows]``, sent back where they came from."""
+    """Returns the sums ``[cp, input_rows]`` of rows ``[cp, output_rows]``, sent back where they came from."""
     if isinstance(spec, RelayedSpec):
         own, relayed = np.split(group_reduce(spec.within, rows), [spec.input_rows], axis=1)
         return own + group_reduce(spec.between, relayed)

@@ -1,4 +1,4 @@
-"""Chunks dealt largest first (LPT): the balance that plans are measured against."""
+"""Chunks assigned largest first (LPT): the balance that plans are measured against."""
 
 import heapq
 
@@ -8,13 +8,13 @@ from jaxmagi.masks import geometry
 
 
 def chunk_areas(bands: np.ndarray, chunk: int, count: int) -> np.ndarray:
-    """Visible cells of each chunk, int64 ``[count]``."""
+    """Returns the visible cells of each chunk, int64 ``[count]``."""
     begin = np.arange(count)[:, None] * chunk
     return geometry.area(geometry.crop(bands, begin, begin + chunk, 0, geometry.UNBOUNDED)).sum(axis=1)
 
 
 def largest_first_owners(areas: np.ndarray, cp_size: int) -> np.ndarray:
-    """Chunks by descending area, each to the rank with the smallest sum that has room: int64 ``[n]``."""
+    """Returns the ranks int64 ``[n]`` of chunks, which go by descending area to the least rank with room."""
     owner = np.empty(len(areas), np.int64)
     counts = [0] * cp_size
     heap = [(0, rank) for rank in range(cp_size)]

@@ -1,4 +1,4 @@
-"""Slow, independent readings of plans, row by row."""
+"""Slow, independent checks of plans, row by row."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ NAMED_LAYOUTS: tuple[Layout, ...] = ("balanced", "zigzag", "contiguous")
 
 
 def builder_masks() -> dict[str, AttnMask]:
-    """A self-attention mask from every builder, and combinations."""
+    """Returns a self-attention mask from every builder, and combinations."""
     rng = np.random.default_rng(0)
     segments = np.repeat([1, 2, 0, 3, 2, 0], rng.integers(1, 60, 6))
     return {
@@ -35,13 +35,13 @@ def builder_masks() -> dict[str, AttnMask]:
 
 
 def cast_tokens(plan: ContextPlan) -> list[np.ndarray]:
-    """The token in each output row ``[cp, R]`` of each transfer, by carrying out the transfers."""
+    """Returns the token in each output row ``[cp, R]`` of each transfer, by carrying out the transfers."""
     shards = np.asarray(plan.token_order).reshape(plan.cp_size, -1)
     return [group_cast(spec, shards, fill=-1) for spec in plan.transfers]
 
 
 def group_cast(spec: GroupCastSpec | RelayedSpec, shards: np.ndarray, fill: int = 0) -> np.ndarray:
-    """The rows ``[cp, output_rows]`` that every rank receives from the rows ``[cp, input_rows]``."""
+    """Returns the rows ``[cp, output_rows]`` that ranks receive from the rows ``[cp, input_rows]``."""
     if isinstance(spec, RelayedSpec):
         relayed = group_cast(spec.between, shards, fill)
         return group_cast(spec.within, np.concatenate([shards, relayed], axis=1), fill)
@@ -59,7 +59,7 @@ def group_cast(spec: GroupCastSpec | RelayedSpec, shards: np.ndarray, fill: int 
 
 
 def check_spec(spec: GroupCastSpec | RelayedSpec) -> None:
-    """The tables agree: the same dense slots to the same rows, sorted entries, no output row filled twice."""
+    """Fails unless the tables agree: dense slots to the same rows, sorted, output rows filled once."""
     if isinstance(spec, RelayedSpec):
         check_spec(spec.between)
         check_spec(spec.within)
@@ -90,7 +90,7 @@ def check_spec(spec: GroupCastSpec | RelayedSpec) -> None:
 
 
 def _can_be_joined(entries: np.ndarray) -> bool:
-    """Whether all rows of an entry go on in the next one: those by slot that a rank has in a table."""
+    """Returns whether an entry continues the previous one; ``entries`` of a rank are sorted by slot."""
     first, second = entries[:-1], entries[1:]
     same = first[:, 0] == second[:, 0]
     goes_on = first[:, 2:3] + first[:, 3:4] == second[:, 2:3]
@@ -100,7 +100,7 @@ def _can_be_joined(entries: np.ndarray) -> bool:
 
 
 def key_tokens(plan: ContextPlan) -> list[list[np.ndarray]]:
-    """The token of every key of every rank and stage, -1 for none."""
+    """Returns the token of every key of every rank and stage, -1 for none."""
     shards = np.asarray(plan.token_order).reshape(plan.cp_size, -1)
     received = cast_tokens(plan)
     if plan.num_stages == 1:
@@ -109,7 +109,7 @@ def key_tokens(plan: ContextPlan) -> list[list[np.ndarray]]:
 
 
 def computed_cells(plan: ContextPlan) -> np.ndarray:
-    """How often the plan computes each cell of the mask: ``[T, T]``; padding must compute nothing."""
+    """Returns how often the plan computes each cell ``[T, T]``; fails if padding computes anything."""
     counts = np.zeros((plan.length + 1, plan.length + 1), np.int32)
     shards = plan.token_order.reshape(plan.cp_size, -1)
     bands = np.asarray(plan.bands)
@@ -122,7 +122,7 @@ def computed_cells(plan: ContextPlan) -> np.ndarray:
 
 
 def needed_keys(mask: AttnMask, tokens: np.ndarray) -> np.ndarray:
-    """Whether one of the rows sees a key, row by row: bool ``[T]``."""
+    """Returns whether one of the rows sees each key, row by row: bool ``[T]``."""
     steps = np.zeros(mask.kv_len + 1, np.int64)
     for q0, q1, k0, k1, lo, hi in np.asarray(mask.bands, np.int64):
         rows = tokens[(tokens >= q0) & (tokens < q1)]
@@ -134,7 +134,7 @@ def needed_keys(mask: AttnMask, tokens: np.ndarray) -> np.ndarray:
 
 
 def check_rows(mask: AttnMask, plan: ContextPlan) -> None:
-    """Every rank receives exactly the keys that it needs and does not own, once; the report agrees."""
+    """Fails unless ranks receive exactly the keys that they need and do not own, once, as reported."""
     received = np.concatenate(cast_tokens(plan), axis=1)
     shards = np.asarray(plan.token_order, np.int64).reshape(plan.cp_size, -1)
     report = plan.report()
@@ -149,7 +149,7 @@ def check_rows(mask: AttnMask, plan: ContextPlan) -> None:
 
 
 def with_stages_of_backward(plan: ContextPlan) -> ContextPlan:
-    """The plan whose forward pass is staged as the backward pass of this one."""
+    """Returns a plan whose forward pass has the stages of the backward pass of this one."""
     stages = plan.backward_stages
     return replace(
         plan, bands=stages.bands, transfers=stages.transfers, num_stages=stages.num_stages, backward=None
@@ -157,7 +157,7 @@ def with_stages_of_backward(plan: ContextPlan) -> ContextPlan:
 
 
 def check_layout(plan: ContextPlan) -> None:
-    """Every token once; positions are the tokens."""
+    """Fails unless every token is there once, and positions are the tokens."""
     tokens = plan.token_order
     np.testing.assert_array_equal(np.sort(tokens[tokens >= 0]), np.arange(plan.length))
     np.testing.assert_array_equal(plan.position_ids, np.where(tokens < 0, 0, tokens))
@@ -167,7 +167,7 @@ def check_layout(plan: ContextPlan) -> None:
 
 
 def check_plan(mask: AttnMask, plan: ContextPlan) -> None:
-    """All of it, against the dense mask, and the backward pass by itself."""
+    """Checks both passes of a plan against the dense mask."""
     if plan.backward is not None:
         check_plan(mask, with_stages_of_backward(plan))
     check_layout(plan)
@@ -179,7 +179,7 @@ def check_plan(mask: AttnMask, plan: ContextPlan) -> None:
 
 
 def assert_same(first: ContextPlan, second: ContextPlan) -> None:
-    """Equal to the byte."""
+    """Fails unless two plans are equal to the byte."""
     leaves, structure = jax.tree.flatten(first)
     others, other_structure = jax.tree.flatten(second)
     assert structure == other_structure

@@ -19,7 +19,7 @@ CASES = {
 
 
 def received_by_area(mask: AttnMask, cp_size: int) -> dict[int, int]:
-    """For each largest area of a rank, the fewest rows that one of all deals of single tokens receives."""
+    """For each largest area of a rank, the fewest rows that any assignment of single tokens receives."""
     dense = mask.to_dense()
     fewest: dict[int, int] = {}
     for owner in set(itertools.permutations(np.repeat(np.arange(cp_size), 8 // cp_size).tolist())):
@@ -31,7 +31,7 @@ def received_by_area(mask: AttnMask, cp_size: int) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_deal_is_below_the_bound(name: str) -> None:
+def test_no_assignment_is_below_the_bound(name: str) -> None:
     mask = CASES[name]
     bounds = []
     for largest, rows in received_by_area(mask, 2).items():

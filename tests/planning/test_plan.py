@@ -14,12 +14,11 @@ import pytest
 
 from jaxmagi import AttnMask, masks
 from jaxmagi.masks.geometry import UNBOUNDED
-from jaxmagi.planning import ContextPlan, CostModel, GroupCastSpec, PlanCapacity, plan_context
+from jaxmagi.planning import ContextPlan, CostModel, GroupCastSpec, PlanCapacity, RelayedSpec, plan_context
 
 from .oracle import builder_masks, check_plan
 
 SLOW_LINKS = CostModel(link_gb_per_second=20.0)
-SIZES = ("bands", "copies", "pair_rows", "output_rows")
 
 
 @pytest.fixture(autouse=True)
@@ -114,22 +113,14 @@ def test_pad_to_keeps_what_the_plan_does_and_refuses_less() -> None:
 
 def test_pad_to_cuts_off_what_is_unused() -> None:
     mask = masks.documents([50, 14])
-    plans = [plan_context(mask, 4, chunk_size=4, num_stages=n) for n in (1, 2)]
-    for plan in (*plans, ContextPlan.stack(plans[:1] * 2)):
-        tight = plan.pad_to(replace(plan.capacity, **{name: smallest_size(plan, name) for name in SIZES}))
-        assert tight.capacity != plan.capacity
-        if tight.bands.ndim == 4:
-            check_plan(mask, tight)
-
-
-def smallest_size(plan: ContextPlan, name: str) -> int:
-    """The smallest value of a size that pad_to takes."""
-    for size in range(getattr(plan.capacity, name), 0, -1):
-        try:
-            plan.pad_to(replace(plan.capacity, **{name: size - 1}))
-        except ValueError:
-            return size
-    return 0
+    for num_stages in (1, 2):
+        plan = plan_context(mask, 4, chunk_size=4, num_stages=num_stages)
+        used = functools.reduce(PlanCapacity.union, [spec.used for spec in plan.transfers])
+        large = plan.pad_to(plan.capacity.union(PlanCapacity(40, 40, 80, 80)))
+        for each in (large, ContextPlan.stack([large, large])):
+            tight = each.pad_to(replace(used, bands=8))
+            assert tight.capacity == replace(used, bands=8, num_stages=num_stages)
+        check_plan(mask, large.pad_to(replace(used, bands=8)))
 
 
 def test_host_arrays_are_read_only() -> None:
@@ -200,30 +191,40 @@ def test_report_of_modelled_work() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_report_counts_redundant_rows(num_stages: int) -> None:
+def test_report_counts_rows_that_nobody_sees(num_stages: int) -> None:
     plan = plan_context(masks.causal(8), 2, layout="contiguous", num_stages=num_stages)
     bands = np.array(plan.bands)
     bands[1, -1] = masks.geometry.crop(bands[1, -1], 0, 4, 0, 4 if num_stages == 1 else 1)
-    unseen = jax.tree.unflatten(
-        jax.tree.structure(plan),
-        [plan.token_order, plan.position_ids, bands, *jax.tree.leaves(plan.transfers)],
-    )
-    assert unseen.report().redundant_rows == (4 if num_stages == 1 else 3)
+    assert replace(plan, bands=bands).report().redundant_rows == (4 if num_stages == 1 else 3)
 
 
-def test_report_counts_rows_received_twice() -> None:
+def test_report_counts_rows_that_two_transfers_send() -> None:
     plan = plan_context(masks.full(8), 2, layout="contiguous", num_stages=2)
-    twice = ContextPlan(
-        plan.token_order,
-        plan.position_ids,
-        plan.bands[:, [0, 1, 1]],
-        plan.transfers * 2,
-        length=8,
-        cp_size=2,
-        num_stages=3,
-    )
-    assert plan.report().redundant_rows == 0
-    assert twice.report().redundant_rows == 8
+    twice = replace(plan, bands=plan.bands[:, [0, 1, 1]], transfers=plan.transfers * 2, num_stages=3)
+    assert (plan.report().redundant_rows, twice.report().redundant_rows) == (0, 8)
+
+
+@pytest.mark.parametrize("dst_row", [0, 4])
+def test_report_counts_rows_that_one_transfer_sends_twice(dst_row: int) -> None:
+    """Rank 0 sends its four rows to rank 1 in two ranges, to the same rows or to others."""
+    plan = plan_context(masks.causal(8), 2, layout="contiguous", num_stages=1)
+    sends = np.zeros((2, 2, 5), np.int32)
+    sends[0] = [[1, 0, 0, 4, 0], [1, 4, 0, 4, dst_row]]
+    spec = replace(plan.transfers[0], sends=sends)
+    assert (plan.report().redundant_rows, replace(plan, transfers=(spec,)).report().redundant_rows) == (0, 4)
+
+
+def test_report_counts_rows_that_cross_to_a_host_twice() -> None:
+    """Rank 0 sends a row to both ranks of the other host, of which each hands it to the other one, too."""
+    plan = plan_context(masks.full(4), 4, layout="contiguous", num_stages=1).by_host(2)
+    relayed = plan.transfers[0]
+    assert isinstance(relayed, RelayedSpec)
+    sends = np.array(relayed.between.sends)
+    used = sends[0, :, 3] > 0
+    extra = sends[0, used][0] + [1 if sends[0, used][0, 0] == 2 else -1, 0, 0, 0, 2]
+    sends[0, used.sum()] = extra
+    twice = replace(relayed, between=replace(relayed.between, sends=sends))
+    assert (plan.report().redundant_rows, replace(plan, transfers=(twice,)).report().redundant_rows) == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,31 +1,25 @@
 """Plans compute every visible cell once and receive every needed row once."""
 
-import doctest
-import hashlib
-import sys
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from jaxmagi import AttnMask, masks
 from jaxmagi.planning import ContextPlan, CostModel, PlanCapacity, plan_context
 from jaxmagi.planning._compiled import planner
 from jaxmagi.planning._plan_context import Layout
 
-from ..cases import MaskCase, document_lengths, mask_cases, random_bands
+from ..cases import MaskCase, document_lengths, mask_cases
 from .lpt import chunk_areas, largest_first_owners
 from .oracle import (
     NAMED_LAYOUTS,
     assert_same,
     builder_masks,
-    check_layout,
     check_plan,
     check_rows,
-    check_spec,
 )
 
 BUILDERS = builder_masks()
@@ -73,61 +67,6 @@ def test_chunk_sizes(name: str, chunk_size: int) -> None:
     assert plan.shard_length == -(-chunks // 4) * chunk_size
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_random_masks(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    length = int(rng.integers(1, 160))
-    bands = random_bands(rng, length, length, int(rng.integers(1, 12)))
-    mask = AttnMask.from_bands(bands, q_len=length, kv_len=length)
-    layout = NAMED_LAYOUTS[seed % 3]
-    cp_size, num_stages = int(rng.integers(1, 9)), int(rng.integers(1, 6))
-    chunk_size = int(rng.integers(1, min(20, -(-length // cp_size) + 1))) if layout == "balanced" else None
-    check_plan(mask, plan_context(mask, cp_size, chunk_size=chunk_size, layout=layout, num_stages=num_stages))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_random_layouts(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    cp_size, length = int(rng.integers(1, 6)), int(rng.integers(1, 90))
-    padded = -(-length // cp_size) * cp_size + cp_size * int(rng.integers(0, 3))
-    layout = rng.permutation(np.concatenate([np.arange(length), np.full(padded - length, -1)]))
-    mask = masks.sliding_window(length, int(rng.integers(0, length + 1)), 2)
-    plan = plan_context(mask, cp_size, layout=layout, num_stages=int(rng.integers(1, 5)))
-    check_plan(mask, plan)
-    np.testing.assert_array_equal(plan.token_order, layout)
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[AttnMask, dict]:
-    """A mask and arguments of `plan_context`, anything that is legal and small enough to check densely."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    cp_size, shard = draw(st.integers(1, 9)), draw(st.integers(1, 24))
-    length = max(1, cp_size * shard - draw(st.integers(0, cp_size * shard - 1)))
-    bands = random_bands(rng, length, length, draw(st.integers(1, 12)))
-    mask = AttnMask.from_bands(bands, q_len=length, kv_len=length)
-    num_stages = draw(st.sampled_from([1, 2, 3, 5, (1, 3), (4, 2), "auto"]))
-    arguments = {"cp_size": cp_size, "num_stages": num_stages}
-    layout = draw(st.sampled_from([*NAMED_LAYOUTS, "own"]))
-    if layout == "own":
-        tokens = np.concatenate([np.arange(length), np.full(-length % cp_size, -1)])
-        run = draw(st.integers(1, 9))
-        runs = [tokens[i : i + run] for i in range(0, len(tokens), run)]
-        return mask, arguments | {"layout": np.concatenate([runs[i] for i in rng.permutation(len(runs))])}
-    if layout == "balanced":
-        arguments["chunk_size"] = draw(st.integers(1, -(-length // cp_size)))
-    return mask, arguments | {"layout": layout}
-
-
-@settings(max_examples=200, deadline=None)
-@given(problem=problems())
-def test_any_plan(problem: tuple[AttnMask, dict]) -> None:
-    """Every needed row is received once, every cell is computed once, and again the same plan."""
-    mask, arguments = problem
-    plan = plan_context(mask, **arguments)
-    check_plan(mask, plan)
-    assert_same(plan_context(mask, **arguments), plan)
-
-
 @pytest.mark.parametrize("length", [0, 1, 2, 7])
 @pytest.mark.parametrize("layout", NAMED_LAYOUTS)
 def test_short_sequences(length: int, layout: Layout) -> None:
@@ -159,29 +98,6 @@ def test_token_order_is_a_layout(name: str) -> None:
     assert_same(plan_context(mask, 4, layout=plan.token_order), plan)
 
 
-def test_second_mask_on_the_layout_of_the_first() -> None:
-    first, second = masks.causal(300), masks.sliding_window(300, 20)
-    layout = plan_context(first, 4).token_order
-    plan = plan_context(second, 4, layout=layout)
-    np.testing.assert_array_equal(plan.token_order, layout)
-    check_plan(second, plan)
-
-
-def test_two_runs_are_identical() -> None:
-    for name in ("causal_documents", "two_sided_window", "video"):
-        runs = [plan_context(BUILDERS[name], 8, chunk_size=8) for _ in range(2)]
-        assert_same(*runs)
-
-
-def test_plans_are_the_same_on_every_host() -> None:
-    """The arrays' SHA-256, so that other machines and hash seeds are compared with this one."""
-    mask = masks.documents(document_lengths(1 << 15))
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(plan_context(mask, 8, num_stages=3)):
-        digest.update(np.ascontiguousarray(leaf, "<i4").tobytes())
-    assert digest.hexdigest() == "bb0a320fd601ebc20e8e802871bfe05fe8e86b2daf5d772106ec46302422f8ef"
-
-
 NETWORK = CostModel(ranks_per_host=4)
 COMPARED = {
     "documents": masks.documents(document_lengths(1 << 17)),
@@ -195,7 +111,7 @@ COMPARED = {
 
 @pytest.mark.parametrize("cp_size", [8, 16])
 @pytest.mark.parametrize("name", COMPARED)
-def test_no_slower_than_chunks_dealt_largest_first(name: str, cp_size: int) -> None:
+def test_no_slower_than_chunks_assigned_largest_first(name: str, cp_size: int) -> None:
     """Both passes together, with a network between hosts of four ranks; by area alone takes up to 9 times."""
     mask, chunk = COMPARED[name], 512
     areas = chunk_areas(np.asarray(mask.bands), chunk, mask.q_len // chunk)
@@ -247,33 +163,13 @@ def test_chunks_of_a_rank_ascend() -> None:
     assert (np.diff(plan.token_order.reshape(4, -1), axis=1) > 0).all()
 
 
-def test_num_stages_sets_the_shapes() -> None:
-    for num_stages in (1, 2, 5):
-        plan = plan_context(masks.causal(200), 4, num_stages=num_stages)
-        check_layout(plan)
-        assert plan.num_stages == num_stages
-
-
-@pytest.mark.parametrize("inner", ["causal", "full"])
-def test_documents_are_balanced_with_few_remote_rows(inner: str) -> None:
-    mask = masks.documents(document_lengths(131072), inner=inner)
-    plan = plan_context(mask, 8)
-    report = plan.report()
-    assert report.imbalance <= 1.02
-    assert report.redundant_rows == 0
-    share = report.rows_received.mean() / plan.shard_length
-    assert share < {"causal": 0.5, "full": 1.0}[inner]  # LPT alone: 1.15 and 2.25
-    for spec in plan.transfers:
-        check_spec(spec)
-
-
-def test_small_chunks_are_dealt_in_groups() -> None:
+def test_small_chunks_are_assigned_in_groups() -> None:
     mask = masks.documents(document_lengths(131072))
     coarse, fine = (plan_context(mask, 8, chunk_size=chunk, num_stages=1) for chunk in (1024, 64))
     np.testing.assert_array_equal(fine.token_order, coarse.token_order)
 
 
-def test_small_chunks_are_dealt_singly_where_groups_differ() -> None:
+def test_small_chunks_are_assigned_singly_where_groups_differ() -> None:
     mask = masks.documents([100] + [1] * 412, inner="full")
     plan = plan_context(mask, 4, chunk_size=1, num_stages=1)
     assert plan.report().imbalance < 1.02  # groups of 8: 1.23
@@ -296,12 +192,6 @@ def test_capacity_is_used_exactly() -> None:
     plan = plan_context(mask, 4, capacity=wanted)
     assert plan.capacity == wanted
     check_plan(mask, plan)
-
-
-def test_the_example_of_the_docstring() -> None:
-    module = sys.modules[plan_context.__module__]
-    result = doctest.testmod(module, extraglobs={"masks": masks})
-    assert result.attempted > 0 and result.failed == 0
 
 
 @pytest.mark.parametrize("name", ["bands", "copies", "pair_rows", "output_rows"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmagi import AttnMask, masks
-from jaxmagi.planning import ContextPlan, CostModel, plan_context, plan_contexts
+from jaxmagi.planning import ContextPlan, CostModel, plan_context, plan_contexts, prefetch_plans
 from jaxmagi.planning._cost import Pass
 from jaxmagi.planning._schedule import count_tiles
 
@@ -92,10 +92,11 @@ def test_every_plan_is_right(seed: int) -> None:
         check_plan(mask, plan)
 
 
-def test_the_example_of_the_docstring() -> None:
-    module = sys.modules[plan_contexts.__module__]
-    result = doctest.testmod(module, extraglobs={"masks": masks})
-    assert (result.failed, result.attempted) == (0, 2)
+@pytest.mark.parametrize("function", [plan_context, plan_contexts, prefetch_plans])
+def test_examples_of_docstrings(function: Any) -> None:
+    names = {"plan_context": plan_context, "masks": masks}
+    result = doctest.testmod(sys.modules[function.__module__], extraglobs=names)
+    assert result.attempted > 1 and result.failed == 0
 
 
 @pytest.mark.parametrize(

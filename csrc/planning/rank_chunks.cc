@@ -1,4 +1,4 @@
-#include "csrc/planning/hand.h"
+#include "csrc/planning/rank_chunks.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -7,10 +7,10 @@
 
 namespace jaxmagi::planning {
 
-// How many members need some keys, or own them, and who it is if it is one.
-struct Hand::Users {
+// Counts the members that need or own a range of keys. The sum of their places is the place of a single one.
+struct RankChunks::Users {
     int needed = 0, owned = 0;
-    int64_t needed_places = 0, owned_places = 0;  // sums
+    int64_t needed_places = 0, owned_places = 0;
 
     void change_by(const Edge& edge) {
         needed += edge.needed;
@@ -20,14 +20,14 @@ struct Hand::Users {
     }
 };
 
-Hand::Hand(const Units& units, std::vector<int> members) : units_(&units), members_(std::move(members)) {
+RankChunks::RankChunks(const Units& units, std::vector<int> members) : units_(&units), members_(std::move(members)) {
     for (int place = 0; place < static_cast<int>(members_.size()); ++place)
         add_edges(place);
     std::ranges::sort(edges_, {}, &Edge::key);
     count_rows();
 }
 
-void Hand::exchange(int place, int unit) {
+void RankChunks::exchange(int place, int unit) {
     std::erase_if(edges_, [&](const Edge& edge) { return edge.place == place; });
     members_[place] = unit;
     const auto kept = static_cast<std::ptrdiff_t>(edges_.size());
@@ -37,17 +37,17 @@ void Hand::exchange(int place, int unit) {
     count_rows();
 }
 
-void Hand::add_edges(int place) {
+void RankChunks::add_edges(int place) {
     const Range own = units_->rows(members_[place]);
     edges_.push_back({own.begin, 0, 1, place});
     edges_.push_back({own.end, 0, -1, place});
-    for (const Range& keys : units_->foreign(members_[place])) {
+    for (const Range& keys : units_->remote(members_[place])) {
         edges_.push_back({keys.begin, 1, 0, place});
         edges_.push_back({keys.end, -1, 0, place});
     }
 }
 
-void Hand::count_rows() {
+void RankChunks::count_rows() {
     area_ = 0;
     without_.clear();
     for (const int unit : members_) {
@@ -64,7 +64,7 @@ void Hand::count_rows() {
     }
 }
 
-void Hand::count_step(int begin, int end, const Users& users) {
+void RankChunks::count_step(int begin, int end, const Users& users) {
     if (users.needed > 0 or users.owned > 0)
         held_.add(begin, end);
     if (users.needed > 0 and users.owned == 0) {
@@ -80,22 +80,22 @@ void Hand::count_step(int begin, int end, const Users& users) {
     }
 }
 
-int Hand::with(int unit) const {
-    int rows = units_->foreign_before(unit) + units_->foreign_behind(unit);
+int RankChunks::with(int unit) const {
+    int rows = units_->remote_before(unit) + units_->remote_after(unit);
     for (const Range& keys : units_->held(unit))
         rows -= held_.rows_in(keys);
     return rows;
 }
 
-int Hand::exchange_surcharge(int place, int unit) const {
+int RankChunks::exchange_surcharge(int place, int unit) const {
     const int leaving = members_[place];
     int rows = 0;
-    for (const Range& keys : units_->foreign(unit)) {
+    for (const Range& keys : units_->remote(unit)) {
         rows += owned_unneeded_.rows_in(intersect(keys, units_->rows(leaving)));
-        for (const Range& before : units_->foreign(leaving))
+        for (const Range& before : units_->remote(leaving))
             rows += needed_once_.rows_in(intersect(keys, before));
     }
-    for (const Range& before : units_->foreign(leaving))
+    for (const Range& before : units_->remote(leaving))
         rows += needed_once_.rows_in(intersect(units_->rows(unit), before));
     return rows;
 }
