@@ -19,18 +19,18 @@ type Index = int | np.integer | np.ndarray
 
 
 def columns(bands: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The six columns ``q0, q1, k0, k1, lo, hi`` as int64 arrays ``[...]``."""
+    """Returns the six columns ``q0, q1, k0, k1, lo, hi`` as int64 arrays ``[...]``."""
     return tuple(np.ascontiguousarray(np.moveaxis(bands, -1, 0), dtype=np.int64))
 
 
 def is_empty(bands: np.ndarray) -> np.ndarray:
-    """Whether a band has no cell: bool ``[...]``."""
+    """Returns whether each band has no cell: bool ``[...]``."""
     q0, q1, k0, k1, lo, hi = columns(bands)
     return (q0 >= q1) | (lo > hi) | (np.maximum(k0, q0 + lo) >= np.minimum(k1, q1 + hi))
 
 
 def crop(bands: np.ndarray, q0: Index, q1: Index, k0: Index, k1: Index) -> np.ndarray:
-    """The part of each band in rows ``[q0, q1)`` and keys ``[k0, k1)``.
+    """Returns the part of each band in rows ``[q0, q1)`` and keys ``[k0, k1)``.
 
     Returns:
         int32 ``[..., 6]``. Bands left without a row or without a key are all zero; others may still be empty
@@ -43,7 +43,7 @@ def crop(bands: np.ndarray, q0: Index, q1: Index, k0: Index, k1: Index) -> np.nd
 
 
 def intersect(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """The cells that two bands share, which form a band again: int32 ``[..., 6]``, tightened."""
+    """Returns the cells that two bands share, which form a band again: int32 ``[..., 6]``, tightened."""
     a, b = columns(first), columns(second)
     lower = [np.maximum(a[i], b[i]) for i in (0, 2, 4)]
     upper = [np.minimum(a[i], b[i]) for i in (1, 3, 5)]
@@ -51,7 +51,7 @@ def intersect(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def shift(bands: np.ndarray, dq: Index, dk: Index) -> np.ndarray:
-    """Each band moved down by ``dq`` rows and right by ``dk`` keys.
+    """Returns each band moved down by ``dq`` rows and right by ``dk`` keys.
 
     The limits of ``k - q`` move by ``dk - dq``, except those at `UNBOUNDED`, which stay. Bands that are all
     zero (unused) stay all zero.
@@ -63,7 +63,7 @@ def shift(bands: np.ndarray, dq: Index, dk: Index) -> np.ndarray:
 
 
 def tighten(bands: np.ndarray) -> np.ndarray:
-    """The same cells, with ranges that are the exact hull of the rows that see something and the keys seen.
+    """Shrinks the ranges of each band to the exact hull of its visible rows and keys, with the same cells.
 
     Returns:
         int32 ``[..., 6]``. Empty bands are all zero; ``lo`` and ``hi`` of the others are left as they are.
@@ -75,7 +75,7 @@ def tighten(bands: np.ndarray) -> np.ndarray:
 
 
 def key_range(bands: np.ndarray, q0: Index, q1: Index) -> tuple[np.ndarray, np.ndarray]:
-    """The exact hull ``[begin, end)`` of the keys that rows ``[q0, q1)`` see through each band.
+    """Returns the exact hull ``[begin, end)`` of the keys that rows ``[q0, q1)`` see through each band.
 
     Returns:
         ``(begin, end)``, int64 ``[...]``; ``(0, 0)`` where these rows see nothing.
@@ -88,7 +88,7 @@ def key_range(bands: np.ndarray, q0: Index, q1: Index) -> tuple[np.ndarray, np.n
 
 
 def area(bands: np.ndarray) -> np.ndarray:
-    """The number of cells of each band: int64 ``[...]``, exact up to lengths of 2**30."""
+    """Returns the number of cells of each band: int64 ``[...]``, exact up to lengths of 2**30."""
     q0, q1, k0, k1, lo, hi = columns(bands)
     rows, keys = (q0, q1), (k0, k1)
     below_hi = _cells_up_to(np.clip(hi, k0 - q1, k1 - 1 - q0), rows, keys)
@@ -97,7 +97,7 @@ def area(bands: np.ndarray) -> np.ndarray:
 
 
 def to_dense(bands: np.ndarray, q_len: int, kv_len: int) -> np.ndarray:
-    """How many bands cover each cell: int32 ``[q_len, kv_len]``, from bands ``[S, 6]``.
+    """Counts the bands that cover each cell: int32 ``[q_len, kv_len]``, from bands ``[S, 6]``.
 
     Time and memory grow with ``q_len * kv_len`` and with the rows of all bands together.
     """
@@ -132,7 +132,7 @@ def _shift_limit(limit: np.ndarray, distance: Index) -> np.ndarray:
 def _cells_up_to(
     limit: np.ndarray, rows: tuple[np.ndarray, np.ndarray], keys: tuple[np.ndarray, np.ndarray]
 ) -> np.ndarray:
-    """The cells of the rectangle ``rows x keys`` with ``k - q <= limit``.
+    """Counts the cells of the rectangle ``rows x keys`` with ``k - q <= limit``.
 
     Row ``q`` has ``q + limit + 1 - k0`` of them, clamped to ``[0, k1 - k0]``: a difference of two ramps.
     """

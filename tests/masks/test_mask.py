@@ -91,7 +91,7 @@ _ROW = (0, 4, 0, 4, -UNBOUNDED, UNBOUNDED)
         ([[0, 1, 0, 1, 2**63, 2**63]], r"bands must fit into int64, but it holds 9223372036854775808"),
     ],
 )
-def test_bad_bands(bands: object, message: str) -> None:
+def test_bad_bands(bands: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AttnMask.from_bands(bands, q_len=4, kv_len=8)
 
