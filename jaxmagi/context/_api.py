@@ -2,8 +2,9 @@
 
 from typing import Literal, overload
 
-import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
 
 from .._varying import vary_alike
 from ..attention import MeshAxes, accumulator_dtype
@@ -16,9 +17,9 @@ from ._vjp import attend
 
 @overload
 def context_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array | np.ndarray, "*batch T N D"],
+    key: Float[Array | np.ndarray, "*batch T K D"],
+    value: Float[Array | np.ndarray, "*batch T K Dv"],
     plan: ContextPlan,
     *,
     axis_name: str,
@@ -26,16 +27,16 @@ def context_attention(
     head_axis_name: MeshAxes = None,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array | np.ndarray, " N"] | None = None,
     deterministic: bool = False,
     return_residual: Literal[False] = False,
     implementation: str | None = None,
-) -> jax.Array: ...
+) -> Float[Array, "*batch T N Dv"]: ...
 @overload
 def context_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array | np.ndarray, "*batch T N D"],
+    key: Float[Array | np.ndarray, "*batch T K D"],
+    value: Float[Array | np.ndarray, "*batch T K Dv"],
     plan: ContextPlan,
     *,
     axis_name: str,
@@ -43,15 +44,15 @@ def context_attention(
     head_axis_name: MeshAxes = None,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array | np.ndarray, " N"] | None = None,
     deterministic: bool = False,
     return_residual: Literal[True],
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]: ...
+) -> tuple[Float[Array, "*batch T N Dv"], Float[Array, "*batch T N"]]: ...
 def context_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array | np.ndarray, "*batch T N D"],
+    key: Float[Array | np.ndarray, "*batch T K D"],
+    value: Float[Array | np.ndarray, "*batch T K Dv"],
     plan: ContextPlan,
     *,
     axis_name: str,
@@ -59,11 +60,11 @@ def context_attention(
     head_axis_name: MeshAxes = None,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array | np.ndarray, " N"] | None = None,
     deterministic: bool = False,
     return_residual: bool = False,
     implementation: str | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Float[Array, "*batch T N Dv"] | tuple[Float[Array, "*batch T N Dv"], Float[Array, "*batch T N"]]:
     """Attention of a sequence whose tokens are spread over a mesh axis, under the mask of a plan.
 
     Each rank computes the rows of its own queries. It gets the keys and values that these see, and no others,
