@@ -1,4 +1,4 @@
-"""What `context_attention` asks of its arguments."""
+"""Checks of the arguments of `context_attention`."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def check_arguments(
     sinks: jax.Array | None,
     implementation: str | None,
 ) -> None:
-    """Raises ValueError, with the values, for arguments that do not fit together."""
+    """Raises ValueError, with the values, unless the arguments fit together."""
     check_plan(plan)
     check_operands(
         query, key, value, scale=scale, soft_cap=soft_cap, sinks=sinks, implementation=implementation
