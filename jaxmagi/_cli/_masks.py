@@ -1,4 +1,4 @@
-"""Masks from options: ``--mask`` names a builder, other options are its arguments."""
+"""Builds masks from options: ``--mask`` names a builder, other options are its arguments."""
 
 import argparse
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from ._lengths import at_least, read_lengths
 
 @dataclass(frozen=True)
 class _Builder:
-    """How a mask is built, and the options that this needs and allows."""
+    """Says how a mask is built, and which options this needs and allows."""
 
     build: Callable[[argparse.Namespace], AttnMask]
     needs: tuple[str, ...]
@@ -45,7 +45,7 @@ _BUILDERS = {
 
 
 def add_mask_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that `mask_of` reads."""
+    """Adds the options that `mask_of` reads."""
     group = parser.add_argument_group("mask")
     group.add_argument("--mask", required=True, choices=_BUILDERS)
     group.add_argument(
@@ -78,10 +78,10 @@ def add_mask_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def mask_of(options: argparse.Namespace) -> AttnMask:
-    """The mask that options describe.
+    """Returns the mask that the options describe.
 
     Raises:
-        ValueError: an option is missing, or is not one of this mask, or has a value that the builder refuses.
+        ValueError: an option is missing, is not one of this mask, or has an invalid value.
         OSError: the file of lengths cannot be read.
     """
     builder = _BUILDERS[options.mask]

@@ -1,4 +1,4 @@
-"""The report of a plan as a table."""
+"""Prints the report of a plan as a table."""
 
 import numpy as np
 from rich import box
@@ -13,7 +13,7 @@ _WIDTH_OF_FILES = 120
 
 
 def print_report(plan: ContextPlan, cost: CostModel) -> None:
-    """Prints each rank's work, of many ranks the extremes, and what holds for all of them."""
+    """Prints a table of ranks (the extremes if there are many), and a table of totals."""
     report = plan.report(cost)
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -23,7 +23,7 @@ def print_report(plan: ContextPlan, cost: CostModel) -> None:
 
 
 def format_bytes(count: float) -> str:
-    """Bytes in powers of 1000, with three decimals: ``1.500 kB``."""
+    """Formats bytes in powers of 1000, with three decimals: ``1.500 kB``."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= unit:
             return f"{count / unit:.3f} {name}"
@@ -53,7 +53,7 @@ def _ranks_table(report: PlanReport, cost: CostModel) -> Table:
 
 
 def _shown_ranks(report: PlanReport) -> list[int]:
-    """All ranks, or where there are many, those with the most and the least to do."""
+    """Returns all ranks, or if there are many those with the most and the least work."""
     if len(report.area) <= _MOST_ROWS:
         return list(range(len(report.area)))
     orders = [np.argsort(values, kind="stable") for values in (report.area, report.rows_received)]
