@@ -38,7 +38,7 @@ class Config:
 
     @property
     def key_axis_name(self) -> str | None:
-        """Returns the tensor axis if it divides the key heads, else None: each device then has all of them."""
+        """Returns the tensor axis if it divides the key heads, or None: each device then has all of them."""
         axis = self.tensor_axis_name
         return axis if axis and self.kv_heads % jax.sharding.get_abstract_mesh().shape[axis] == 0 else None
 

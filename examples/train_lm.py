@@ -101,7 +101,7 @@ def make_mesh(data: int | None, context: int | None, tensor: int) -> jax.shardin
 
 
 def document_masks(sequence: Packed, window: int) -> tuple[jaxmagi.AttnMask, jaxmagi.AttnMask]:
-    """Returns the masks of the even layers (documents under a sliding window) and the odd (causal documents)."""
+    """Returns the masks of even layers (documents and sliding window) and of odd ones (causal documents)."""
     return masks.documents(sequence.lengths, (window - 1, 0)), masks.documents(sequence.lengths, "causal")
 
 
