@@ -153,14 +153,17 @@ def distributed(cp_size: int, logits_soft_cap: float | None = None, *, plan_shar
     return jax.jit(functools.partial(solve, mapped))
 
 
-@functools.cache
-def single_device() -> Any:
-    """Compiles a function of a problem and a mask, which solves it by the local op."""
-
+@jax.jit
+def _solve_alone(problem: Problem, mask: AttnMask) -> Solution:
     def attend(query: Any, key: Any, value: Any, sinks: Any, mask: AttnMask) -> Any:
         return attention(query, key, value, mask, sinks=sinks, return_residual=True)
 
-    return jax.jit(lambda problem, mask: solve(attend, problem, mask))
+    return solve(attend, problem, mask)
+
+
+def solve_alone(problem: Problem, mask: AttnMask) -> Solution:
+    """Solves a problem by the local op on one device."""
+    return Solution(*map(np.asarray, _solve_alone(problem, mask)))
 
 
 def dispatch_problem(problem: Problem, plan: ContextPlan) -> Problem:
@@ -179,6 +182,12 @@ def whole(x: Any) -> np.ndarray:
 def undispatch_solution(solution: Solution, plan: ContextPlan) -> Solution:
     *rows, sinks = map(whole, solution)
     return Solution(*[undispatch(x, plan) for x in rows], sinks=sinks)
+
+
+def solve_distributed(problem: Problem, plan: ContextPlan, **options: Any) -> Solution:
+    """Solves a problem in global order by `distributed`, with its options, on a device per rank."""
+    run = distributed(plan.cp_size, **options)
+    return undispatch_solution(run(dispatch_problem(problem, plan), plan), plan)
 
 
 def check_solution(solution: Solution, expected: Solution, tolerance: float) -> None:
