@@ -7,11 +7,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .._varying import vary_alike
-from ..attention import MeshAxes, accumulator_dtype
+from ..attention import MeshAxes, accumulator_dtype, check_operands
 from ..planning import ContextPlan
 from ._sharding import ContextOperands, Stages, find_axis, find_sharding, shard_operands
 from ._stages import ContextOptions
-from ._validation import check_arguments, check_lengths
+from ._validation import check_batch, check_lengths, check_plan
 from ._vjp import attend
 
 
@@ -117,16 +117,17 @@ def context_attention(
     """
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     sinks = None if sinks is None else jnp.asarray(sinks)
-    check_arguments(
+    check_plan(plan)
+    check_operands(
         query,
         key,
         value,
-        plan,
         scale=scale,
         soft_cap=logits_soft_cap,
         sinks=sinks,
         implementation=implementation,
     )
+    check_batch(query, plan)
     size, inside = find_axis(axis_name)
     check_lengths(query, key, value, plan, axis_name, size=size, inside=inside)
     sharding = find_sharding(query, key, axis_name, batch_axis_name, head_axis_name)
