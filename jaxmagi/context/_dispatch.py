@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +19,9 @@ from ._validation import check_plan
 _PADDING = -1
 
 
-@overload
-def dispatch(
-    x: Shaped[np.ndarray, "..."], plan: ContextPlan, *, axis: int = 0, pad_value: ArrayLike = 0
-) -> Shaped[np.ndarray, "..."]: ...
-@overload
-def dispatch(
-    x: Shaped[Array, "..."], plan: ContextPlan, *, axis: int = 0, pad_value: ArrayLike = 0
-) -> Shaped[Array, "..."]: ...
-def dispatch(
-    x: Shaped[Array | np.ndarray, "..."], plan: ContextPlan, *, axis: int = 0, pad_value: ArrayLike = 0
-) -> Shaped[Array | np.ndarray, "..."]:
+def dispatch[ArrayT: (Array, np.ndarray)](
+    x: Shaped[ArrayT, "..."], plan: ContextPlan, *, axis: int = 0, pad_value: ArrayLike = 0
+) -> Shaped[ArrayT, "..."]:
     """Puts the tokens of a global array into the plan's order, in which equal shards go to the ranks.
 
     It works on the host and under ``jax.jit``, is differentiable, and keeps the sharding over Explicit axes.
@@ -53,15 +45,9 @@ def dispatch(
     return _take_sharded(jnp.asarray(x), _replicated(order), axis, pad_value)
 
 
-@overload
-def undispatch(
-    x: Shaped[np.ndarray, "..."], plan: ContextPlan, *, axis: int = 0
-) -> Shaped[np.ndarray, "..."]: ...
-@overload
-def undispatch(x: Shaped[Array, "..."], plan: ContextPlan, *, axis: int = 0) -> Shaped[Array, "..."]: ...
-def undispatch(
-    x: Shaped[Array | np.ndarray, "..."], plan: ContextPlan, *, axis: int = 0
-) -> Shaped[Array | np.ndarray, "..."]:
+def undispatch[ArrayT: (Array, np.ndarray)](
+    x: Shaped[ArrayT, "..."], plan: ContextPlan, *, axis: int = 0
+) -> Shaped[ArrayT, "..."]:
     """Puts the tokens of a dispatched array back into their global order, without the padding.
 
     This is the inverse of `dispatch`. It works on the host and under ``jax.jit``, and is differentiable. Over
@@ -140,7 +126,7 @@ def _take(xp: Any, x: Any, order: Any, axis: int, pad_value: ArrayLike) -> Any:
     return xp.moveaxis(taken, 0, axis)
 
 
-def _take_sharded(x: jax.Array, order: jax.Array, axis: int, pad_value: ArrayLike) -> jax.Array:
+def _take_sharded(x: jax.Array, order: jax.Array, axis: int, pad_value: ArrayLike) -> Any:
     """Does what `_take` does for jax arrays, whose gathers over Explicit axes need the result's sharding."""
     sharding = jax.typeof(x).sharding
     spec = list(sharding.spec)
@@ -157,9 +143,8 @@ def _take_sharded(x: jax.Array, order: jax.Array, axis: int, pad_value: ArrayLik
 def _take_over_mesh(
     x: jax.Array, order: jax.Array, pad_value: jax.Array, axis: int, mesh: Any, spec: P
 ) -> Any:
-    def take(x: jax.Array, order: jax.Array, pad_value: jax.Array) -> jax.Array:
-        return _take(jnp, x, order, axis, pad_value)
-
     with jax.sharding.use_abstract_mesh(mesh):
-        gather: Any = jax.sharding.auto_axes(take, out_sharding=spec)
+        gather: Any = jax.sharding.auto_axes(
+            lambda x, order, pad_value: _take(jnp, x, order, axis, pad_value), out_sharding=spec
+        )
         return gather(x, order, pad_value)
