@@ -220,41 +220,42 @@ def test_more_devices_than_key_heads(
     assert names.keys() == {"all-to-all", "all-reduce"}
 
 
-def test_heads_over_two_axes(x64: None, rng: np.random.Generator) -> None:
-    problem, options = make_problem(rng, stacked=False), {"head_axis_name": ("data", "tensor")}
-    mesh = jax.make_mesh((2, 2, 2), ("data", AXIS, "tensor"), (AxisType.Auto,) * 3)
-    with jax.set_mesh(mesh):
-        attend = functools.partial(context_attention, axis_name=AXIS, **options)
-        out = jax.jit(attend)(*(problem.reorder(dispatch, x) for x in problem[:3]), problem.plan)
-    assert out.sharding.spec[:3] == (None, AXIS, ("data", "tensor"))
-    query, key, value = map(jnp.asarray, problem[:3])
-    single = attention(query, key, value, problem.mask)
-    np.testing.assert_allclose(problem.reorder(undispatch, out), single, atol=FP64_TOLERANCE)
+def check_rows(problem: Problem, kinds: tuple[AxisType, ...], attend: Any, spec: tuple[Any, ...]) -> None:
+    """Checks output and gradients of ``attend(query, key, value)``, and how the output is sharded."""
 
+    def run(attend: Any, *rows: Any) -> Any:
+        out, pull = jax.vjp(attend, *rows)
+        return out, *pull(out)
 
-def test_axes_of_several_kinds(x64: None, rng: np.random.Generator) -> None:
-    """Batch over an Explicit axis and an Auto one, by name."""
-    problem, kinds = make_problem(rng, stacked=False), (AxisType.Explicit, AxisType.Auto, AxisType.Auto)
     mesh = jax.make_mesh((2, 2, 2), ("data", AXIS, "tensor"), kinds)
-    attend: Any = functools.partial(context_attention, axis_name=AXIS, batch_axis_name=("data", "tensor"))
     with jax.set_mesh(mesh):
-        rows = [problem.reorder(dispatch, x) for x in problem[:3]]
-        gradient = jax.jit(jax.grad(lambda *rows: (attend(*rows, problem.plan) ** 2).sum()))(*rows)
+        dispatched = [problem.reorder(dispatch, x) for x in problem[:3]]
+        got = jax.jit(functools.partial(run, attend))(*dispatched)
+    assert got[0].sharding.spec[: len(spec)] == spec
+    want = run(functools.partial(attention, mask=problem.mask), *map(jnp.asarray, problem[:3]))
+    for x, expected in zip(got, want, strict=True):
+        np.testing.assert_allclose(problem.reorder(undispatch, x), expected, atol=FP64_TOLERANCE)
 
-    def loss(query: Any, key: Any, value: Any) -> jax.Array:
-        return (attention(query, key, value, problem.mask) ** 2).sum()
 
-    want = jax.jit(jax.grad(loss))(problem.query, problem.key, problem.value)
-    np.testing.assert_allclose(problem.reorder(undispatch, gradient), want, atol=FP64_TOLERANCE)
+@pytest.mark.parametrize(
+    ("data", "options", "spec"),
+    [
+        (AxisType.Auto, {"head_axis_name": ("data", "tensor")}, (None, AXIS, ("data", "tensor"))),
+        (AxisType.Explicit, {"batch_axis_name": ("data", "tensor")}, (("data", "tensor"), AXIS)),
+    ],
+    ids=["heads", "batch_over_axes_of_two_kinds"],
+)
+def test_one_dimension_over_two_axes(
+    data: AxisType, options: Any, spec: tuple[Any, ...], x64: None, rng: np.random.Generator
+) -> None:
+    problem = make_problem(rng, stacked=False)
+    attend = functools.partial(context_attention, plan=problem.plan, axis_name=AXIS, **options)
+    check_rows(problem, (data, AxisType.Auto, AxisType.Auto), attend, spec)
 
 
 def test_vmap_over_an_axis_inside_a_shard_map(x64: None, rng: np.random.Generator) -> None:
     problem, rows = make_problem(rng, stacked=False), P(None, AXIS)
-    mesh = jax.make_mesh((2, 2, 2), ("data", AXIS, "tensor"), (AxisType.Auto,) * 3)
-
-    def one(query: Any, key: Any, value: Any) -> jax.Array:
-        return context_attention(query, key, value, problem.plan, axis_name=AXIS, head_axis_name="tensor")
-
+    one = functools.partial(context_attention, plan=problem.plan, axis_name=AXIS, head_axis_name="tensor")
     mapped = jax.shard_map(
         jax.vmap(one, spmd_axis_name="data"),
         in_specs=(rows,) * 3,
@@ -262,9 +263,4 @@ def test_vmap_over_an_axis_inside_a_shard_map(x64: None, rng: np.random.Generato
         axis_names={AXIS},
         check_vma=False,
     )
-    with jax.set_mesh(mesh):
-        out = jax.jit(mapped)(*(problem.reorder(dispatch, x) for x in problem[:3]))
-    assert out.sharding.spec[:3] == ("data", AXIS, "tensor")
-    query, key, value = map(jnp.asarray, problem[:3])
-    single = attention(query, key, value, problem.mask)
-    np.testing.assert_allclose(problem.reorder(undispatch, out), single, atol=FP64_TOLERANCE)
+    check_rows(problem, (AxisType.Auto,) * 3, mapped, ("data", AXIS, "tensor"))
