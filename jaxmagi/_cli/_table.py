@@ -72,33 +72,22 @@ def _cells(name: str, numbers: np.ndarray, mean_area: float, cost: CostModel) ->
 
 
 def _totals(plan: ContextPlan, report: PlanReport, cost: CostModel) -> Table:
-    table = Table.grid(padding=(0, 2))
-    received = report.rows_received.mean() / plan.shard_length
-    padding = plan.shard_length * plan.cp_size - plan.length
-    sizes = f"{cost.num_heads} heads, {cost.num_kv_heads} of keys, of dimension {cost.head_dim}"
-    network = report.network_rows_received.mean() / plan.shard_length
+    shard, padding = plan.shard_length, plan.shard_length * plan.cp_size - plan.length
+    received, network = (rows.mean() / shard for rows in (report.rows_received, report.network_rows_received))
+    imbalances = f"{report.work_imbalance:.4f}, backward {report.backward_work_imbalance:.4f}"
+    forward, backward = 1e3 * report.predicted_seconds, 1e3 * report.predicted_backward_seconds
     links = f"{cost.link_gb_per_second:g} GB/s, between hosts {cost.network_gb_per_second:g} GB/s"
-    for name, value in (
-        (
-            "tokens",
-            f"{plan.length:,} on {plan.cp_size:,} ranks, {plan.shard_length:,} each ({padding:,} padding)",
-        ),
-        (
-            "imbalance",
-            f"{report.imbalance:.4f} (largest / mean area), of predicted attention "
-            f"{report.work_imbalance:.4f}, backward {report.backward_work_imbalance:.4f}",
-        ),
-        ("received rows", f"{received:.4f} of a rank's own rows (mean), {network:.4f} from other hosts"),
-        ("stages", f"{report.num_stages}"),
-        ("backward stages", f"{report.num_backward_stages}"),
-        (
-            "forward pass",
-            f"{report.predicted_seconds * 1e3:.3f} ms predicted ({cost.tflops:g} TFLOP/s, {links}; {sizes})",
-        ),
-        (
-            "backward pass",
-            f"{report.predicted_backward_seconds * 1e3:.3f} ms predicted ({cost.backward_tflops:g} TFLOP/s)",
-        ),
-    ):
+    sizes = f"{cost.num_heads} heads, {cost.num_kv_heads} of keys, of dimension {cost.head_dim}"
+    totals = {
+        "tokens": f"{plan.length:,} on {plan.cp_size:,} ranks, {shard:,} each ({padding:,} padding)",
+        "imbalance": f"{report.imbalance:.4f} (largest / mean area), of predicted attention {imbalances}",
+        "received rows": f"{received:.4f} of a rank's own rows (mean), {network:.4f} from other hosts",
+        "stages": f"{report.num_stages}",
+        "backward stages": f"{report.num_backward_stages}",
+        "forward pass": f"{forward:.3f} ms predicted ({cost.tflops:g} TFLOP/s, {links}; {sizes})",
+        "backward pass": f"{backward:.3f} ms predicted ({cost.backward_tflops:g} TFLOP/s)",
+    }
+    table = Table.grid(padding=(0, 2))
+    for name, value in totals.items():
         table.add_row(name, value)
     return table

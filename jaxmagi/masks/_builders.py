@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from .._checks import integer
-from ._geometry import UNBOUNDED
 from ._mask import AttnMask
 from ._validation import integer_array, lengths as checked_lengths
+from .geometry import UNBOUNDED
 
 _MAX_PAIRS = 2**22
 

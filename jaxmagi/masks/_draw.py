@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .._drawing import BACKGROUND, MUTED, color, new_axes, style_token_axes
-from ._geometry import area, columns, tighten
+from .geometry import area, columns, tighten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

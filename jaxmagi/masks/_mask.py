@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
 from .._checks import integer
-from . import _geometry, _validation
-from ._geometry import UNBOUNDED
+from . import _validation, geometry
+from .geometry import UNBOUNDED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -141,7 +141,7 @@ class AttnMask:
         array[:, 4:] = np.clip(array[:, 4:], -UNBOUNDED, UNBOUNDED)
         if check:
             _validation.check_overlap(array)
-        array = array[~_geometry.is_empty(array)].astype(np.int32)
+        array = array[~geometry.is_empty(array)].astype(np.int32)
         return cls(_pad(array, _bucket(len(array))), q_len, kv_len)
 
     @classmethod
@@ -159,7 +159,7 @@ class AttnMask:
         )
         q_len, kv_len = integer(q_ends[-1], "q_len"), integer(k_ends[-1], "kv_len")
         parts = [
-            _geometry.shift(array, q_end - mask.q_len, k_end - mask.kv_len)
+            geometry.shift(array, q_end - mask.q_len, k_end - mask.kv_len)
             for array, mask, q_end, k_end in zip(arrays, masks, q_ends, k_ends, strict=True)
         ]
         bands = np.concatenate(parts)
@@ -183,17 +183,17 @@ class AttnMask:
     @property
     def num_bands(self) -> int:
         """Returns the number of bands that have a cell (summed over the examples of a stacked mask)."""
-        return int((~_geometry.is_empty(self._host_bands())).sum())
+        return int((~geometry.is_empty(self._host_bands())).sum())
 
     def area(self) -> int:
         """Returns the number of visible cells in closed form (summed over the examples of a stacked mask)."""
-        return sum(_geometry.area(self._host_bands()).ravel().tolist())
+        return sum(geometry.area(self._host_bands()).ravel().tolist())
 
     def to_dense(self) -> Bool[np.ndarray, "*batch q_len kv_len"]:
         """Returns which cells are visible."""
         bands = self._host_bands()
         dense = [
-            _geometry.to_dense(one, self.q_len, self.kv_len) > 0
+            geometry.to_dense(one, self.q_len, self.kv_len) > 0
             for one in bands.reshape(-1, *bands.shape[-2:])
         ]
         return np.reshape(dense, (*bands.shape[:-2], self.q_len, self.kv_len))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ._geometry import columns, intersect, is_empty, tighten
+from .geometry import columns, intersect, is_empty, tighten
 
 
 class Overlap(NamedTuple):

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from .._checks import integer, is_traced
-from ._geometry import UNBOUNDED
 from ._overlap import find_overlap
+from .geometry import UNBOUNDED
 
 _LARGEST = np.iinfo(np.int64).max
 

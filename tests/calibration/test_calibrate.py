@@ -87,26 +87,31 @@ def assert_known(found: CostModel, names: tuple[str, ...], truth: CostModel = TR
         assert value == pytest.approx(expected, rel=1e-3), name
 
 
-def test_one_device_knows_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_known(measure(monkeypatch, mesh=mesh_of(1)), KNOWN_ON_ONE_DEVICE)
+@pytest.mark.parametrize(
+    ("shape", "ranks_per_host", "names"),
+    [
+        ((1,), None, KNOWN_ON_ONE_DEVICE),
+        ((8,), 8, KNOWN_ON_ONE_HOST),
+        ((8,), 3, tuple(vars(TRUTH))),
+        ((2, 4), 3, tuple(vars(TRUTH))),
+        ((4,), 1, KNOWN_BETWEEN_HOSTS),
+    ],
+)
+def test_known_speeds_are_found(
+    shape: tuple[int, ...],
+    ranks_per_host: int | None,
+    names: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Meshes have one device, one host, two hosts of which the last has fewer ranks, and four hosts."""
+    truth = dataclasses.replace(TRUTH, ranks_per_host=ranks_per_host or 1)
+    options = {"mesh": mesh_of(*shape), "axis_name": "context", "ranks_per_host": ranks_per_host}
+    assert_known(measure(monkeypatch, Machine(links=truth), **options), names, truth)
 
 
 def test_all_devices_are_measured_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(links=dataclasses.replace(TRUTH, ranks_per_host=len(jax.devices())))
     assert_known(measure(monkeypatch, machine), KNOWN_ON_ONE_HOST)
-
-
-@pytest.mark.parametrize("shape", [(8,), (2, 4)])
-def test_several_hosts(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last host has fewer ranks than the others."""
-    found = measure(monkeypatch, mesh=mesh_of(*shape), axis_name="context", ranks_per_host=3)
-    assert_known(found, tuple(vars(TRUTH)))
-
-
-def test_hosts_of_one_rank_have_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    truth = dataclasses.replace(TRUTH, ranks_per_host=1)
-    found = measure(monkeypatch, Machine(links=truth), mesh=mesh_of(4), ranks_per_host=1)
-    assert_known(found, KNOWN_BETWEEN_HOSTS, truth)
 
 
 def test_rows_larger_than_a_short_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
