@@ -1,4 +1,4 @@
-"""Real text without a download: the running Python's standard library as packed, byte-level documents."""
+"""Loads real text without a download: Python's standard library as packed, byte-level documents."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ SHORTEST = 64  # bytes of the shortest document or excerpt
 
 @dataclass(frozen=True)
 class Packed:
-    """One sequence of packed documents.
+    """Holds one sequence of packed documents.
 
     Attributes:
         tokens: int32[T].
         targets: int32[T], the next token of the same document.
-        weights: float32[T], 0 where a document ends and there is nothing to predict.
-        lengths: the documents' lengths, which sum to T.
+        weights: float32[T], 0 at the last token of a document, which has no target, and 1 elsewhere.
+        lengths: lengths of the documents, which sum to T.
     """
 
     tokens: np.ndarray
@@ -30,12 +30,12 @@ class Packed:
 
     @property
     def positions(self) -> np.ndarray:
-        """int32[T]: every token's position in its document."""
+        """Returns int32[T], the position of each token in its document."""
         return np.concatenate([np.arange(length, dtype=np.int32) for length in self.lengths])
 
 
 def load_documents() -> list[np.ndarray]:
-    """The source files of the standard library and its packages, tests excepted, as uint8 arrays."""
+    """Returns the source files of the standard library except tests, as uint8 arrays."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [path for path in (*root.glob("*.py"), *root.glob("*/*.py")) if "test" not in path.parent.name]
     texts = (np.frombuffer(path.read_bytes(), np.uint8) for path in sorted(files))
@@ -43,9 +43,9 @@ def load_documents() -> list[np.ndarray]:
 
 
 def pack(documents: list[np.ndarray], length: int, seed: int) -> Iterator[Packed]:
-    """Endless sequences of ``length`` tokens, filled with excerpts of random documents.
+    """Yields sequences of ``length`` tokens without end, filled with excerpts of random documents.
 
-    Excerpts hold from 64 tokens up to half a sequence (log-uniform); the last one is cut to what is left.
+    Excerpts hold from 64 tokens up to half a sequence (log-uniform); the last one is cut to fit.
     """
     rng = np.random.default_rng(seed)
     while True:
@@ -59,7 +59,7 @@ def pack(documents: list[np.ndarray], length: int, seed: int) -> Iterator[Packed
 
 
 def _excerpt(document: np.ndarray, longest: int, rng: np.random.Generator) -> np.ndarray:
-    """BEGIN and up to ``longest - 1`` bytes from a random place of the document."""
+    """Returns BEGIN and up to ``longest - 1`` bytes from a random place of the document."""
     start = rng.integers(max(1, len(document) - longest))
     return np.concatenate([[BEGIN], document[start : start + longest - 1]]).astype(np.int32)
 

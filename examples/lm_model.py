@@ -14,14 +14,14 @@ type Mask = jaxmagi.AttnMask | jaxmagi.ContextPlan
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model. Even layers see a sliding window, odd layers the whole document.
+    """Holds the sizes of the model. Even layers see a sliding window, odd layers the whole document.
 
     Attributes:
         batch_axis_name: mesh axis over which the batch is sharded; None on one device.
         tensor_axis_name: mesh axis over which heads and hidden units are sharded, as in Megatron (Shoeybi et
             al., arXiv:1909.08053); None keeps all weights whole.
-        attention_dtype: what attention casts its operands to; None for that of the parameters.
-        implementation: of attention, see `jaxmagi.attention`.
+        attention_dtype: dtype that attention casts its operands to; None for that of the parameters.
+        implementation: implementation of attention, as in `jaxmagi.attention`.
     """
 
     vocabulary: int
@@ -38,19 +38,19 @@ class Config:
 
     @property
     def key_axis_name(self) -> str | None:
-        """Returns the tensor axis if it divides the key heads, else None: each device then has all."""
+        """Returns the tensor axis if it divides the key heads, or None: each device then has all of them."""
         axis = self.tensor_axis_name
         return axis if axis and self.kv_heads % jax.sharding.get_abstract_mesh().shape[axis] == 0 else None
 
 
 def kernel_init(*axes: str | None) -> nnx.Initializer:
-    """Returns the initializer of a kernel, which creates it with its dimensions sharded over mesh axes."""
+    """Returns an initializer that creates a kernel with its dimensions sharded over mesh axes."""
     init = nnx.initializers.lecun_normal()
     return nnx.with_partitioning(init, axes) if any(axes) else init
 
 
 def rope(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Rotary position embedding (Su et al., arXiv:2104.09864).
+    """Applies the rotary position embedding (Su et al., arXiv:2104.09864).
 
     Args:
         x: ``[B, T, N, D]``.
@@ -121,22 +121,20 @@ class Transformer(nnx.Module):
     """Maps tokens to logits."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
-        # Embedding and head are replicated: 257 is prime, and so the loss needs nothing from other devices.
+        # Embedding and head are replicated: 257 is prime, and the loss then needs no communication.
         self.embed = nnx.Embed(config.vocabulary, config.width, rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
         self.head = nnx.Linear(config.width, config.vocabulary, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, window: Mask, full: Mask) -> jax.Array:
-        """
+        """Returns logits ``[B, T, vocabulary]``.
+
         Args:
             tokens: int32 ``[B, T]``.
             positions: int32 ``[B, T]``, each token's position in its document.
             window: mask or plan of the even layers.
             full: mask or plan of the odd layers.
-
-        Returns:
-            Logits ``[B, T, vocabulary]``.
         """
         x = self.embed(tokens)
         for index, block in enumerate(self.blocks):

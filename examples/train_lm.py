@@ -3,7 +3,7 @@
 Batches are spread over a second axis, and heads and hidden units, with their weights, over a third.
 
 uv run examples/train_lm.py                       # 8 host devices (or the GPUs there are), 2 x 4 x 1 mesh
-uv run examples/train_lm.py --check               # and compare the losses with one device's
+uv run examples/train_lm.py --check               # compare the losses with those of one device
 uv run examples/train_lm.py --seq-len 8192 --context 8 --data 1
 uv run examples/train_lm.py --data 2 --context 2 --tensor 2
 uv run examples/train_lm.py --attention-dtype bfloat16    # on GPUs, where the kernels take no float32
@@ -36,11 +36,11 @@ TOKEN_FIELDS = ("tokens", "targets", "weights", "positions")
 
 
 type Plans = tuple[jaxmagi.ContextPlan, jaxmagi.ContextPlan]
-"""Of one sequence: for the even and for the odd layers."""
+"""The plans of one sequence for the even and for the odd layers."""
 
 
 class Batch(NamedTuple):
-    """What a training step takes; arrays are ``[B, T]``."""
+    """Holds the inputs of a training step; arrays are ``[B, T]``."""
 
     tokens: jax.Array
     targets: jax.Array
@@ -51,7 +51,7 @@ class Batch(NamedTuple):
 
 
 def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """Of these arguments, or of the command line."""
+    """Parses these arguments, or those of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -101,22 +101,22 @@ def make_mesh(data: int | None, context: int | None, tensor: int) -> jax.shardin
 
 
 def document_masks(sequence: Packed, window: int) -> tuple[jaxmagi.AttnMask, jaxmagi.AttnMask]:
-    """The masks of the even and of the odd layers: documents under a sliding window, and causal documents."""
+    """Returns the masks of even layers (documents and sliding window) and of odd ones (causal documents)."""
     return masks.documents(sequence.lengths, (window - 1, 0)), masks.documents(sequence.lengths, "causal")
 
 
 def local_batch(sequences: list[Packed], window: int) -> Batch:
-    """The batch as one device takes it: tokens in their own order, a mask for each sequence."""
+    """Returns the batch for one device: tokens in their global order, and a mask for each sequence."""
     even, odd = zip(*(document_masks(sequence, window) for sequence in sequences), strict=True)
     columns = {name: jnp.stack([getattr(sequence, name) for sequence in sequences]) for name in TOKEN_FIELDS}
     return Batch(**columns, window=jaxmagi.AttnMask.stack(even), full=jaxmagi.AttnMask.stack(odd))
 
 
 class ContextBatches:
-    """Plans sequences, and turns them with their plans into batches on a mesh, over axes data and context.
+    """Plans sequences, and makes batches of sequences and plans, sharded over mesh axes data and context.
 
-    All plans have as many stages as those of ``example``, which every host has to give alike, and their
-    capacities only grow, so that the training step compiles once, or a few times at most.
+    All plans have as many stages as those of ``example``, which must be the same on every host, and their
+    capacities only grow, so that the training step compiles at most a few times.
     """
 
     def __init__(self, mesh: jax.sharding.Mesh, window: int, example: Packed):
@@ -133,18 +133,18 @@ class ContextBatches:
         return Batch(**columns, window=self.stack(0, window), full=self.stack(1, full))
 
     def dispatch(self, name: str, sequences: list[Packed], plans: Sequence[jaxmagi.ContextPlan]) -> jax.Array:
-        """One field of all sequences, each in the token order of its plan, on the devices."""
+        """Puts one field of all sequences on the devices, each in the token order of its plan."""
         rows = [jaxmagi.dispatch(getattr(s, name), plan) for s, plan in zip(sequences, plans, strict=True)]
         return jax.device_put(np.stack(rows), self.sharding)
 
     def plan(self, sequence: Packed) -> Plans:
-        """The plans of the even and of the odd layers, on one layout that balances them together."""
+        """Returns the plans of the even and of the odd layers, on one layout that balances both."""
         sequence_masks = document_masks(sequence, self.window)
         window, full = jaxmagi.plan_contexts(sequence_masks, self.cp_size, num_stages=self.num_stages)
         return window, full
 
     def stack(self, kind: int, plans: Sequence[jaxmagi.ContextPlan]) -> jaxmagi.ContextPlan:
-        """One plan for each sequence, at the largest capacity seen so far."""
+        """Stacks the plans of all sequences, at the largest capacity so far."""
         stacked = jaxmagi.ContextPlan.stack(plans)
         capacity = stacked.capacity.union(self.capacities[kind] or stacked.capacity)
         self.capacities[kind] = capacity
@@ -153,7 +153,7 @@ class ContextBatches:
 
 @nnx.jit
 def train_step(model: Transformer, optimizer: nnx.Optimizer, batch: Batch) -> jax.Array:
-    """One step of the optimizer; returns the mean loss in nats per token."""
+    """Makes one step of the optimizer and returns the mean loss in nats per token."""
 
     def loss_fn(model: Transformer) -> jax.Array:
         logits = model(batch.tokens, batch.positions, batch.window, batch.full)
@@ -184,14 +184,14 @@ def train(config: Config, batches: Iterator[Batch], arguments: argparse.Namespac
 
 
 def packed_batches(length: int, size: int) -> Iterator[list[Packed]]:
-    """Endless batches of ``size`` sequences; the same on every call."""
+    """Yields batches of ``size`` sequences without end, the same ones on every call."""
     sequences = pack(load_documents(), length, seed=0)
     while True:
         yield list(itertools.islice(sequences, size))
 
 
 def save_picture(path: Path, curves: dict[str, list[float]], plan: jaxmagi.ContextPlan) -> None:
-    """The loss curves beside the mask of one sequence, coloured by rank."""
+    """Draws the loss curves next to the mask of one sequence, coloured by rank."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 5), width_ratios=(1, 1.8))
     figure.subplots_adjust(left=0.05, right=0.97, wspace=0.12)
     for (label, losses), style in zip(curves.items(), ("-", ":"), strict=False):

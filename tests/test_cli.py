@@ -1,4 +1,4 @@
-"""The commands of ``python -m jaxmagi``: numbers against `ContextPlan.report`, pictures, refusals."""
+"""The commands of ``python -m jaxmagi``: numbers against `ContextPlan.report`, pictures, errors."""
 
 import re
 import subprocess
@@ -6,6 +6,7 @@ import sys
 import types
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import matplotlib.image
 import numpy as np
@@ -33,7 +34,7 @@ def lengths(tmp_path: Path) -> str:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """What a command that succeeds prints."""
+    """Returns what a command prints, which must succeed."""
     assert main(arguments) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -41,68 +42,54 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def rows(printed: str) -> dict[str, list[str]]:
-    """The cells of the table's rows by the first one."""
+    """Returns the cells of the table's rows, by the first cell."""
     lines = (re.split(r"\s{2,}", line.strip()) for line in printed.splitlines())
     return {name: cells for name, *cells in lines if len(cells) == 6}
 
 
 def check_printed(printed: str, plan: ContextPlan, cost: CostModel = CostModel()) -> None:  # noqa: B008
-    """Every row of the table, and the totals, are those of the report."""
+    """Checks every row of the table and the totals against the report."""
     report = plan.report(cost)
     table = rows(printed)
     per_rank = np.stack([report.area, report.rows_sent, report.rows_received], axis=1)
     expected = {str(rank): numbers for rank, numbers in enumerate(per_rank)}
-    expected |= {
-        "smallest": per_rank.min(axis=0),
-        "mean": per_rank.mean(axis=0),
-        "largest": per_rank.max(axis=0),
-    }
+    expected |= {"smallest": per_rank.min(0), "mean": per_rank.mean(0), "largest": per_rank.max(0)}
     assert table.pop("rank")[:3] == ["area", "/ mean", "rows sent"]
-    for name in table:
-        area, sent, received = expected[name]
-        assert table[name] == [
-            f"{area:,.0f}",
-            f"{area / report.area.mean():.3f}",
-            f"{sent:,.0f}",
-            f"{received:,.0f}",
-            format_bytes(sent * cost.row_bytes),
-            format_bytes(received * cost.row_bytes),
-        ]
     assert {"smallest", "mean", "largest"} < set(table)
-    share = report.rows_received.mean() / plan.shard_length
-    assert f"{report.imbalance:.4f} (largest / mean area)" in printed
-    work = f"{report.work_imbalance:.4f}, backward {report.backward_work_imbalance:.4f}"
-    assert f"of predicted attention {work}" in printed
-    assert f"{share:.4f} of a rank's own rows" in printed
-    assert re.search(rf"^stages +{report.num_stages} *$", printed, flags=re.MULTILINE)
-    assert f"{report.network_rows_received.mean() / plan.shard_length:.4f} from other hosts" in printed
-    assert f"backward stages  {report.num_backward_stages}" in printed
-    assert f"forward pass     {report.predicted_seconds * 1e3:.3f} ms predicted" in printed
-    assert f"backward pass    {report.predicted_backward_seconds * 1e3:.3f} ms predicted" in printed
+    for name, cells in table.items():
+        area, *counts = expected[name]
+        sizes = [format_bytes(count * cost.row_bytes) for count in counts]
+        counts = [f"{count:,.0f}" for count in counts]
+        assert cells == [f"{area:,.0f}", f"{area / report.area.mean():.3f}", *counts, *sizes]
+    received, network = (
+        x.mean() / plan.shard_length for x in (report.rows_received, report.network_rows_received)
+    )
+    for text in (
+        f"{report.imbalance:.4f} (largest / mean area), of predicted attention "
+        f"{report.work_imbalance:.4f}, backward {report.backward_work_imbalance:.4f}",
+        f"{received:.4f} of a rank's own rows (mean), {network:.4f} from other hosts",
+        f"stages           {report.num_stages} ",
+        f"backward stages  {report.num_backward_stages} ",
+        f"forward pass     {report.predicted_seconds * 1e3:.3f} ms predicted",
+        f"backward pass    {report.predicted_backward_seconds * 1e3:.3f} ms predicted",
+    ):
+        assert text in printed
 
 
+TOKENS = ["--tokens", "700"]
+VIDEO = ["--num-chunks", "7", "--tokens-per-chunk", "100"]
+PREFIX = ["--prefix", "200", "--lengths", "FILE"]
+DRAWN = ["--lengths", HISTOGRAM, "--tokens", "5000"]
 MASKS = {
-    "causal": (["--tokens", "700"], masks.causal(700)),
-    "full": (["--tokens", "700"], masks.full(700)),
-    "sliding-window": (["--tokens", "700", "--left", "90"], masks.sliding_window(700, 90)),
-    "sliding-window right": (
-        ["--tokens", "700", "--left", "-1", "--right", "7"],
-        masks.sliding_window(700, -1, 7),
-    ),
-    "video": (["--num-chunks", "7", "--tokens-per-chunk", "100"], masks.video(7, 100)),
-    "video range": (
-        ["--num-chunks", "7", "--tokens-per-chunk", "100", "--kv-range", "2"],
-        masks.video(7, 100, 2),
-    ),
-    "shared-prefix": (
-        ["--prefix", "200", "--lengths", "FILE"],
-        masks.shared_prefix(200, [300, 20, 100, 0, 92]),
-    ),
+    "causal": (TOKENS, masks.causal(700)),
+    "full": (TOKENS, masks.full(700)),
+    "sliding-window": ([*TOKENS, "--left", "90"], masks.sliding_window(700, 90)),
+    "sliding-window right": ([*TOKENS, "--left", "-1", "--right", "7"], masks.sliding_window(700, -1, 7)),
+    "video": (VIDEO, masks.video(7, 100)),
+    "video range": ([*VIDEO, "--kv-range", "2"], masks.video(7, 100, 2)),
+    "shared-prefix": (PREFIX, masks.shared_prefix(200, [300, 20, 100, 0, 92])),
     "documents": (["--lengths", "FILE"], masks.documents([300, 20, 100, 0, 92])),
-    "documents drawn": (
-        ["--lengths", HISTOGRAM, "--tokens", "5000"],
-        masks.documents(document_lengths(5000)),
-    ),
+    "documents drawn": (DRAWN, masks.documents(document_lengths(5000))),
 }
 
 
@@ -123,6 +110,7 @@ def test_options_of_the_plan_and_of_the_attention(capsys: pytest.CaptureFixture[
     cost = CostModel(num_heads=6, num_kv_heads=2, head_dim=48, bytes_per_element=4, ranks_per_host=3)
     assert cost.row_bytes == 2 * 2 * 48 * 4
     check_printed(printed, plan_context(masks.causal(512), 4, chunk_size=16, num_stages=3, cost=cost), cost)
+    check_printed(run(capsys, *CAUSAL), plan_context(masks.causal(512), 4))
 
 
 def test_speeds_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,11 +137,7 @@ def test_bad_speeds_of_a_file(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "cost.json").write_text(text)
-    assert_refused([*CAUSAL, "--cost", str(tmp_path / "cost.json")], message, capsys)
-
-
-def test_number_of_stages_is_that_of_auto(capsys: pytest.CaptureFixture[str]) -> None:
-    check_printed(run(capsys, *CAUSAL), plan_context(masks.causal(512), 4))
+    check_error([*CAUSAL, "--cost", str(tmp_path / "cost.json")], message, capsys)
 
 
 def test_many_ranks_show_the_extremes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,11 +163,11 @@ def test_drawn_lengths_of_a_list_fill_the_tokens(lengths: str, capsys: pytest.Ca
 
 
 def test_a_plan_without_traffic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A document of one token per rank, with pictures."""
+    """Each rank has one document of one token."""
     path = tmp_path / "ones.csv"
     path.write_text("1,1,1,1")
-    out = str(tmp_path / "pictures")
-    printed = run(capsys, "plan", "--mask", "documents", "--lengths", str(path), "--cp", "4", "--out", out)
+    documents = ["plan", "--mask", "documents", "--lengths", str(path), "--cp", "4"]
+    printed = run(capsys, *documents, "--out", str(tmp_path / "pictures"))
     assert rows(printed)["largest"] == ["1", "1.000", "0", "0", "0 B", "0 B"]
 
 
@@ -216,27 +200,21 @@ def test_schedule_waits_for_keys_and_ends_with_the_prediction(stages: int) -> No
         assert (calls[:, 0, 0] == 0).all()
 
 
-REFUSED = [
+WINDOW = ["--mask", "sliding-window"]
+INVALID = [
     (["--tokens", "0"], "argument --tokens: '0' is not an integer from 1 to"),
     (["--tokens", "many"], "argument --tokens: 'many' is not an integer from 1 to"),
     (["--tokens", str(2**31)], f"'{2**31}' is not an integer"),
-    (["--cp", "0"], "argument --cp: '0'"),
     (["--cp", "2.5"], "argument --cp: '2.5'"),
-    (["--chunk-size", "-1"], "argument --chunk-size: '-1'"),
     (["--chunk-size", "129"], "= 128, but it is 129"),
-    (["--num-stages", "0"], "argument --num-stages: '0'"),
     (["--num-stages", "few"], "argument --num-stages: 'few'"),
-    (["--heads", "0"], "argument --heads: '0'"),
     (["--kv-heads", "7"], "--heads 64 is no multiple of --kv-heads 7"),
-    (["--head-dim", "x"], "argument --head-dim: 'x'"),
-    (["--bytes-per-element", "0"], "argument --bytes-per-element: '0'"),
+    (["--head-dim", "0"], "argument --head-dim: '0'"),
     (["--left", "3"], "--left 3 is not for --mask causal"),
     (["--mask", "dense"], "argument --mask: invalid choice: 'dense'"),
-    (["--mask", "sliding-window"], "--mask sliding-window needs --left"),
-    (["--mask", "sliding-window", "--left", "-2"], "argument --left: '-2'"),
-    (["--mask", "sliding-window", "--left", "1", "--right", "-2"], "argument --right: '-2'"),
+    (WINDOW, "--mask sliding-window needs --left"),
+    ([*WINDOW, "--left", "1", "--right", "-2"], "argument --right: '-2'"),
     (["--mask", "video"], "--mask video needs --num-chunks"),
-    (["--mask", "documents"], "--mask documents needs --lengths"),
     (["--mask", "shared-prefix", "--lengths", HISTOGRAM], "--mask shared-prefix needs --prefix"),
     (["--mask", "documents", "--lengths", "/no/such/file"], "/no/such/file"),
     (["--cost", "/no/such/file"], "/no/such/file"),
@@ -245,53 +223,45 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED)
+@pytest.mark.parametrize(("options", "message"), INVALID)
 def test_bad_options_are_named(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_refused([*CAUSAL, *options], message, capsys)
+    check_error([*CAUSAL, *options], message, capsys)
 
 
-FILES = {
-    "": "has no lengths",
-    "12\nx3\n": "line 2: 'x3' is not an integer",
-    "12\n4, -5\n": "line 2: '-5' is not an integer",
-    "0\n0": "has 0 tokens",
-    "range,number\n": "has no lengths",
-    'range,number\n"[0, 10]",5\n': "is a histogram: give --tokens",
-    "range,number\n7,5\n": "a row of the histogram is",
-    'range,number\n"[0, 10]",x\n': "a row of the histogram is",
-    'range,count\n"[0, 10]",5\n': "a row of the histogram is",
-    f"{2**30}\n{2**30}": "the sum of lengths must be between",
-}
-
-
-@pytest.mark.parametrize("text", FILES)
-def test_bad_files_of_lengths_are_named(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        ("", [], "has no lengths"),
+        ("12\nx3\n", [], "line 2: 'x3' is not an integer"),
+        ("12\n4, -5\n", [], "line 2: '-5' is not an integer"),
+        ("0\n0", [], "has 0 tokens"),
+        ("range,number\n", [], "has no lengths"),
+        ('range,number\n"[0, 10]",5\n', [], "is a histogram: give --tokens"),
+        ("range,number\n7,5\n", [], "a row of the histogram is"),
+        ('range,number\n"[0, 10]",x\n', [], "a row of the histogram is"),
+        ('range,count\n"[0, 10]",5\n', [], "a row of the histogram is"),
+        (f"{2**30}\n{2**30}", [], "the sum of lengths must be between"),
+        ("0", ["--tokens", "9"], "has no length above 0"),
+        ("\udcff\udcfe12", [], "is not text"),
+    ],
+)
+def test_bad_files_of_lengths(
+    content: str, options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "lengths.csv"
-    path.write_text(text)
-    options = ["plan", "--mask", "documents", "--lengths", str(path), "--cp", "2"]
-    assert_refused(options, FILES[text], capsys)
-
-
-def test_lengths_that_cannot_be_drawn_from_or_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "lengths.csv"
-    options = ["plan", "--mask", "documents", "--lengths", str(path), "--cp", "2", "--tokens", "9"]
-    path.write_text("0")
-    assert_refused(options, "has no length above 0", capsys)
-    path.write_bytes(b"\xff\xfe12")
-    assert_refused(options, f"--lengths {path} is not text", capsys)
+    path.write_text(content, errors="surrogateescape")
+    documents = ["plan", "--mask", "documents", "--lengths", str(path), "--cp", "2"]
+    check_error([*documents, *options], message, capsys)
 
 
 def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert_refused([], "COMMAND", capsys)
-    assert_refused(["diagnose"], "'diagnose'", capsys)
-    assert_refused(["plan", "--mask", "causal", "--tokens", "9"], "--cp", capsys)
+    check_error([], "COMMAND", capsys)
+    check_error(["diagnose"], "'diagnose'", capsys)
+    check_error(["plan", "--mask", "causal", "--tokens", "9"], "--cp", capsys)
 
 
-def assert_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def check_error(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Checks that a command exits with status 2 after a message."""
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 2
@@ -331,61 +301,51 @@ def test_missing_planner(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert re.search(r'"xla" on cpu +runs\n', printed)
 
 
-def test_doctor_without_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_without_devices_and_extras(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail() -> None:
         raise RuntimeError("Unable to initialize backend 'tpu'")
 
-    monkeypatch.setattr(_doctor, "_devices", fail)
-    assert main(["doctor"]) == 1
-    assert "Unable to initialize backend 'tpu'" in capsys.readouterr().out
-
-
-def test_doctor_without_extras(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     known = _doctor._version
     monkeypatch.setattr(_doctor, "_version", lambda name: None if name == "rich" else known(name))
-    assert re.search(r"rich +not installed: pip install jaxmagi\[cli\]", run(capsys, "doctor"))
-
-
-class Gpu:
-    """What the checks ask of a device."""
-
-    def __init__(self, kind: str, capability: str) -> None:
-        self.device_kind, self.compute_capability = kind, capability
+    monkeypatch.setattr(_doctor, "_devices", fail)
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "Unable to initialize backend 'tpu'" in printed
+    assert re.search(r"rich +not installed: pip install jaxmagi\[cli\]", printed)
 
 
 @pytest.mark.parametrize(
-    ("gpu", "built", "reason"),
+    ("kind", "capability", "built", "reason"),
     [
-        (Gpu("NVIDIA H200", "9.0"), True, None),
-        (Gpu("NVIDIA H200", "9.0"), False, "jaxmagi was built without CUDA"),
-        (Gpu("NVIDIA A100", "8.0"), True, "NVIDIA A100 has compute capability 8.0"),
+        ("NVIDIA H200", "9.0", True, None),
+        ("NVIDIA H200", "9.0", False, "jaxmagi was built without CUDA"),
+        ("NVIDIA A100", "8.0", True, "NVIDIA A100 has compute capability 8.0"),
     ],
 )
 def test_doctor_judges_gpus(
-    gpu: Gpu,
+    kind: str,
+    capability: str,
     built: bool,
     reason: str | None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On devices that are not there, as the checks of the lowering see them."""
+    """The devices are stand-ins, which the checks of the lowering see."""
+    gpu = types.SimpleNamespace(device_kind=kind, compute_capability=capability)
     handlers = {target: {} for target in (_cuda.CAST, _cuda.REDUCE, _cuda.DONE)}
-    module = types.SimpleNamespace(
+    module: Any = types.SimpleNamespace(
         registrations=lambda: handlers, set_memory_limit=None, __file__="_cuda.abi3.so"
     )
-    monkeypatch.setitem(
-        _native._EXTENSIONS,
-        "cuda",
-        module if built else None,  # pyright: ignore[reportArgumentType]
-    )
+    monkeypatch.setitem(_native._EXTENSIONS, "cuda", module if built else None)
     monkeypatch.setattr(_hopper, "local_gpus", lambda: [gpu])
     monkeypatch.setattr(_doctor, "_devices", lambda: {"cpu": [], "cuda": [gpu, gpu]})
     printed = run(capsys, "doctor")
-    assert f"2 x {gpu.device_kind}, compute capability {gpu.compute_capability}" in printed
-    for name, limits in (("ffi", r"bfloat16"), ("native", "between GPUs of one host")):
-        line = rf"runs \({limits}" if reason is None else f"cannot run: {reason}"
-        assert re.search(rf'"{name}" on cuda +{line}', printed)
-    assert re.search(rf'"nccl" on cuda +{f"cannot run: {reason}" if reason else "runs"}', printed)
+    assert f"2 x {kind}, compute capability {capability}" in printed
+    for name, limits in (("ffi", r" \(bfloat16"), ("native", r" \(between GPUs of one host"), ("nccl", "")):
+        verdict = f"runs{limits}" if reason is None else f"cannot run: {reason}"
+        assert re.search(rf'"{name}" on cuda +{verdict}', printed)
     assert len(re.findall(r'"xla" on cuda +runs\n', printed)) == 2
 
 

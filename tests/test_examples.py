@@ -1,4 +1,4 @@
-"""The example as a user runs it, small, and the README's code blocks."""
+"""Runs the example in a small size, and the README's code blocks, as a user does."""
 
 import re
 import subprocess
@@ -8,17 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SIZES = {
-    "steps": 6,
-    "seq-len": 256,
-    "window": 64,
-    "layers": 2,
-    "width": 32,
-    "heads": 2,
-    "kv-heads": 1,
-    "head-dim": 16,
-}
-SMALL = [f"--{name}={value}" for name, value in SIZES.items()]
+SIZES = {"steps": 6, "seq-len": 256, "window": 64, "layers": 2, "width": 32, "heads": 2, "kv-heads": 1}
+SMALL = [f"--{name}={value}" for name, value in (SIZES | {"head-dim": 16}).items()]
 
 
 @pytest.mark.parametrize(("data", "context", "tensor"), [(1, 2, 1), (2, 4, 1), (1, 2, 2)])
@@ -38,7 +29,7 @@ def readme_blocks() -> list[str]:
 
 @pytest.mark.parametrize("index", range(len(readme_blocks())))
 def test_readme_code_runs(index: int) -> None:
-    """Each Python block of the README as a program of its own."""
+    """Each Python block of the README is a program."""
     command = [sys.executable, "-c", readme_blocks()[index]]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

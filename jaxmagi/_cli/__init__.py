@@ -1,3 +1,3 @@
-"""The command line: plans of masks, and what of jaxmagi can run here."""
+"""The command line of jaxmagi: plan, calibrate and doctor."""
 
 from ._main import main as main

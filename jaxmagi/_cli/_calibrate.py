@@ -15,7 +15,7 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     group = parser.add_argument_group("attention")
     for option, name, text in HEADS:
         add_cost_argument(group, option, name, text)
@@ -24,13 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the model.
+    """Prints the measured cost model.
 
     Raises:
-        ValueError: an option has a value that cannot be.
+        ValueError: an option has an invalid value.
         OSError: the file cannot be written.
         ImportError: the compiled planner is missing.
-        RuntimeError: JAX finds no device, or no speed explains what was measured.
+        RuntimeError: JAX finds no device, or no speed explains the measured times.
     """
     heads = cost_of(options)
     cost = calibrate(

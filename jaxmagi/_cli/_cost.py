@@ -1,4 +1,4 @@
-"""A cost model as options, and as a file."""
+"""Reads cost models from options and files, and writes them."""
 
 import argparse
 import json
@@ -15,17 +15,17 @@ HEADS = (
     ("--kv-heads", "num_kv_heads", "key heads"),
     ("--head-dim", "head_dim", "head dimension"),
 )
-"""Options, the attributes of a cost model that they set, and what they are."""
+"""Tuples of an option, the attribute of a cost model that it sets, and its help."""
 
 
 def add_cost_argument(group: argparse._ArgumentGroup, option: str, name: str, text: str) -> None:
-    """An integer of a cost model, by default the model's."""
+    """Adds an option for an integer of the cost model."""
     help = f"{text} ({getattr(_DEFAULTS, name)})"
     group.add_argument(option, type=at_least(1), metavar="N", dest=name, help=help)
 
 
 def cost_of(options: argparse.Namespace, base: CostModel = _DEFAULTS) -> CostModel:
-    """The model with what the options say.
+    """Returns the model ``base`` with the attributes that the options set.
 
     Raises:
         ValueError: key heads do not divide query heads.
@@ -38,16 +38,16 @@ def cost_of(options: argparse.Namespace, base: CostModel = _DEFAULTS) -> CostMod
 
 
 def write_cost(cost: CostModel, path: Path) -> None:
-    """A JSON object of all attributes."""
+    """Writes all attributes as a JSON object."""
     path.write_text(json.dumps(asdict(cost), indent=2) + "\n")
 
 
 def read_cost(path: Path) -> CostModel:
-    """What `write_cost` has written; what the file does not say is the default.
+    """Reads a file by `write_cost`; missing attributes are the defaults.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no such object.
+        ValueError: the file is no JSON object with attributes of a cost model.
     """
     try:
         attributes = json.loads(path.read_text())

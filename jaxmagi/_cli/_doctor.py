@@ -30,12 +30,12 @@ type _Line = tuple[str, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has no options."""
+    """Adds nothing, as the command has no options."""
     del parser
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what there is; 1 where something that everybody needs is missing."""
+    """Prints the report; returns 1 if the CPU module or JAX's devices are missing."""
     del options
     try:
         devices, complaint = _devices(), None
@@ -85,7 +85,7 @@ def _cuda_tools() -> Iterator[_Line]:
 
 
 def _nvcc() -> str:
-    """The compiler, which only builds need, where the build looks first."""
+    """Describes the CUDA compiler that a build would find."""
     candidates = [os.environ.get("CUDACXX"), "nvcc"]
     if home := os.environ.get("CUDA_HOME"):
         candidates.append(f"{home}/bin/nvcc")
@@ -102,7 +102,7 @@ def _nvcc() -> str:
 
 
 def _module(name: str) -> str:
-    """Whether a module was built; a broken one would not let jaxmagi be imported."""
+    """Says whether a module was built; with a broken one jaxmagi cannot be imported."""
     module = _native.extension(name)
     if module is not None:
         return f"loaded, {len(module.registrations())} handlers ({module.__file__})"
@@ -111,7 +111,7 @@ def _module(name: str) -> str:
 
 
 def _devices() -> dict[str, list[Any]]:
-    """The devices of each platform that JAX has, in XLA's names."""
+    """Returns the devices of each platform of JAX, by XLA's name of the platform."""
     return {name: jax.local_devices(backend=name) for name in jax.extend.backend.backends()}
 
 

@@ -1,4 +1,4 @@
-"""Numbers of tokens: as options, and lengths of documents from files."""
+"""Reads numbers of tokens from options, and lengths of documents from files."""
 
 import argparse
 import csv
@@ -14,7 +14,7 @@ _SEED = 42
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """A parser of an option's integer from ``minimum`` to 2**30, which names texts that are none."""
+    """Returns a parser of an option that is an integer from ``minimum`` to 2**30."""
 
     def parse(text: str) -> int:
         try:
@@ -26,14 +26,14 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def read_lengths(path: str, tokens: int | None) -> list[int]:
-    """Lengths from a file: as they are, or drawn from it until they sum to ``tokens``.
+    """Returns the lengths in a file or, with ``tokens``, lengths drawn from them that sum to ``tokens``.
 
-    The file has lengths separated by commas or lines, or is a histogram of them (see `_read_histogram`).
+    The file has lengths separated by commas or lines, or a histogram of lengths (as in `_read_histogram`).
     Drawn lengths are at most ``tokens // 4``, the last is cut to fit, and every call draws the same ones.
 
     Raises:
-        ValueError: the file has no lengths, something that is none, or is a histogram without ``tokens``.
-        OSError: it cannot be read.
+        ValueError: the file has no lengths or an invalid one, or is a histogram and ``tokens`` is None.
+        OSError: the file cannot be read.
     """
     try:
         text = Path(path).read_text()
@@ -67,9 +67,9 @@ def _read_list(path: str, text: str) -> np.ndarray:
 
 
 def _read_histogram(path: str, text: str) -> tuple[np.ndarray, np.ndarray]:
-    """The middle of each range, 1 at least, and the number of documents in it.
+    """Returns the middle of each range, at least 1, and the number of documents in it.
 
-    A csv with the columns ``range``, as ``[from, to]``, and ``number``; others are ignored.
+    The text is a csv with columns ``range``, as ``[from, to]``, and ``number``; other columns are ignored.
     """
     middles, numbers = [], []
     for row in csv.DictReader(text.splitlines()):

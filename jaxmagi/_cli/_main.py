@@ -1,4 +1,4 @@
-"""The commands and their arguments."""
+"""Parses the command line and runs a command."""
 
 import argparse
 import sys
@@ -13,23 +13,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-        arguments: of the command line, by default those of the process.
+        arguments: arguments of the command line, by default those of the process.
 
     Returns:
-        The exit status: 0, or 1 where something that the command needs is missing, unsupported or fails.
+        The exit status: 0, or 1 if something that the command needs is missing, is unsupported or fails.
 
     Raises:
-        SystemExit: with status 2 after a message that names the bad argument, and with 0 after ``--help``.
+        SystemExit: an argument is invalid (status 2, with a message that names it), or ``--help`` (status 0).
     """
     parser = argparse.ArgumentParser(
         prog="python -m jaxmagi", description="Attention for JAX under any mask."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in _COMMANDS.items():
-        own = commands.add_parser(
+        command_parser = commands.add_parser(
             name, help=command.HELP, description=command.DESCRIPTION, allow_abbrev=False
         )
-        command.add_arguments(own)
+        command.add_arguments(command_parser)
     options = parser.parse_args(arguments)
     try:
         return _COMMANDS[options.command].run(options)

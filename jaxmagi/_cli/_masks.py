@@ -1,4 +1,4 @@
-"""Masks from options: ``--mask`` names a builder, other options are its arguments."""
+"""Builds masks from options: ``--mask`` names a builder, other options are its arguments."""
 
 import argparse
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from ._lengths import at_least, read_lengths
 
 @dataclass(frozen=True)
 class _Builder:
-    """How a mask is built, and the options that this needs and allows."""
+    """Says how a mask is built, and which options this needs and allows."""
 
     build: Callable[[argparse.Namespace], AttnMask]
     needs: tuple[str, ...]
@@ -44,44 +44,39 @@ _BUILDERS = {
 }
 
 
+_LENGTHS_HELP = (
+    "documents, shared-prefix: tokens of each document or branch, separated by commas or lines; or a "
+    "histogram, a csv with the columns range ([from, to]) and number"
+)
+_TOKENS_HELP = (
+    "causal, full, sliding-window: tokens of the sequence. documents, shared-prefix: lengths are drawn from "
+    "FILE, always the same, until they sum to N, N / 4 at most each"
+)
+_NUMBERS = (
+    ("--tokens", 1, _TOKENS_HELP),
+    ("--left", -1, "sliding-window: keys before the query's own; -1 = all"),
+    ("--right", -1, "sliding-window: keys after the query's own (0); -1 = all"),
+    ("--num-chunks", 1, "video: chunks"),
+    ("--tokens-per-chunk", 1, "video: tokens of each chunk"),
+    ("--kv-range", 1, "video: chunks seen, the query's own included"),
+    ("--prefix", 0, "shared-prefix: tokens of the prompt"),
+)
+
+
 def add_mask_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that `mask_of` reads."""
+    """Adds the options that `mask_of` reads."""
     group = parser.add_argument_group("mask")
     group.add_argument("--mask", required=True, choices=_BUILDERS)
-    group.add_argument(
-        "--lengths",
-        metavar="FILE",
-        help="documents, shared-prefix: tokens of each document or branch, separated by commas or lines; "
-        "or a histogram, a csv with the columns range ([from, to]) and number",
-    )
-    group.add_argument(
-        "--tokens",
-        type=at_least(1),
-        metavar="N",
-        help="causal, full, sliding-window: tokens of the sequence. documents, shared-prefix: lengths are "
-        "drawn from FILE, always the same, until they sum to N, N / 4 at most each",
-    )
-    group.add_argument(
-        "--left", type=at_least(-1), metavar="N", help="sliding-window: keys before the own; -1 = all"
-    )
-    group.add_argument(
-        "--right", type=at_least(-1), metavar="N", help="sliding-window: keys after the own (0); -1 = all"
-    )
-    group.add_argument("--num-chunks", type=at_least(1), metavar="N", help="video: chunks")
-    group.add_argument(
-        "--tokens-per-chunk", type=at_least(1), metavar="N", help="video: tokens of each chunk"
-    )
-    group.add_argument(
-        "--kv-range", type=at_least(1), metavar="N", help="video: chunks seen, the own included"
-    )
-    group.add_argument("--prefix", type=at_least(0), metavar="N", help="shared-prefix: tokens of the prompt")
+    group.add_argument("--lengths", metavar="FILE", help=_LENGTHS_HELP)
+    for option, minimum, text in _NUMBERS:
+        group.add_argument(option, type=at_least(minimum), metavar="N", help=text)
 
 
 def mask_of(options: argparse.Namespace) -> AttnMask:
-    """The mask that options describe.
+    """Returns the mask that the options describe.
 
     Raises:
-        ValueError: an option is missing, or is not one of this mask, or has a value that the builder refuses.
+        ValueError: an option is missing, is not one of this mask, or has an invalid value.
         OSError: the file of lengths cannot be read.
     """
     builder = _BUILDERS[options.mask]

@@ -1,4 +1,4 @@
-"""Pictures of a plan: its mask by rank, what each rank does and receives, and when."""
+"""Draws pictures of a plan: its mask by rank, work and traffic of each rank, and a timeline."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,10 +17,10 @@ _DPI = 150
 
 
 def write_pictures(plan: ContextPlan, cost: CostModel, folder: Path) -> list[Path]:
-    """Writes ``mask.png``, ``ranks.png`` and ``timeline.png``; makes the folder where there is none.
+    """Writes ``mask.png``, ``ranks.png`` and ``timeline.png`` into a folder, which it makes if necessary.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: the files cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     figures = {
@@ -43,7 +43,7 @@ def _draw_mask(plan: ContextPlan) -> Figure:
 
 
 def _draw_ranks(plan: ContextPlan, cost: CostModel) -> Figure:
-    """Bars of each rank's area, and of the bytes of keys and values that it sends and receives."""
+    """Draws bars of each rank's area, and of the bytes of keys and values that it sends and receives."""
     report = plan.report(cost)
     figure = Figure(figsize=(9.6, 5.4), layout="constrained")
     top, bottom = figure.subplots(2, sharex=True)
@@ -69,7 +69,7 @@ def _draw_ranks(plan: ContextPlan, cost: CostModel) -> Figure:
 
 
 def _draw_timeline(plan: ContextPlan, cost: CostModel) -> Figure:
-    """Each rank's attention calls in the predicted forward pass, under the transfers that they wait for."""
+    """Draws each rank's attention calls in the predicted forward pass, below the transfers they wait for."""
     schedule = schedule_stages(plan.forward_stages, cost, cost.forward)
     transfers, stages = 1e3 * schedule.transfers, 1e3 * schedule.stages
     figure = Figure(figsize=(9.6, 5.4), layout="constrained")
@@ -93,7 +93,7 @@ def _draw_timeline(plan: ContextPlan, cost: CostModel) -> Figure:
 
 
 def _label(axes: Axes, spans: np.ndarray, names: Sequence[str]) -> None:
-    """Writes the name of each span that has a length into its middle."""
+    """Writes the name of each span of nonzero length into its middle."""
     for (begin, end), name in zip(spans, names, strict=True):
         if begin < end:
             axes.text((begin + end) / 2, 0, name, ha="center", va="center", fontsize=7, clip_on=True)

@@ -17,7 +17,7 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Adds the options of the command."""
     add_mask_arguments(parser)
     group = parser.add_argument_group("plan")
     group.add_argument("--cp", required=True, type=at_least(1), metavar="N", help="ranks")
@@ -42,10 +42,10 @@ def run(options: argparse.Namespace) -> int:
     """Writes the pictures and prints the report.
 
     Raises:
-        ValueError: an option has a value that cannot be.
+        ValueError: an option has an invalid value.
         OSError: a file cannot be read or written.
-        ImportError: rich, or for pictures matplotlib, or the compiled planner is missing.
-        NotImplementedError: the plan is larger than what the planner supports.
+        ImportError: rich, the compiled planner or, for pictures, matplotlib is missing.
+        NotImplementedError: the planner does not support so large a plan.
     """
     _require("rich", "plan", "cli")
     if options.out is not None:

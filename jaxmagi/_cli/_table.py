@@ -1,4 +1,4 @@
-"""The report of a plan as a table."""
+"""Prints the report of a plan as a table."""
 
 import numpy as np
 from rich import box
@@ -13,7 +13,7 @@ _WIDTH_OF_FILES = 120
 
 
 def print_report(plan: ContextPlan, cost: CostModel) -> None:
-    """Prints each rank's work, of many ranks the extremes, and what holds for all of them."""
+    """Prints a table of ranks (the extremes if there are many), and a table of totals."""
     report = plan.report(cost)
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -23,7 +23,7 @@ def print_report(plan: ContextPlan, cost: CostModel) -> None:
 
 
 def format_bytes(count: float) -> str:
-    """Bytes in powers of 1000, with three decimals: ``1.500 kB``."""
+    """Formats bytes in powers of 1000, with three decimals: ``1.500 kB``."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= unit:
             return f"{count / unit:.3f} {name}"
@@ -53,7 +53,7 @@ def _ranks_table(report: PlanReport, cost: CostModel) -> Table:
 
 
 def _shown_ranks(report: PlanReport) -> list[int]:
-    """All ranks, or where there are many, those with the most and the least to do."""
+    """Returns all ranks, or if there are many those with the most and the least work."""
     if len(report.area) <= _MOST_ROWS:
         return list(range(len(report.area)))
     orders = [np.argsort(values, kind="stable") for values in (report.area, report.rows_received)]
@@ -72,33 +72,22 @@ def _cells(name: str, numbers: np.ndarray, mean_area: float, cost: CostModel) ->
 
 
 def _totals(plan: ContextPlan, report: PlanReport, cost: CostModel) -> Table:
-    table = Table.grid(padding=(0, 2))
-    received = report.rows_received.mean() / plan.shard_length
-    padding = plan.shard_length * plan.cp_size - plan.length
-    sizes = f"{cost.num_heads} heads, {cost.num_kv_heads} of keys, of dimension {cost.head_dim}"
-    network = report.network_rows_received.mean() / plan.shard_length
+    shard, padding = plan.shard_length, plan.shard_length * plan.cp_size - plan.length
+    received, network = (rows.mean() / shard for rows in (report.rows_received, report.network_rows_received))
+    imbalances = f"{report.work_imbalance:.4f}, backward {report.backward_work_imbalance:.4f}"
+    forward, backward = 1e3 * report.predicted_seconds, 1e3 * report.predicted_backward_seconds
     links = f"{cost.link_gb_per_second:g} GB/s, between hosts {cost.network_gb_per_second:g} GB/s"
-    for name, value in (
-        (
-            "tokens",
-            f"{plan.length:,} on {plan.cp_size:,} ranks, {plan.shard_length:,} each ({padding:,} padding)",
-        ),
-        (
-            "imbalance",
-            f"{report.imbalance:.4f} (largest / mean area), of predicted attention "
-            f"{report.work_imbalance:.4f}, backward {report.backward_work_imbalance:.4f}",
-        ),
-        ("received rows", f"{received:.4f} of a rank's own rows (mean), {network:.4f} from other hosts"),
-        ("stages", f"{report.num_stages}"),
-        ("backward stages", f"{report.num_backward_stages}"),
-        (
-            "forward pass",
-            f"{report.predicted_seconds * 1e3:.3f} ms predicted ({cost.tflops:g} TFLOP/s, {links}; {sizes})",
-        ),
-        (
-            "backward pass",
-            f"{report.predicted_backward_seconds * 1e3:.3f} ms predicted ({cost.backward_tflops:g} TFLOP/s)",
-        ),
-    ):
+    sizes = f"{cost.num_heads} heads, {cost.num_kv_heads} of keys, of dimension {cost.head_dim}"
+    totals = {
+        "tokens": f"{plan.length:,} on {plan.cp_size:,} ranks, {shard:,} each ({padding:,} padding)",
+        "imbalance": f"{report.imbalance:.4f} (largest / mean area), of predicted attention {imbalances}",
+        "received rows": f"{received:.4f} of a rank's own rows (mean), {network:.4f} from other hosts",
+        "stages": f"{report.num_stages}",
+        "backward stages": f"{report.num_backward_stages}",
+        "forward pass": f"{forward:.3f} ms predicted ({cost.tflops:g} TFLOP/s, {links}; {sizes})",
+        "backward pass": f"{backward:.3f} ms predicted ({cost.backward_tflops:g} TFLOP/s)",
+    }
+    table = Table.grid(padding=(0, 2))
+    for name, value in totals.items():
         table.add_row(name, value)
     return table

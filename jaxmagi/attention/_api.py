@@ -4,7 +4,9 @@ from typing import Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
 from ..masks import AttnMask
 from ._dtypes import accumulator_dtype
@@ -35,45 +37,45 @@ class _Options(NamedTuple):
 
 @overload
 def attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array | np.ndarray, "*batch T N D"],
+    key: Float[Array | np.ndarray, "*batch S K D"],
+    value: Float[Array | np.ndarray, "*batch S K Dv"],
     mask: AttnMask,
     *,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array | np.ndarray, " N"] | None = None,
     deterministic: bool = False,
     return_residual: Literal[False] = False,
     implementation: str | None = None,
-) -> jax.Array: ...
+) -> Float[Array, "*batch T N Dv"]: ...
 @overload
 def attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array | np.ndarray, "*batch T N D"],
+    key: Float[Array | np.ndarray, "*batch S K D"],
+    value: Float[Array | np.ndarray, "*batch S K Dv"],
     mask: AttnMask,
     *,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array | np.ndarray, " N"] | None = None,
     deterministic: bool = False,
     return_residual: Literal[True],
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]: ...
+) -> tuple[Float[Array, "*batch T N Dv"], Float[Array, "*batch T N"]]: ...
 def attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array | np.ndarray, "*batch T N D"],
+    key: Float[Array | np.ndarray, "*batch S K D"],
+    value: Float[Array | np.ndarray, "*batch S K Dv"],
     mask: AttnMask,
     *,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array | np.ndarray, " N"] | None = None,
     deterministic: bool = False,
     return_residual: bool = False,
     implementation: str | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Float[Array, "*batch T N Dv"] | tuple[Float[Array, "*batch T N Dv"], Float[Array, "*batch T N"]]:
     """Attention under a mask.
 
     Softmax over the keys that each query sees, computed block by block: no [T, S] array is ever made, and

@@ -1,3 +1,3 @@
-"""A cost model of the devices at hand, from the times that they take: see `calibrate`."""
+"""Calibration: `calibrate` measures a cost model of the devices at hand."""
 
 from ._calibrate import calibrate as calibrate

@@ -1,7 +1,8 @@
 """Measures a `CostModel` of the devices at hand.
 
-What the model predicts is timed, and the model solved for its speeds: attention under masks with different
-shares of partial tiles, an addition in memory, and transfers of few and of many bytes.
+Programs with times that the model predicts are timed, and the model is solved for its speeds. They are
+attention under masks with different shares of partial tiles, an addition in memory, and transfers of few and
+of many bytes.
 """
 
 import dataclasses
@@ -22,27 +23,21 @@ from . import _probes, _processes
 from ._chain import mesh_of
 from ._probes import Direction, Probe, Sizes
 
-_DIGITS = 4  # more than a second measurement would repeat
+_DIGITS = 4  # more digits than a second measurement would repeat
 _FLOAT_BYTES = 4
-_AT_LEAST_TIMES = 16  # that a long transfer is as long as a short one
+_MIN_LENGTH_RATIO = 16  # smallest ratio of the bytes of a long transfer to those of a short one
 
 
 class _Ranks(NamedTuple):
-    """Where it is measured.
-
-    mesh: all of its devices work at the same time.
-    axis_name: that over which rows travel.
-    ranks_per_host: consecutive ranks of the axis that share a host.
-    given: whether the caller said so.
-    """
+    """Holds the ranks that are measured, all at the same time."""
 
     mesh: Mesh
-    axis_name: str
-    ranks_per_host: int
-    given: bool
+    axis_name: str  # mesh axis over which rows are transferred
+    ranks_per_host: int  # number of consecutive ranks of the axis on each host
+    given: bool  # whether the caller gave ranks_per_host
 
     def peers(self, same_host: bool) -> list[list[int]]:
-        """For each rank the others of its host, or those of other hosts."""
+        """Returns for each rank the other ranks of its host, or the ranks of other hosts."""
         ranks = range(self.mesh.shape[self.axis_name])
         hosts = [rank // self.ranks_per_host for rank in ranks]
         return [
@@ -63,39 +58,39 @@ def calibrate(
 ) -> CostModel:
     """Measures the speeds of a `CostModel` on the devices at hand, in some seconds.
 
-    Measured are ``tflops``, ``backward_tflops``, ``partial_tile_cost`` (the mean of both passes, and 1 at
+    It measures ``tflops``, ``backward_tflops``, ``partial_tile_cost`` (the mean of both passes, and 1 at
     least), ``memory_gb_per_second`` and ``latency_us`` (the largest of the fixed times of a forward call, a
     backward call and a transfer within a host); between several devices of a host ``link_gb_per_second``, and
     between hosts ``network_gb_per_second``, ``network_latency_us`` and ``ranks_per_host``. What cannot be
-    measured keeps the default: with one device all of links and networks, with one host all of networks.
+    measured keeps its default: links and networks with one device, networks with one host.
 
-    Attention is measured as `attention` runs it here by default: in plain XLA where kernels do not fit
-    (float32 on GPUs, for one). All devices work at the same time, as they do under a plan, and the slowest
-    one counts. The devices should have nothing else to do. With several processes each of them has to call
-    this, and all get the same model. Planning needs no GPU and every host must plan with one model, so write
-    down what this returns: its ``repr`` is an expression that makes it again. ``python -m jaxmagi calibrate``
-    prints that.
+    Attention runs by the default implementation of `attention`, which is plain XLA where kernels do not fit
+    (float32 on GPUs, for example). All devices work at the same time, as they do under a plan, and the
+    slowest one counts. The devices should be idle otherwise. With several processes each of them has to call
+    this function, and all get the same model. Planning needs no GPU and every host must plan with the same
+    model, so keep the result: its ``repr`` is a Python expression, which ``python -m jaxmagi calibrate``
+    prints.
 
     Args:
-        mesh: the devices to measure, those of all processes. None: all devices, on one axis.
+        mesh: the devices to measure, from all processes. None: all devices, on one axis.
         axis_name: the axis of the mesh over which context parallelism runs; None if it has one axis.
         num_heads: query heads of a rank.
         num_kv_heads: key heads of a rank.
         head_dim: dimension of a query, key and value head.
         dtype: of queries, keys and values.
         ranks_per_host: ranks of the axis with the same ``rank // ranks_per_host`` are taken to share a host,
-            as in `group_cast`. None: those whose processes do.
+            as in `group_cast`. None: ranks of processes on the same host.
 
     Returns:
         The model, with the measured numbers in the units of `CostModel`, rounded to four digits.
 
     Raises:
-        ValueError: the numbers of heads, ``head_dim`` or ``ranks_per_host`` are none of a `CostModel`,
-            ``dtype`` is none of `attention` or needs 64-bit types to be enabled, the axis is unknown, the
-            mesh has no device of some process, or ranks of one host have no consecutive numbers.
+        ValueError: `CostModel` rejects the numbers of heads, ``head_dim`` or ``ranks_per_host``, `attention`
+            does not support ``dtype``, ``dtype`` needs 64-bit types to be enabled, the axis is unknown, the
+            mesh has no device of some process, or ranks of one host are not consecutive.
         ImportError: the compiled extension is missing.
-        RuntimeError: times were measured that no speed explains, on a machine that is busy otherwise; or the
-            compiler has taken a transfer out of the loop that is timed.
+        RuntimeError: no speed explains the measured times, because the machine is busy, or the compiler has
+            moved a transfer out of the loop that is timed.
     """
     dtype = jnp.dtype(dtype)
     if dtype.name not in DTYPES:
@@ -111,12 +106,12 @@ def calibrate(
     )
     ranks = _ranks(mesh, axis_name, ranks_per_host)
     sizes = _probes.ON_GPUS if ranks.mesh.devices.flat[0].platform == "gpu" else _probes.ELSEWHERE
-    transfers = _transfers(start, sizes, ranks)
+    exchanges = _exchanges(start, sizes, ranks)
     with jax.set_mesh(ranks.mesh):
         seconds = _probes.take_times(
-            _compute_probes(start, sizes, ranks, dtype) | _transfer_probes(start, transfers, ranks, dtype)
+            _compute_probes(start, sizes, ranks, dtype) | _transfer_probes(start, exchanges, ranks, dtype)
         )
-    numbers = _solve(start, sizes, transfers, seconds)
+    numbers = _solve(start, sizes, exchanges, seconds)
     rounded = {name: float(f"{number:.{_DIGITS}g}") for name, number in numbers.items()}
     if any(ranks.peers(same_host=False)):
         start = dataclasses.replace(start, ranks_per_host=ranks.ranks_per_host)
@@ -124,7 +119,7 @@ def calibrate(
 
 
 def _ranks(mesh: Mesh | None, axis_name: str | None, ranks_per_host: int | None) -> _Ranks:
-    """Checks the mesh."""
+    """Returns the ranks to measure; raises ValueError if the mesh does not fit."""
     if mesh is None:
         mesh = mesh_of(len(jax.devices()))
     if axis_name is None and len(mesh.axis_names) == 1:
@@ -137,14 +132,14 @@ def _ranks(mesh: Mesh | None, axis_name: str | None, ranks_per_host: int | None)
             f"the mesh must have devices of all {jax.process_count()} processes, but it has those of "
             f"{sorted(processes)}."
         )
-    # Of Auto type, which lets the programs below leave sharding to shard_map.
-    own = Mesh(mesh.devices, mesh.axis_names)
+    # Axes of Auto type let the timed programs leave sharding to shard_map.
+    auto_mesh = Mesh(mesh.devices, mesh.axis_names)
     on_a_host = ranks_per_host or _consecutive_on_a_host(mesh, axis_name)
-    return _Ranks(own, axis_name, on_a_host, ranks_per_host is not None)
+    return _Ranks(auto_mesh, axis_name, on_a_host, ranks_per_host is not None)
 
 
 def _consecutive_on_a_host(mesh: Mesh, axis_name: str) -> int:
-    """How many consecutive ranks of the axis share a host."""
+    """Returns how many consecutive ranks of the axis share a host."""
     processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
     ranks = np.moveaxis(_processes.hosts()[processes], mesh.axis_names.index(axis_name), 0)
     hosts = ranks.reshape(len(ranks), -1)
@@ -161,35 +156,31 @@ def _consecutive_on_a_host(mesh: Mesh, axis_name: str) -> int:
     return count
 
 
-class _Transfer(NamedTuple):
-    """Between the ranks of each host, or between ranks of different hosts.
-
-    rows: that each rank sends to each of its peers.
-    received_bytes: that reach a rank with the most peers.
-    """
+class _Exchange(NamedTuple):
+    """Describes rows that all ranks of a host, or ranks of different hosts, send to one another."""
 
     same_host: bool
     is_short: bool
-    rows: int
-    received_bytes: int
+    rows: int  # number of rows that a rank sends to each peer
+    received_bytes: int  # number of bytes that a rank with the most peers receives
 
 
-def _transfers(start: CostModel, sizes: Sizes, ranks: _Ranks) -> dict[str, _Transfer]:
-    """Short and long ones within a host and between hosts, as far as there are peers."""
-    transfers = {}
+def _exchanges(start: CostModel, sizes: Sizes, ranks: _Ranks) -> dict[str, _Exchange]:
+    """Returns short and long exchanges within a host and between hosts, where there are peers."""
+    exchanges = {}
     for name, same_host in (("link", True), ("network", False)):
         peers = max(map(len, ranks.peers(same_host)))
         row_bytes = peers * start.row_bytes
         if peers:
             few = max(1, sizes.few_bytes // row_bytes)
-            many = max(_AT_LEAST_TIMES * few, sizes.many_bytes // row_bytes)
-            transfers[f"{name} short"] = _Transfer(same_host, True, few, few * row_bytes)
-            transfers[f"{name} long"] = _Transfer(same_host, False, many, many * row_bytes)
-    return transfers
+            many = max(_MIN_LENGTH_RATIO * few, sizes.many_bytes // row_bytes)
+            exchanges[f"{name} short"] = _Exchange(same_host, True, few, few * row_bytes)
+            exchanges[f"{name} long"] = _Exchange(same_host, False, many, many * row_bytes)
+    return exchanges
 
 
 def _compute_probes(start: CostModel, sizes: Sizes, ranks: _Ranks, dtype: jnp.dtype) -> dict[str, Probe]:
-    """What needs one device."""
+    """Returns the probes that run on each device alone."""
     probes: dict[str, Probe] = {"memory": functools.partial(_probes.addition_probe, sizes.floats, ranks.mesh)}
     directions: tuple[Direction, ...] = ("forward", "backward")
     for direction in directions:
@@ -201,28 +192,28 @@ def _compute_probes(start: CostModel, sizes: Sizes, ranks: _Ranks, dtype: jnp.dt
 
 
 def _transfer_probes(
-    start: CostModel, transfers: Mapping[str, _Transfer], ranks: _Ranks, dtype: jnp.dtype
+    start: CostModel, exchanges: Mapping[str, _Exchange], ranks: _Ranks, dtype: jnp.dtype
 ) -> dict[str, Probe]:
-    """What needs several."""
+    """Returns the probes that transfer rows between devices."""
     return {
         name: functools.partial(
             _probes.transfer_probe,
-            _probes.exchange(ranks.peers(transfer.same_host), transfer.rows),
+            _probes.exchange(ranks.peers(exchange.same_host), exchange.rows),
             start,
             dtype,
             ranks.mesh,
             ranks.axis_name,
             ranks.ranks_per_host if ranks.given else None,
-            transfer.is_short,
+            exchange.is_short,
         )
-        for name, transfer in transfers.items()
+        for name, exchange in exchanges.items()
     }
 
 
 def _solve(
-    start: CostModel, sizes: Sizes, transfers: Mapping[str, _Transfer], seconds: Mapping[str, float]
+    start: CostModel, sizes: Sizes, exchanges: Mapping[str, _Exchange], seconds: Mapping[str, float]
 ) -> dict[str, float]:
-    """The attributes of a `CostModel` that predicts these times."""
+    """Returns the attributes of the `CostModel` that predicts these times."""
     forward = _solve_pass("forward", start.forward, sizes, seconds)
     backward = _solve_pass("backward", start.backward, sizes, seconds)
     added_bytes = 3 * _FLOAT_BYTES * sizes.floats
@@ -233,19 +224,19 @@ def _solve(
         "memory_gb_per_second": added_bytes * 1e-9 / _positive(seconds["memory"], "memory", seconds),
     }
     fixed = [forward.fixed_seconds, backward.fixed_seconds]
-    if "link long" in transfers:
-        bytes_per_second, latency = _solve_link("link", transfers, seconds)
+    if "link long" in exchanges:
+        bytes_per_second, latency = _solve_link("link", exchanges, seconds)
         numbers["link_gb_per_second"] = bytes_per_second * 1e-9
         fixed.append(latency)
-    if "network long" in transfers:
-        bytes_per_second, latency = _solve_link("network", transfers, seconds)
+    if "network long" in exchanges:
+        bytes_per_second, latency = _solve_link("network", exchanges, seconds)
         numbers["network_gb_per_second"] = bytes_per_second * 1e-9
         numbers["network_latency_us"] = latency * 1e6
     return numbers | {"latency_us": max(fixed) * 1e6}
 
 
 class _PassSpeed(NamedTuple):
-    """Of one pass, what a `CostModel` has for both."""
+    """Holds the speeds of the forward or of the backward pass."""
 
     cell_seconds: float
     partial_tile_cost: float
@@ -253,7 +244,7 @@ class _PassSpeed(NamedTuple):
 
 
 def _solve_pass(name: Direction, direction: Pass, sizes: Sizes, seconds: Mapping[str, float]) -> _PassSpeed:
-    """From as many masks as there are unknowns."""
+    """Solves for the speeds of a pass, from the times of as many masks as there are unknowns."""
     times = [seconds[f"{name} {mask}"] for mask in sizes.masks()]
     bands = [np.asarray(mask.bands) for mask in sizes.masks().values()]
     tiles = count_tiles(np.concatenate(bands), np.array([len(part) for part in bands]), direction)
@@ -264,17 +255,17 @@ def _solve_pass(name: Direction, direction: Pass, sizes: Sizes, seconds: Mapping
 
 
 def _solve_link(
-    name: str, transfers: Mapping[str, _Transfer], seconds: Mapping[str, float]
+    name: str, exchanges: Mapping[str, _Exchange], seconds: Mapping[str, float]
 ) -> tuple[float, float]:
-    """Bytes a second, and the seconds of a transfer of nothing."""
+    """Returns bytes per second, and the seconds that a transfer of no bytes takes."""
     short, long = (f"{name} {length}" for length in ("short", "long"))
-    more_bytes = transfers[long].received_bytes - transfers[short].received_bytes
+    more_bytes = exchanges[long].received_bytes - exchanges[short].received_bytes
     per_byte = _positive(seconds[long] - seconds[short], name, seconds) / more_bytes
-    return 1 / per_byte, max(0.0, seconds[short] - transfers[short].received_bytes * per_byte)
+    return 1 / per_byte, max(0.0, seconds[short] - exchanges[short].received_bytes * per_byte)
 
 
 def _positive(value: float, name: str, seconds: Mapping[str, float]) -> float:
-    """RuntimeError unless it is: the clock or the devices were disturbed."""
+    """Returns a positive value; raises RuntimeError for another, as the devices must have been busy."""
     if value > 0:
         return value
     taken = ", ".join(f"{each}: {1e6 * time:.4g} us" for each, time in seconds.items() if name in each)

@@ -1,15 +1,15 @@
-"""Calls on all devices of a mesh, one after another in one program, as work to be timed.
+"""Chains calls on all devices of a mesh one after another in one program, as work to be timed.
 
-A loop carries one number, the token: of each call's results it adds up the first elements. Each call gets
-its operands through an optimization barrier that takes the token too, and its results pass through another
-one. XLA keeps these barriers until it has scheduled a program for GPUs. So it can neither leave out a call or
-part of its results, nor make two calls one, nor run them side by side, nor take one out of the loop; and as
-nothing writes to the operands, they are never copied. What a call makes of its tables alone may be made once
-for all calls.
+A loop carries one number, the token, to which the first element of each result of each call is added. The
+operands of a call pass through an optimization barrier together with the token, and its results pass through
+another barrier. XLA keeps these barriers until it has scheduled a program for GPUs. Therefore it can neither
+drop a call or part of its results, nor merge two calls, nor run them in parallel, nor move one out of the
+loop. Nothing writes to the operands, so they are never copied. What a call computes from its tables alone may
+be computed once for all calls.
 
-Measured beside the calls is what reads those elements, one short kernel a call, and what counts the turns of
-the loop. Where that matters, several calls make one turn. Then they share the constants that each begins
-with, such as zeros that it adds to, and these are copied.
+The measured time includes one short kernel per call that reads those elements, and the counter of the loop.
+Where that matters, several calls make one turn of the loop. These calls share constants, such as zeros that
+each of them adds to, and these are copied.
 """
 
 import functools
@@ -32,7 +32,7 @@ COMMUNICATES = re.compile(
 
 
 def mesh_of(num_ranks: int) -> Mesh:
-    """The first devices, one a rank, on one axis."""
+    """Returns a mesh of the first devices, one a rank, on one axis."""
     return jax.make_mesh((num_ranks,), (AXIS,), devices=jax.devices()[:num_ranks])
 
 
@@ -43,12 +43,12 @@ def _drawing(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> Callable[[jax.Ar
 
 
 def draw_normal(seed: int, rows: int, shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> jax.Array:
-    """A new unit-normal array with so many rows of a shape on each rank."""
+    """Returns a new unit-normal array with ``rows`` rows of a shape on each rank."""
     return _drawing((mesh.size * rows, *shape), dtype, mesh)(jax.random.key(seed))
 
 
 def on_ranks(function: Callable[..., Any], mesh: Mesh) -> jax.stages.Wrapped:
-    """``function`` of ranks' parts, compiled; all operands and results lead with the ranks' rows."""
+    """Maps ``function`` over ranks under jit; all operands and results lead with the ranks' rows."""
     layout = P(mesh.axis_names)
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=layout, out_specs=layout, check_vma=False))
 
@@ -56,18 +56,18 @@ def on_ranks(function: Callable[..., Any], mesh: Mesh) -> jax.stages.Wrapped:
 def chain(
     function: Callable[[Any, Any], Any], operands: Any, tables: Any, mesh: Mesh, turns: int, calls: int = 1
 ) -> DeviceWork:
-    """``function(operands, tables)`` of each rank's parts, many times.
+    """Calls ``function(operands, tables)`` of each rank's parts many times.
 
     Args:
         function: returns a pytree of floating-point arrays.
         operands: pytree of arrays that lead with the ranks' rows. The floating-point ones link the calls.
-        tables: likewise, of what all calls share.
+        tables: pytree of arrays that lead with the ranks' rows and that all calls share.
         mesh: each of its devices is a rank.
-        turns: of the loop, two at least: one would be no loop.
-        calls: in each turn.
+        turns: number of turns of the loop, at least two, as one turn makes no loop.
+        calls: number of calls in each turn.
 
     Raises:
-        RuntimeError: the compiler has taken a collective out of the loop.
+        RuntimeError: the compiler has moved a collective out of the loop.
     """
     run = compile_chain(function, operands, tables, mesh, turns, calls)
     return DeviceWork(lambda: run(operands, tables), jax.block_until_ready, turns * calls)
@@ -81,14 +81,14 @@ def chain_backward(
     mesh: Mesh,
     turns: int,
 ) -> DeviceWork:
-    """What differentiating ``function(operands, tables)`` runs behind the forward pass, many times.
+    """Calls the backward pass of ``function(operands, tables)`` many times.
 
-    What the forward pass saves is made beforehand.
+    The residuals of the forward pass are computed once, beforehand.
 
     Args:
         function: returns a floating-point array.
         operands: as in `chain`.
-        cotangent: of the result, leading with the ranks' rows.
+        cotangent: cotangent of the result, leading with the ranks' rows.
         tables: as in `chain`.
         mesh: as in `chain`.
         turns: as in `chain`.
@@ -115,7 +115,7 @@ def chain_backward(
 def compile_chain(
     function: Callable[[Any, Any], Any], operands: Any, tables: Any, mesh: Mesh, turns: int, calls: int
 ) -> jax.stages.Compiled:
-    """The program of `chain`. It returns the sum of the first elements of all results, one for each rank."""
+    """Compiles the program of `chain`, which returns the last token of each rank."""
 
     def run(operands: Any, tables: Any) -> jax.Array:
         def turn(token: jax.Array, _: Any) -> tuple[jax.Array, None]:
@@ -132,7 +132,7 @@ def compile_chain(
 
 
 def _wait_for(token: jax.Array, operands: Any) -> tuple[Any, jax.Array]:
-    """The operands, to be had after the token, and the token, which counts only where it is used."""
+    """Makes the floating-point operands depend on the token; returns the operands and the token."""
     leaves, structure = jax.tree.flatten(operands)
     linked = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
     *held, token = jax.lax.optimization_barrier((*(leaves[i] for i in linked), token))
@@ -142,13 +142,13 @@ def _wait_for(token: jax.Array, operands: Any) -> tuple[Any, jax.Array]:
 
 
 def _add_firsts(token: jax.Array, results: Any) -> jax.Array:
-    """The token with the first element of each result, which is made in full."""
+    """Adds the first element of each result to the token, behind a barrier that keeps whole results."""
     made = jax.tree.leaves(jax.lax.optimization_barrier(results))
     return token + sum(x[(0,) * x.ndim].astype(token.dtype) for x in made)
 
 
 def _check_loop(program: str) -> None:
-    """RuntimeError if the entry of a compiled program communicates, for all that is measured is in a loop."""
+    """Raises RuntimeError if a compiled program communicates outside of its loop, in the entry."""
     entry = program[program.find("\nENTRY ") :]
     if found := COMMUNICATES.search(entry):
         raise RuntimeError(f"the compiler has taken {found.group(1)} out of the loop that is measured")

@@ -20,35 +20,28 @@ from ._timing import DeviceWork, time_on_device
 
 _REPEATS = 5
 _BATCH_SECONDS = 0.03
-_MOST_PROGRAMS = 64  # of a batch
-_TURNS = 4  # of the loop of a program
-_MANY_TURNS = 64  # where a turn takes no longer than it takes to launch it
+_MOST_PROGRAMS = 64  # largest number of programs in a batch
+_TURNS = 4  # turns of the loop of a program
+_MANY_TURNS = 64  # turns where one takes no longer than its launch
 
-_SHORT = 16  # tokens: no more than a tile
+_SHORT = 16  # number of tokens that fit into one tile
 
 type Direction = Literal["forward", "backward"]
 type Probe = Callable[[], DeviceWork]
-"""Compiles and returns what is to be timed."""
+"""Compiles and returns the work to be timed."""
 
 
 class Sizes(NamedTuple):
-    """How much of everything there is.
+    """Holds the sizes of the probes."""
 
-    tokens: of the longer masks.
-    window: tokens that each of them sees under one mask, in few tiles, a good part of which are partial.
-    floats: float32 numbers of the arrays that are added.
-    few_bytes: that a rank receives in a short transfer.
-    many_bytes: that a rank receives in a long one.
-    """
-
-    tokens: int
-    window: int
-    floats: int
-    few_bytes: int
-    many_bytes: int
+    tokens: int  # length of the longer masks
+    window: int  # keys that a query sees in the sliding window, which has many partial tiles
+    floats: int  # float32 elements of each array that is added
+    few_bytes: int  # bytes that a rank receives in a short transfer
+    many_bytes: int  # bytes that a rank receives in a long transfer
 
     def masks(self) -> dict[str, AttnMask]:
-        """With next to no partial tiles, with many of them, and with one tile in all."""
+        """Returns masks with almost no partial tiles, with many of them, and with a single tile."""
         return {
             "full": masks.full(self.tokens),
             "window": masks.sliding_window(self.tokens, self.window - 1),
@@ -63,7 +56,7 @@ ELSEWHERE = Sizes(tokens=256, window=64, floats=2**20, few_bytes=2**13, many_byt
 def attention_probe(
     direction: Direction, mask: AttnMask, cost: CostModel, dtype: jnp.dtype, mesh: Mesh
 ) -> DeviceWork:
-    """One pass of each device over operands of its own, with the heads of a cost model."""
+    """Runs one pass of attention on each device, with the heads of a cost model."""
     length, turns = mask.q_len, _MANY_TURNS if mask.q_len == _SHORT else _TURNS
     heads = (cost.num_heads, cost.num_kv_heads, cost.num_kv_heads, cost.num_heads)
     *rows, cotangent = (
@@ -80,13 +73,13 @@ def attention_probe(
 
 
 def addition_probe(floats: int, mesh: Mesh) -> DeviceWork:
-    """Each device reads two arrays of so many float32 and writes their sum."""
+    """Adds two float32 arrays of ``floats`` elements on each device."""
     operands = [draw_normal(seed, floats, (), jnp.float32, mesh) for seed in range(2)]
     return chain(lambda operands, _: operands[0] + operands[1], operands, (), mesh, _TURNS)
 
 
 def exchange(peers: Sequence[Sequence[int]], rows: int) -> GroupCastSpec:
-    """Each rank sends so many rows to each of its peers, other ones to each."""
+    """Returns the spec by which each rank sends ``rows`` different rows to each of its peers."""
     sizes = [[rows] * len(others) for others in peers]
     return GroupCastSpec.from_splits(
         input_split_sizes=sizes,
@@ -105,7 +98,7 @@ def transfer_probe(
     ranks_per_host: int | None,
     is_short: bool,
 ) -> DeviceWork:
-    """A group cast of rows of keys and values; ``ranks_per_host`` as in `group_cast`."""
+    """Runs a group cast of rows of keys and values; ``ranks_per_host`` is as in `group_cast`."""
     shape = (cost.num_kv_heads, cost.head_dim)
     operands = [draw_normal(seed, spec.input_rows, shape, dtype, mesh) for seed in range(2)]
 
@@ -116,7 +109,7 @@ def transfer_probe(
 
 
 def take_times(probes: Mapping[str, Probe]) -> dict[str, float]:
-    """Seconds of a pass of each on the slowest device of all processes, which all call this."""
+    """Times a pass of each probe on the slowest device. All processes must call this."""
     works = {name: probe() for name, probe in probes.items()}
     for work in works.values():
         work.seconds(1)
@@ -130,7 +123,7 @@ def take_times(probes: Mapping[str, Probe]) -> dict[str, float]:
 
 
 def _repeat(work: DeviceWork, times: int) -> DeviceWork:
-    """Batches of so many of the work's own, within limits."""
+    """Makes batches of ``times`` batches of the work, at most `_MOST_PROGRAMS`."""
     times = min(times, _MOST_PROGRAMS)
 
     def enqueue() -> Any:
@@ -142,5 +135,5 @@ def _repeat(work: DeviceWork, times: int) -> DeviceWork:
 
 
 def _agree(seconds: Iterable[float]) -> list[float]:
-    """All processes must put the same programs into their queues, and return the same times."""
+    """Returns the largest seconds of all processes, so that all enqueue the same programs."""
     return _processes.largest(np.array(list(seconds))).tolist()

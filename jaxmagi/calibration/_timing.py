@@ -1,4 +1,4 @@
-"""The time that devices take for their work, without what launching and waiting cost."""
+"""Times work on devices, without the cost of launching it and waiting for it."""
 
 import statistics
 import time
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call: median, fastest and slowest of the repeats."""
+    """Holds the seconds of a call: median, fastest and slowest of the repeats."""
 
     median: float
     fastest: float
@@ -17,7 +17,7 @@ class Timing:
 
 
 def _in_turns(names: Iterable[str], repeats: int) -> Iterator[str]:
-    """All names in each repeat, and another one first: who follows an idle device finds it cooler."""
+    """Yields all names in each repeat, rotated: whichever runs first finds the device cooler."""
     order = list(names)
     for i in range(repeats if order else 0):
         first = i % len(order)
@@ -25,7 +25,7 @@ def _in_turns(names: Iterable[str], repeats: int) -> Iterator[str]:
 
 
 def time_in_turns(names: Iterable[str], repeats: int, seconds: Callable[[str], float]) -> dict[str, Timing]:
-    """Of what ``seconds`` measures for each name, as often as ``repeats`` says."""
+    """Calls ``seconds`` for each name ``repeats`` times, in turns."""
     measured: dict[str, list[float]] = {name: [] for name in names}
     for name in _in_turns(measured, repeats):
         measured[name].append(seconds(name))
@@ -36,9 +36,9 @@ def time_in_turns(names: Iterable[str], repeats: int, seconds: Callable[[str], f
 
 @dataclass(frozen=True)
 class DeviceWork:
-    """Work that is put into a queue of a device: ``enqueue`` returns at once, ``wait`` when all is done.
+    """Describes work for the queue of a device: ``enqueue`` returns at once, ``wait`` when all is done.
 
-    What `enqueue` returns is what `wait` takes; each enqueued batch makes ``passes`` of what is measured.
+    `wait` takes the result of `enqueue`; each enqueued batch runs ``passes`` passes of the measured work.
     """
 
     enqueue: Callable[[], Any]
@@ -46,7 +46,7 @@ class DeviceWork:
     passes: int
 
     def seconds(self, batches: int) -> float:
-        """Wall-clock time of so many batches."""
+        """Returns the wall-clock time of ``batches`` batches."""
         start = time.perf_counter()
         for _ in range(batches - 1):
             self.enqueue()
@@ -55,13 +55,13 @@ class DeviceWork:
 
 
 def time_on_device(works: dict[str, DeviceWork], repeats: int, batches: int) -> dict[str, Timing]:
-    """Seconds a pass that the device takes, measured in turns, so that throttling hits all of them alike.
+    """Times a pass of each work on the device, in turns, so that throttling affects all of them alike.
 
-    The difference between twice as many batches and so many: what launching and waiting cost drops out. Each
-    runs once before, untimed.
+    The time is the difference between twice ``batches`` and ``batches`` batches, which cancels the cost of
+    launching and waiting. Each work runs once before, untimed.
     """
     for work in works.values():
-        work.seconds(2 * batches)  # the most at once: the first time so many are under way takes longer
+        work.seconds(2 * batches)  # enqueueing this many batches for the first time takes longer
 
     def seconds(name: str) -> float:
         work = works[name]

@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree, Shaped
 
 from ..planning import GroupCastSpec, RelayedSpec
 from ._arguments import check_rows, make_transfer
@@ -63,17 +65,17 @@ def group_cast[Tree](
 
 
 def group_reduce(
-    x: Any,
+    x: PyTree[Shaped[Array | np.ndarray, "output_rows ..."]],
     spec: GroupCastSpec | RelayedSpec,
     *,
     axis_name: str,
     op: Literal["sum", "avg", "lse"] = "sum",
-    lse: jax.Array | None = None,
-    accumulate: Any = None,
+    lse: Float[Array | np.ndarray, "output_rows N"] | None = None,
+    accumulate: PyTree[Shaped[Array | np.ndarray, "input_rows ..."]] = None,
     implementation: Implementation = None,
     num_sms: int = NUM_SMS,
     ranks_per_host: int | None = None,
-) -> Any:
+) -> PyTree[Shaped[Array, "input_rows ..."]]:
     """Sends rows back along the routes of a `group_cast` and combines what arrives for each row.
 
     Call it inside ``jax.shard_map``. What arrives is added up in float32 (float64 for float64), rank after

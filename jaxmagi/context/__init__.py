@@ -1,4 +1,4 @@
-"""Attention over a mesh axis: tokens dealt to ranks by a plan, and the attention between them."""
+"""Context parallelism: attention of a sequence whose tokens a plan assigns to the ranks of a mesh axis."""
 
 from ._api import context_attention as context_attention
 from ._dispatch import dispatch as dispatch, undispatch as undispatch

@@ -1,8 +1,8 @@
-"""Global token order to dispatched order and back."""
+"""Converts arrays from the global order of tokens to the dispatched order and back."""
 
 import functools
 import math
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
+from jaxtyping import Array, Shaped
 
 from ..attention import axis_names
 from ..planning import ContextPlan
@@ -18,20 +19,18 @@ from ._validation import check_plan
 _PADDING = -1
 
 
-@overload
-def dispatch(x: np.ndarray, plan: ContextPlan, *, axis: int = 0, pad_value: ArrayLike = 0) -> np.ndarray: ...
-@overload
-def dispatch(x: jax.Array, plan: ContextPlan, *, axis: int = 0, pad_value: ArrayLike = 0) -> jax.Array: ...
-def dispatch(x: Any, plan: ContextPlan, *, axis: int = 0, pad_value: ArrayLike = 0) -> Any:
+def dispatch[ArrayT: (Array, np.ndarray)](
+    x: Shaped[ArrayT, "..."], plan: ContextPlan, *, axis: int = 0, pad_value: ArrayLike = 0
+) -> Shaped[ArrayT, "..."]:
     """Puts the tokens of a global array into the plan's order, in which equal shards go to the ranks.
 
-    Works on the host and under ``jax.jit``, is differentiable, and keeps the sharding over Explicit axes.
+    It works on the host and under ``jax.jit``, is differentiable, and keeps the sharding over Explicit axes.
 
     Args:
         x: array with the ``plan.length`` tokens of the sequence at ``axis``.
         plan: a whole plan.
         axis: where the tokens are.
-        pad_value: what padding positions get.
+        pad_value: the value at padding positions.
 
     Returns:
         The array with ``T_padded`` tokens at ``axis``: numpy for numpy, unless the plan is traced.
@@ -46,15 +45,13 @@ def dispatch(x: Any, plan: ContextPlan, *, axis: int = 0, pad_value: ArrayLike =
     return _take_sharded(jnp.asarray(x), _replicated(order), axis, pad_value)
 
 
-@overload
-def undispatch(x: np.ndarray, plan: ContextPlan, *, axis: int = 0) -> np.ndarray: ...
-@overload
-def undispatch(x: jax.Array, plan: ContextPlan, *, axis: int = 0) -> jax.Array: ...
-def undispatch(x: Any, plan: ContextPlan, *, axis: int = 0) -> Any:
+def undispatch[ArrayT: (Array, np.ndarray)](
+    x: Shaped[ArrayT, "..."], plan: ContextPlan, *, axis: int = 0
+) -> Shaped[ArrayT, "..."]:
     """Puts the tokens of a dispatched array back into their global order, without the padding.
 
-    The inverse of `dispatch`. Works on the host and under ``jax.jit``, and is differentiable. Over Explicit
-    axes the result keeps the sharding, but for one of ``axis`` that does not divide ``plan.length``.
+    This is the inverse of `dispatch`. It works on the host and under ``jax.jit``, and is differentiable. Over
+    Explicit axes it keeps the sharding, except at ``axis`` where that does not divide ``plan.length``.
 
     Args:
         x: array with the ``T_padded`` dispatched tokens at ``axis``.
@@ -82,7 +79,7 @@ def undispatch(x: Any, plan: ContextPlan, *, axis: int = 0) -> Any:
 
 
 def _replicated(order: Any) -> jax.Array:
-    """The token order on every device: sharded indices over Explicit axes would leave a gather ambiguous."""
+    """Replicates the token order: indices sharded over Explicit axes would make a gather ambiguous."""
     order = jnp.asarray(order)
     if all(axes is None for axes in jax.typeof(order).sharding.spec):
         return order
@@ -119,7 +116,7 @@ def _on_host(x: Any, order: Any) -> bool:
 
 
 def _take(xp: Any, x: Any, order: Any, axis: int, pad_value: ArrayLike) -> Any:
-    """Entries of x at ``axis``, and ``pad_value`` for padding."""
+    """Gathers entries of x at ``axis``, with ``pad_value`` for padding."""
     x = xp.moveaxis(xp.asarray(x), axis, 0)
     if x.shape[0] == 0:
         taken = xp.full((*order.shape, *x.shape[1:]), pad_value, x.dtype)
@@ -129,8 +126,8 @@ def _take(xp: Any, x: Any, order: Any, axis: int, pad_value: ArrayLike) -> Any:
     return xp.moveaxis(taken, 0, axis)
 
 
-def _take_sharded(x: jax.Array, order: jax.Array, axis: int, pad_value: ArrayLike) -> jax.Array:
-    """`_take` for jax arrays. Gathers over Explicit mesh axes need to be told the result's sharding."""
+def _take_sharded(x: jax.Array, order: jax.Array, axis: int, pad_value: ArrayLike) -> Any:
+    """Does what `_take` does for jax arrays, whose gathers over Explicit axes need the result's sharding."""
     sharding = jax.typeof(x).sharding
     spec = list(sharding.spec)
     axis %= x.ndim
@@ -141,14 +138,13 @@ def _take_sharded(x: jax.Array, order: jax.Array, axis: int, pad_value: ArrayLik
     return _take_over_mesh(x, order, jnp.asarray(pad_value, x.dtype), axis, sharding.mesh, P(*spec))
 
 
-# Jitted, since only jit finds the devices of a mesh that jax.set_mesh has not set.
+# Only jit finds the devices of a mesh that jax.set_mesh has not set.
 @functools.partial(jax.jit, static_argnames=("axis", "mesh", "spec"))
 def _take_over_mesh(
     x: jax.Array, order: jax.Array, pad_value: jax.Array, axis: int, mesh: Any, spec: P
 ) -> Any:
-    def take(x: jax.Array, order: jax.Array, pad_value: jax.Array) -> jax.Array:
-        return _take(jnp, x, order, axis, pad_value)
-
     with jax.sharding.use_abstract_mesh(mesh):
-        gather: Any = jax.sharding.auto_axes(take, out_sharding=spec)
+        gather: Any = jax.sharding.auto_axes(
+            lambda x, order, pad_value: _take(jnp, x, order, axis, pad_value), out_sharding=spec
+        )
         return gather(x, order, pad_value)

@@ -14,20 +14,20 @@ from ..planning import GroupCastSpec, RelayedSpec
 
 
 class Stages(NamedTuple):
-    """Holds what ranks compute and fetch: the arrays of a `ContextPlan` that travel to the devices."""
+    """Holds what ranks compute and receive: the arrays of a `ContextPlan` that are sent to the devices."""
 
     bands: Any  # int32 [cp, num_stages, C, 6]
     transfers: tuple[GroupCastSpec | RelayedSpec, ...]
-    backward: "Stages | None" = None  # the same for the backward pass, where that has its own
+    backward: "Stages | None" = None  # stages of the backward pass, where they differ
 
     @property
     def stacked(self) -> bool:
-        """Returns whether each example has its own."""
+        """Returns whether each example of a batch has stages of its own."""
         return self.bands.ndim == 5
 
 
-class Operands(NamedTuple):
-    """The operands of the distributed op, or something for each of them."""
+class ContextOperands(NamedTuple):
+    """Holds the operands of the distributed op, or their gradients, specs or vmap axes."""
 
     query: Any  # [T, N, D] or [B, T, N, D]
     key: Any
@@ -36,47 +36,47 @@ class Operands(NamedTuple):
     sinks: Any  # [N] in accumulator dtype, or None
 
 
-class Layout(NamedTuple):
-    """Holds the mesh axes that shard the dimensions of the operands, and those to map over. Static."""
+class OperandSharding(NamedTuple):
+    """Holds the mesh axes that shard each dimension of the operands, and those to map over. Static."""
 
-    batch: tuple[MeshAxes, ...]  # of length 0 or 1
+    batch: tuple[MeshAxes, ...]  # one entry with a batch, none without
     tokens: MeshAxes  # None inside a shard_map over the tokens
     heads: MeshAxes
-    key_heads: MeshAxes  # like heads, or None where these do not divide the key heads
+    key_heads: MeshAxes  # same as heads, or None where the axes do not divide the key heads
     mapped: frozenset[str]
     check_vma: bool
 
     @property
-    def rows(self) -> P:
-        """Returns the spec of query and output."""
+    def row_spec(self) -> P:
+        """Returns the spec of the query and the output."""
         return P(*self.batch, self.tokens, self.heads, None)
 
     @property
-    def row_numbers(self) -> P:
-        """Returns the spec of an array with a number per row and head."""
+    def lse_spec(self) -> P:
+        """Returns the spec of the log-sum-exp."""
         return P(*self.batch, self.tokens, self.heads)
 
     @property
     def shares_key_heads(self) -> bool:
-        """Returns whether devices that split the query heads have all key heads."""
+        """Returns whether devices with different query heads each hold all key heads."""
         return self.key_heads != self.heads
 
     @property
-    def sharers(self) -> tuple[str, ...]:
-        """Returns the axes whose devices share the sinks of a head."""
+    def sink_axes(self) -> tuple[str, ...]:
+        """Returns the axes over which the sinks are replicated, and their gradients summed."""
         return tuple(name for axes in (*self.batch, self.tokens) for name in axis_names(axes))
 
-    def specs(self, operands: Operands) -> Operands:
+    def specs(self, operands: ContextOperands) -> ContextOperands:
         """Returns the specs of all operands."""
         keys = P(*self.batch, self.tokens, self.key_heads, None)
         ranks = P(*self.batch, self.tokens) if operands.stages.stacked else P(self.tokens)
         stages = jax.tree.map(lambda leaf: ranks, operands.stages)
         sinks = None if operands.sinks is None else P(self.heads)
-        return Operands(self.rows, keys, keys, stages, sinks)
+        return ContextOperands(self.row_spec, keys, keys, stages, sinks)
 
 
 def find_axis(axis_name: str) -> tuple[int, bool]:
-    """Returns the size of a mesh axis, and whether the call stands inside a shard_map over it.
+    """Returns the size of a mesh axis, and whether the call is inside a shard_map over it.
 
     Raises:
         ValueError: there is no such axis.
@@ -90,32 +90,32 @@ def find_axis(axis_name: str) -> tuple[int, bool]:
     return mesh.shape[axis_name], axis_name in mesh.manual_axes
 
 
-def find_layout(
+def find_sharding(
     query: jax.Array, key: jax.Array, axis_name: str, batch_axis_name: Any, head_axis_name: Any
-) -> Layout:
-    """Returns how the operands are sharded: as the caller says, else as query is over Explicit axes.
+) -> OperandSharding:
+    """Returns how the operands are sharded: as the caller says, or as query is over Explicit axes.
 
-    The op is to be mapped over these axes and, outside of a shard_map over it, over ``axis_name``. Other axes
-    are left to XLA's partitioner, which splits attention over them.
+    The op is mapped over these axes and, outside a shard_map over it, over ``axis_name``. Other axes are left
+    to XLA's partitioner, which splits attention over them.
 
     Raises:
-        ValueError: shardings that cannot work.
+        ValueError: the shardings contradict each other or do not divide the operands.
     """
     mesh = jax.sharding.get_abstract_mesh()
     inside = axis_name in mesh.manual_axes
-    batch, heads = _seen_axes(query, axis_name, inside)
+    batch, heads = _explicit_axes(query, axis_name, inside)
     if batch_axis_name is not None:
         if query.ndim != 4:
             raise ValueError(f"{batch_axis_name=} needs query [B, T, N, D], but it has shape {query.shape}.")
         batch = (_given_axes("batch_axis_name", batch_axis_name, axis_name),)
     if head_axis_name is not None:
         heads = _given_axes("head_axis_name", head_axis_name, axis_name)
-    batch, heads = tuple(map(_not_mapped, batch)), _not_mapped(heads)
+    batch, heads = tuple(map(_drop_manual, batch)), _drop_manual(heads)
     names = [name for axes in (*batch, heads) for name in axis_names(axes)]
     _check_axes(query, batch, heads, names)
-    # Axes of size 1 need no partitioner, and transfers run beside attention where nothing is left to it.
+    # Transfers overlap with attention only where no axis is left to the partitioner: map axes of size 1 too.
     mapped = names if inside else [*names, axis_name, *(name for name, n in mesh.shape.items() if n == 1)]
-    return Layout(
+    return OperandSharding(
         batch=batch,
         tokens=None if inside else axis_name,
         heads=heads,
@@ -125,7 +125,7 @@ def find_layout(
     )
 
 
-def _seen_axes(query: jax.Array, axis_name: str, inside: bool) -> tuple[tuple[MeshAxes, ...], MeshAxes]:
+def _explicit_axes(query: jax.Array, axis_name: str, inside: bool) -> tuple[tuple[MeshAxes, ...], MeshAxes]:
     """Returns the Explicit axes that batch and heads are sharded over."""
     spec = tuple(jax.typeof(query).sharding.spec)
     *batch, tokens, heads, dim = spec
@@ -141,7 +141,7 @@ def _seen_axes(query: jax.Array, axis_name: str, inside: bool) -> tuple[tuple[Me
 
 
 def _given_axes(argument: str, given: Any, axis_name: str) -> tuple[str, ...]:
-    """Returns the mesh axes that the caller has named. Raises ValueError for one that cannot be meant."""
+    """Returns the mesh axes that the caller names; raises ValueError for unknown ones and ``axis_name``."""
     mesh, names = jax.sharding.get_abstract_mesh(), axis_names(given)
     for name in names:
         if name == axis_name or name not in mesh.axis_names:
@@ -162,8 +162,8 @@ def _check_axes(query: jax.Array, batch: tuple[MeshAxes, ...], heads: MeshAxes, 
     _check_divides("number of query heads", query.shape[-2], heads)
 
 
-def _not_mapped(axes: MeshAxes) -> MeshAxes:
-    """Returns mesh axes without those of a surrounding shard_map, over which arrays are local already."""
+def _drop_manual(axes: MeshAxes) -> MeshAxes:
+    """Returns mesh axes without the manual ones, over which a surrounding shard_map has split the arrays."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     left = tuple(name for name in axis_names(axes) if name not in manual)
     return left if len(left) > 1 else left[0] if left else None
@@ -182,16 +182,16 @@ def _check_divides(what: str, count: int, axes: MeshAxes) -> None:
 
 
 def _checks_vma() -> bool:
-    """Returns whether the surrounding shard_map checks what varies over its axes. One inside has to as well.
+    """Returns whether the surrounding shard_map has check_vma on, so that a nested one needs it too.
 
-    Without a surrounding one there is no need, and jax.vmap with a spmd_axis_name fails with it (jax 0.11.2).
+    Without a surrounding one it stays off, as jax.vmap with a spmd_axis_name fails with it (jax 0.11.2).
     """
     names = jax.sharding.get_abstract_mesh().manual_axes
     return any(name in jax.typeof(jax.lax.axis_index(name)).manual_axis_type.varying for name in names)
 
 
-def place(operands: Operands, layout: Layout) -> Operands:
-    """Shards the operands by the layout, over Explicit axes alone: Auto ones are sharded by shard_map."""
+def shard_operands(operands: ContextOperands, sharding: OperandSharding) -> ContextOperands:
+    """Reshards the operands over Explicit axes; over Auto axes shard_map does so."""
     explicit = set(jax.sharding.get_abstract_mesh().explicit_axes)
 
     def put(x: Any, spec: P) -> jax.Array:
@@ -200,15 +200,19 @@ def place(operands: Operands, layout: Layout) -> Operands:
         kept = P(*(tuple(name for name in axis_names(axes) if name in explicit) or None for axes in spec))
         return jax.sharding.reshard(jnp.asarray(x), kept)
 
-    return jax.tree.map(put, operands, layout.specs(operands))
+    return jax.tree.map(put, operands, sharding.specs(operands))
 
 
 def map_over_mesh[**Args, Result](
-    function: Callable[Args, Result], layout: Layout, in_specs: Any, out_specs: Any
+    function: Callable[Args, Result], sharding: OperandSharding, in_specs: Any, out_specs: Any
 ) -> Callable[Args, Result]:
-    """Maps a function over the axes of the layout, unless the surroundings have mapped over all of them."""
-    if not layout.mapped:
+    """Maps a function over the mesh axes of a sharding that no surrounding shard_map has mapped over."""
+    if not sharding.mapped:
         return function
     return jax.shard_map(
-        function, in_specs=in_specs, out_specs=out_specs, axis_names=layout.mapped, check_vma=layout.check_vma
+        function,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=sharding.mapped,
+        check_vma=sharding.check_vma,
     )

@@ -1,6 +1,6 @@
 """One rank's attention, stage by stage, and its gradients.
 
-All operands vary over the mesh axis; stages have the leading axis 1 of a sharded plan.
+All operands vary over the mesh axis; arrays of stages have the leading axis 1 of a sharded plan.
 """
 
 import functools
@@ -27,11 +27,11 @@ from ..collectives import (
     in_order,
     make_transfer,
 )
-from ._sharding import Operands, Stages
+from ._sharding import ContextOperands, Stages
 
 
-class Options(NamedTuple):
-    """The static arguments."""
+class ContextOptions(NamedTuple):
+    """Holds the static arguments of the distributed op."""
 
     axis_name: str
     scale: float
@@ -41,7 +41,7 @@ class Options(NamedTuple):
 
 
 class KeyValue(NamedTuple):
-    """Keys [S, K, D] and values [S, K, Dv], or their gradients."""
+    """Holds keys [S, K, D] and values [S, K, Dv], or their gradients."""
 
     key: jax.Array
     value: jax.Array
@@ -50,49 +50,49 @@ class KeyValue(NamedTuple):
 type Specs = tuple[GroupCastSpec | RelayedSpec, ...]
 
 type Rows = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-"""Queries, the cotangents of their outputs, log-sum-exps, and what `row_delta` has for them."""
+"""Queries, cotangents of the output, log-sum-exps and deltas (`row_delta`)."""
 
 
 def _num_stages(stages: Stages) -> int:
     return stages.bands.shape[1]
 
 
-def forward(operands: Operands, options: Options) -> Partial[jax.Array]:
-    """The output [T, N, Dv] and the log-sum-exp [T, N] of a rank's queries."""
+def forward(operands: ContextOperands, options: ContextOptions) -> Partial[jax.Array]:
+    """Returns the output [T, N, Dv] and the log-sum-exp [T, N] of a rank's queries."""
     query, key, value, stages, sinks = operands
     wide = accumulator_dtype(query.dtype)
     no_sinks = jax.lax.full_like(query, -jnp.inf, wide, query.shape[1:2])
     sinks = no_sinks if sinks is None else sinks
-    own = KeyValue(key, value)
+    local = KeyValue(key, value)
     if _num_stages(stages) == 1:
-        everything = _own_and_received(own, stages, options)
-        attend = functools.partial(_attend, query, everything, stages.bands[:, 0], options=options)
+        gathered = _gather_keys(local, stages, options)
+        attend = functools.partial(_attend, query, gathered, stages.bands[:, 0], options=options)
         out, lse = attend(sinks=sinks, out_dtype=query.dtype)
         return Partial(out[0], lse[0])
-    result = _attend_in_stages(query, own, stages, no_sinks, options)
-    # Sinks count once, and for every row that sees something in any of the stages.
+    result = _attend_in_stages(query, local, stages, no_sinks, options)
+    # Sinks count once per row, for rows with visible keys in any stage.
     out, lse = add_sinks(result, sinks)
     return Partial(out.astype(query.dtype), lse)
 
 
-def _own_and_received(own: KeyValue, stages: Stages, options: Options) -> KeyValue:
-    received = [group_cast(own, spec, axis_name=options.axis_name) for spec in stages.transfers]
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), own, *received)
+def _gather_keys(local: KeyValue, stages: Stages, options: ContextOptions) -> KeyValue:
+    received = [group_cast(local, spec, axis_name=options.axis_name) for spec in stages.transfers]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), local, *received)
 
 
-# Transfers must begin and end in one program, also in a shard_map without jit, which runs step by step.
+# A transfer must start and end in one program, also in a shard_map without jit, where each primitive is one.
 _one_program = functools.partial(jax.jit, static_argnames="options", inline=True)
 
 
 @_one_program
 def _attend_in_stages(
-    query: jax.Array, own: KeyValue, stages: Stages, no_sinks: jax.Array, options: Options
+    query: jax.Array, local: KeyValue, stages: Stages, no_sinks: jax.Array, options: ContextOptions
 ) -> Partial[jax.Array]:
-    """Attention to the own keys and to those of each transfer, which travel during the stage before."""
-    query, own, transfers = _inseparable((query, own, stages.transfers))
-    buffer, result = own, None
+    """Attends to the local keys, then to those of each transfer, which runs during the stage before."""
+    query, local, transfers = _tie_together((query, local, stages.transfers))
+    buffer, result = local, None
     for stage in range(_num_stages(stages)):
-        flights = _start_cast(own, transfers, stage, options)
+        flights = _start_cast(local, transfers, stage, options)
         query, flights = in_order(query, flights)
         bands = stages.bands[:, stage]
         wide = accumulator_dtype(query.dtype)
@@ -105,15 +105,15 @@ def _attend_in_stages(
     return Partial(result.out[0], result.lse[0])
 
 
-def _inseparable[Tree](tree: Tree) -> Tree:
-    """The same. Else transfers could leave a loop without the computation that they run beside."""
+def _tie_together[Tree](tree: Tree) -> Tree:
+    """Returns the tree behind a barrier, so that XLA cannot hoist a transfer out of a loop on its own."""
     return jax.lax.optimization_barrier(tree)
 
 
-def _start_cast(own: KeyValue, specs: Specs, stage: int, options: Options) -> list[Flight]:
-    """Starts the transfer that arrives behind a stage, if there is one."""
+def _start_cast(local: KeyValue, specs: Specs, stage: int, options: ContextOptions) -> list[Flight]:
+    """Starts the transfer of the keys of the next stage, if there is one."""
     transfers = [make_transfer(spec, options.axis_name) for spec in specs[stage : stage + 1]]
-    return [transfer.start_cast(own, number=2 * stage, goes_first=True) for transfer in transfers]
+    return [transfer.start_cast(local, number=2 * stage, goes_first=True) for transfer in transfers]
 
 
 def _attend(
@@ -123,10 +123,10 @@ def _attend(
     *,
     sinks: jax.Array,
     out_dtype: jnp.dtype,
-    options: Options,
+    options: ContextOptions,
     previous: Partial[jax.Array] | None = None,
 ) -> Partial[jax.Array]:
-    """Attention to the keys of one stage and of the previous ones, [1, T, N, Dv] and [1, T, N]."""
+    """Attends to the keys of one stage, merged with ``previous``: [1, T, N, Dv] and [1, T, N]."""
     out, lse = attention_forward(
         query[None],
         buffer.key[None],
@@ -143,26 +143,29 @@ def _attend(
 
 
 def backward(
-    operands: Operands, result: Partial[jax.Array], cotangents: Partial[jax.Array], options: Options
-) -> Operands:
-    """The gradients of a rank's operands, for the results of `forward` and their cotangents."""
+    operands: ContextOperands,
+    result: Partial[jax.Array],
+    cotangents: Partial[jax.Array],
+    options: ContextOptions,
+) -> ContextOperands:
+    """Returns the gradients of a rank's operands from the results of `forward` and their cotangents."""
     query, key, value, stages, sinks = operands
     stages = stages.backward or stages
     delta = row_delta(result, cotangents)
-    rows, own = (query, cotangents.out, result.lse, delta), KeyValue(key, value)
+    rows, local = (query, cotangents.out, result.lse, delta), KeyValue(key, value)
     backward = _gradients_at_once if _num_stages(stages) == 1 else _gradients_in_stages
-    dq, (dk, dv) = backward(rows, own, stages, options)
+    dq, (dk, dv) = backward(rows, local, stages, options)
     dsinks = None if sinks is None else sink_gradient(sinks, result.lse, delta)
-    return Operands(dq, dk.astype(key.dtype), dv.astype(value.dtype), None, dsinks)
+    return ContextOperands(dq, dk.astype(key.dtype), dv.astype(value.dtype), None, dsinks)
 
 
 def _gradients_at_once(
-    rows: Rows, own: KeyValue, stages: Stages, options: Options
+    rows: Rows, local: KeyValue, stages: Stages, options: ContextOptions
 ) -> tuple[jax.Array, KeyValue]:
-    """Of the queries, in their dtype, and of the own keys and values, in accumulator dtype."""
-    length = own.key.shape[0]
-    everything = _own_and_received(own, stages, options)
-    dq, grads = _stage_gradients(rows, everything, stages.bands[:, 0], options)
+    """Returns the gradients of queries, in their dtype, and of local keys, in accumulator dtype."""
+    length = local.key.shape[0]
+    gathered = _gather_keys(local, stages, options)
+    dq, grads = _stage_gradients(rows, gathered, stages.bands[:, 0], options)
     part = jax.tree.map(lambda x: x[:length], grads)
     for spec in stages.transfers:
         received = jax.tree.map(lambda x: x[length:], grads)
@@ -172,13 +175,13 @@ def _gradients_at_once(
 
 @_one_program
 def _gradients_in_stages(
-    rows: Rows, own: KeyValue, stages: Stages, options: Options
+    rows: Rows, local: KeyValue, stages: Stages, options: ContextOptions
 ) -> tuple[jax.Array, KeyValue]:
-    """The same. Keys travel during the stage before theirs, their gradients during the one behind it."""
-    rows, own, transfers = _inseparable((rows, own, stages.transfers))
-    buffer, dqs, parts, returned = own, [], [], []
+    """Does what `_gradients_at_once` does, with keys sent a stage ahead and gradients a stage later."""
+    rows, local, transfers = _tie_together((rows, local, stages.transfers))
+    buffer, dqs, parts, returned = local, [], [], []
     for stage in range(_num_stages(stages)):
-        casts = _start_cast(own, transfers, stage, options)
+        casts = _start_cast(local, transfers, stage, options)
         (rows, transfers), casts = in_order((rows, transfers), casts)
         returns = _start_return(parts, transfers, options, goes_first=not casts)
         rows, flights = in_order(rows, [*casts, *returns])
@@ -188,19 +191,21 @@ def _gradients_in_stages(
         returned += [flight.land() for flight in flights[len(casts) :]]
         dqs.append(dq)
         parts.append(part)
-    # The last gradients travel while those of the queries are added up.
+    # The last gradients of keys are returned while those of the queries are summed.
     dqs, flights = in_order(dqs, _start_return(parts, transfers, options, goes_first=False))
     dq = functools.reduce(jnp.add, dqs).astype(rows[0].dtype)
     dq, flights = in_order(dq, flights)
     returned += [flight.land() for flight in flights]
-    # Whoever wants but the gradients of the queries may not drop the end of what has been started.
+    # The barrier keeps the ends of all started transfers, even if only the gradients of queries are used.
     dq, returned = jax.lax.optimization_barrier((dq, returned))
     sums = [functools.reduce(jnp.add, addends) for addends in zip(parts[0], *returned, strict=True)]
     return dq, KeyValue(*sums)
 
 
-def _start_return(parts: list[KeyValue], specs: Specs, options: Options, *, goes_first: bool) -> list[Flight]:
-    """Starts the transfer of the last stage's gradients to their owners, unless they are the rank's own."""
+def _start_return(
+    parts: list[KeyValue], specs: Specs, options: ContextOptions, *, goes_first: bool
+) -> list[Flight]:
+    """Starts to return the gradients of the last stage, unless they are those of the local keys."""
     if len(parts) < 2:
         return []
     index = len(parts) - 2
@@ -213,9 +218,9 @@ def _stage_gradients(
     rows: Rows,
     buffer: KeyValue,
     bands: jax.Array,
-    options: Options,
+    options: ContextOptions,
 ) -> tuple[jax.Array, KeyValue]:
-    """The gradients of the queries and of a stage's keys and values, in accumulator dtype."""
+    """Returns the gradients of the queries and of a stage's keys and values, in accumulator dtype."""
     query, dout, lse, delta = (x[None] for x in rows)
     dq, dk, dv = attention_backward(
         query,

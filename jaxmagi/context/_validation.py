@@ -1,10 +1,9 @@
-"""What `context_attention` asks of its arguments."""
+"""Checks of the arguments of `context_attention`."""
 
 from typing import Any
 
 import jax
 
-from ..attention import check_operands
 from ..planning import ContextPlan
 
 
@@ -17,26 +16,8 @@ def check_plan(plan: Any) -> None:
         )
 
 
-def check_arguments(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    plan: ContextPlan,
-    *,
-    scale: float | None,
-    soft_cap: float | None,
-    sinks: jax.Array | None,
-    implementation: str | None,
-) -> None:
-    """Raises ValueError, with the values, for arguments that do not fit together."""
-    check_plan(plan)
-    check_operands(
-        query, key, value, scale=scale, soft_cap=soft_cap, sinks=sinks, implementation=implementation
-    )
-    _check_batch(query, plan)
-
-
-def _check_batch(query: jax.Array, plan: ContextPlan) -> None:
+def check_batch(query: jax.Array, plan: ContextPlan) -> None:
+    """Raises ValueError unless a stacked plan has a sequence for each example of query."""
     batch = plan.bands.shape[:-4]
     if len(batch) > query.ndim - 3 or (batch and batch != query.shape[:1]):
         raise ValueError(

@@ -17,5 +17,5 @@ from ._builders import (
     sliding_window as sliding_window,
     video as video,
 )
-from ._geometry import UNBOUNDED as UNBOUNDED
 from ._mask import AttnMask as AttnMask, MaskType as MaskType
+from .geometry import UNBOUNDED as UNBOUNDED

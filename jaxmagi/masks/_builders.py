@@ -1,26 +1,27 @@
-"""Masks by name: each builder says precisely which query ``q`` sees which key ``k``.
+"""Builders of masks, each of which says which query ``q`` sees which key ``k``.
 
-Lengths are in tokens. Every builder makes bands that share no cell, so none of them runs the overlap check.
+Lengths are in tokens. Every builder makes bands that share no cell, so none runs the overlap check.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Array, Int
 
 from .._checks import integer
-from ._geometry import UNBOUNDED
 from ._mask import AttnMask
 from ._validation import integer_array, lengths as checked_lengths
+from .geometry import UNBOUNDED
 
 _MAX_PAIRS = 2**22
 
 type Window = tuple[int, int]
-"""Keys to the left and to the right of the query's own."""
+"""Numbers of keys to the left and to the right of the query's own key."""
 
 
 def full(q_len: int, kv_len: int | None = None) -> AttnMask:
-    """Every query sees every key.
+    """Returns the mask under which every query sees every key.
 
     Args:
         q_len: the number of queries.
@@ -31,9 +32,9 @@ def full(q_len: int, kv_len: int | None = None) -> AttnMask:
 
 
 def causal(q_len: int, kv_len: int | None = None) -> AttnMask:
-    """``q`` sees ``k`` when ``k <= q + kv_len - q_len`` (bottom-right aligned).
+    """Returns the mask where ``q`` sees ``k`` when ``k <= q + kv_len - q_len`` (bottom-right aligned).
 
-    So the last query sees every key. With ``kv_len < q_len`` the first ``q_len - kv_len`` queries see none.
+    The last query sees every key. With ``kv_len < q_len`` the first ``q_len - kv_len`` queries see none.
 
     Args:
         q_len: the number of queries.
@@ -47,9 +48,9 @@ def causal(q_len: int, kv_len: int | None = None) -> AttnMask:
 
 
 def sliding_window(length: int, left: int, right: int = 0, *, kv_len: int | None = None) -> AttnMask:
-    """``q`` sees itself, the ``left`` keys before it and the ``right`` keys after it.
+    """Returns the mask where ``q`` sees itself, the ``left`` keys before and the ``right`` keys after it.
 
-    Exactly: with ``p = q + kv_len - length`` (bottom-right aligned), ``p - left <= k <= p + right``. A
+    With ``p = q + kv_len - length`` (bottom-right aligned), ``q`` sees ``p - left <= k <= p + right``. A
     model whose "window of W tokens" counts the query itself (Gemma, gpt-oss, Hugging Face) needs
     ``left = W - 1``.
 
@@ -70,12 +71,14 @@ def sliding_window(length: int, left: int, right: int = 0, *, kv_len: int | None
     return _mask([_band(0, length, 0, kv_len, lo, hi)], length, kv_len)
 
 
-def documents(lengths: Sequence[int] | np.ndarray, inner: str | Window = "causal") -> AttnMask:
-    """Packed documents: each query sees only keys of its own document.
+def documents(
+    lengths: Sequence[int] | Int[Array | np.ndarray, " documents"], inner: str | Window = "causal"
+) -> AttnMask:
+    """Returns the mask of packed documents: each query sees only keys of its own document.
 
     Args:
         lengths: tokens of each document, in order; zeros are allowed.
-        inner: who sees whom inside a document: ``"causal"`` (``k <= q``), ``"full"``, or ``(left, right)``
+        inner: the mask inside a document: ``"causal"`` (``k <= q``), ``"full"``, or ``(left, right)``
             as in `sliding_window`.
 
     >>> documents([1, 2]).to_dense().astype(int)
@@ -89,11 +92,13 @@ def documents(lengths: Sequence[int] | np.ndarray, inner: str | Window = "causal
     return _mask([_band(begins, ends, begins, ends, *_inner_limits(inner))], total, total)
 
 
-def from_segment_ids(segment_ids: Any, *, causal: bool = True, padding_id: int = 0) -> AttnMask:
-    """``q`` sees ``k`` when both have the same segment id, not ``padding_id``, and, if causal, ``k <= q``.
+def from_segment_ids(
+    segment_ids: Sequence[int] | Int[Array | np.ndarray, " T"], *, causal: bool = True, padding_id: int = 0
+) -> AttnMask:
+    """Returns the mask where ``q`` sees ``k`` of the same segment id and, if causal, ``k <= q``.
 
-    Padding sees nothing and is seen by nothing. A segment need not be contiguous: runs of one id that are
-    apart see one another, one band per pair of runs.
+    Padding sees nothing and is seen by nothing. A segment need not be contiguous: separate runs of one id see
+    one another, at the cost of one band per pair of runs.
 
     Args:
         segment_ids: integers ``[T]`` on the host. For a batch ``[B, T]``, `AttnMask.stack` the masks of its
@@ -102,8 +107,8 @@ def from_segment_ids(segment_ids: Any, *, causal: bool = True, padding_id: int =
         padding_id: the id of padding (0 in MaxText and T5X, -1 in kvax).
 
     Raises:
-        NotImplementedError: when runs of one id form more than 2**22 pairs (of a query's and a key's run, the
-            key's not after the query's if causal).
+        NotImplementedError: runs of one id form more than 2**22 pairs of a run of queries and a run of keys,
+            the latter not behind the former if causal.
 
     >>> from_segment_ids([1, 2, 1, 0]).to_dense().astype(int)
     array([[1, 0, 0, 0],
@@ -124,7 +129,7 @@ def from_segment_ids(segment_ids: Any, *, causal: bool = True, padding_id: int =
 
 
 def block_causal(length: int, block: int) -> AttnMask:
-    """``q`` sees every key of its own block and of the blocks before it: ``k // block <= q // block``.
+    """Returns the mask where ``q`` sees its own block and all before it: ``k // block <= q // block``.
 
     Args:
         length: the number of tokens.
@@ -140,7 +145,7 @@ def block_causal(length: int, block: int) -> AttnMask:
 
 
 def prefix_lm(length: int, prefix: int) -> AttnMask:
-    """``q`` sees ``k`` when ``k <= q`` or ``k < prefix``: the prefix in both directions, then causal.
+    """Returns the mask where ``q`` sees ``k`` when ``k <= q`` or both are in the prefix.
 
     Args:
         length: the number of tokens, prefix included.
@@ -151,8 +156,8 @@ def prefix_lm(length: int, prefix: int) -> AttnMask:
     return _mask([_band(0, prefix, 0, prefix), _band(prefix, length, 0, length, hi=0)], length, length)
 
 
-def shared_prefix(prefix: int, branches: Sequence[int] | np.ndarray) -> AttnMask:
-    """A prompt and branches that continue it independently, packed one after another (RL groups).
+def shared_prefix(prefix: int, branches: Sequence[int] | Int[Array | np.ndarray, " branches"]) -> AttnMask:
+    """Returns the mask of a prompt and independent branches that continue it, all packed (RL groups).
 
     A prompt token sees the prompt up to itself. A branch token sees the whole prompt and its own branch up to
     itself, and nothing of the other branches.
@@ -177,7 +182,7 @@ def shared_prefix(prefix: int, branches: Sequence[int] | np.ndarray) -> AttnMask
 
 
 def chunked_causal(length: int, chunk: int) -> AttnMask:
-    """``q`` sees ``k`` when ``k <= q`` and both are in the same chunk (Llama 4's local layers).
+    """Returns the mask where ``q`` sees ``k <= q`` of the same chunk (Llama 4's local layers).
 
     Args:
         length: the number of tokens.
@@ -188,8 +193,7 @@ def chunked_causal(length: int, chunk: int) -> AttnMask:
 
 
 def video(num_chunks: int, tokens_per_chunk: int, kv_range: int | None = None) -> AttnMask:
-    """Tokens of chunk ``j`` see all tokens of chunks ``max(0, j + 1 - kv_range)`` to ``j`` (MAGI-1's video
-    mask).
+    """Returns MAGI-1's video mask: chunk ``j`` sees chunks ``max(0, j + 1 - kv_range)`` to ``j`` in full.
 
     Args:
         num_chunks: the number of chunks.
@@ -209,7 +213,7 @@ def _mask(parts: list[np.ndarray], q_len: int, kv_len: int) -> AttnMask:
 
 
 def _band(q0: Any, q1: Any, k0: Any, k1: Any, lo: Any = -UNBOUNDED, hi: Any = UNBOUNDED) -> np.ndarray:
-    """Bands int64 ``[n, 6]`` from numbers and arrays ``[n]``."""
+    """Returns bands int64 ``[n, 6]`` from numbers and arrays ``[n]``."""
     return np.stack(np.broadcast_arrays(*np.atleast_1d(q0, q1, k0, k1, lo, hi)), axis=-1).astype(np.int64)
 
 
@@ -219,7 +223,7 @@ def _two_lengths(q_len: int, kv_len: int | None, q_name: str) -> tuple[int, int]
 
 
 def _limits(window: Window, offset: int = 0) -> tuple[int, int]:
-    """``(lo, hi)`` of a window of keys around key ``q + offset``."""
+    """Returns ``(lo, hi)`` of a window of keys around key ``q + offset``."""
     left, right = (
         integer(size, name, minimum=-1) for size, name in zip(window, ("left", "right"), strict=True)
     )
@@ -236,14 +240,14 @@ def _inner_limits(inner: str | Window) -> tuple[int, int]:
 
 
 def _blocks(length: int, block: int, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Beginnings and ends of blocks; the last one may be shorter."""
+    """Returns the beginnings and ends of blocks, of which the last may be shorter."""
     length = integer(length, "length")
     starts = np.arange(0, length, integer(block, name, minimum=1))
     return starts, np.minimum(starts + block, length)
 
 
 def _pairs_of_equal(values: np.ndarray, *, causal: bool) -> tuple[np.ndarray, np.ndarray]:
-    """All ordered pairs of indices ``(i, j)`` with ``values[i] == values[j]``; only ``j <= i`` if causal."""
+    """Returns all pairs of indices ``(i, j)`` with ``values[i] == values[j]`` and, if causal, ``j <= i``."""
     order = np.argsort(values, kind="stable")
     _, group, counts = np.unique(values[order], return_inverse=True, return_counts=True)
     begins = np.cumsum(counts) - counts

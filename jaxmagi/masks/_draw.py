@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .._drawing import BACKGROUND, MUTED, color, new_axes, style_token_axes
-from ._geometry import area, columns, tighten
+from .geometry import area, columns, tighten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_CELLS_UP_TO = 64  # tokens up to which single cells are drawn, with a grid between them
+_CELLS_UP_TO = 64  # largest number of tokens for which single cells are drawn, with a grid between them
 
 
 def draw_bands(bands: np.ndarray, q_len: int, kv_len: int, ax: "Axes | None" = None) -> "Axes":
-    """Draws bands ``[S, 6]``; see `AttnMask.draw`."""
+    """Draws bands ``[S, 6]``, as in `AttnMask.draw`."""
     if ax is None:
         ratio = np.clip(q_len / max(kv_len, 1), 0.25, 4.0)
         ax = new_axes(figsize=(6.0, 1.2 + 4.8 * ratio), layout="constrained")
@@ -31,7 +31,7 @@ def draw_bands(bands: np.ndarray, q_len: int, kv_len: int, ax: "Axes | None" = N
 
 
 def _fill(ax: "Axes", outlines: list[np.ndarray], *, outlined: bool) -> None:
-    """Adds the shapes; their outlines keep shapes thinner than a pixel visible."""
+    """Adds the shapes to the axes; their outlines keep shapes thinner than a pixel visible."""
     from matplotlib.collections import PolyCollection
 
     colors = [color(i) for i in range(len(outlines))]
@@ -40,7 +40,7 @@ def _fill(ax: "Axes", outlines: list[np.ndarray], *, outlined: bool) -> None:
 
 
 def _staircase(band: list[int]) -> np.ndarray:
-    """The exact outline ``(key, query)`` of a band's cells."""
+    """Returns the exact outline ``(key, query)`` of a band's cells."""
     q0, q1, k0, k1, lo, hi = band
     rows = np.arange(q0, q1)
     edges = np.maximum(k0, rows + lo), np.minimum(k1, rows + hi + 1)
@@ -51,7 +51,7 @@ def _staircase(band: list[int]) -> np.ndarray:
 
 
 def _outlines(bands: np.ndarray) -> list[np.ndarray]:
-    """Outlines ``(key, query)`` with straight edges through the middle of the steps."""
+    """Returns outlines ``(key, query)`` with straight edges through the middle of the steps."""
     q0, q1, k0, k1, lo, hi = (column.astype(float) for column in columns(bands))
     # Each edge is a slanted line clipped by the key range; it bends where the two meet.
     right_bend, left_bend = np.clip(k1 - hi - 0.5, q0, q1), np.clip(k0 - lo + 0.5, q0, q1)

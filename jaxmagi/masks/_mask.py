@@ -1,26 +1,29 @@
-"""The mask: a list of bands as an array inside a pytree."""
+"""`AttnMask`, a list of bands as an array inside a pytree."""
 
 import dataclasses
 import enum
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import jax
 import numpy as np
+from jaxtyping import Array, Bool, Int, Int32
 
 from .._checks import integer
-from . import _geometry, _validation
-from ._geometry import UNBOUNDED
+from . import _validation, geometry
+from .geometry import UNBOUNDED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MIN_CAPACITY = 8
 
+type _Integers = Sequence[Sequence[int]] | Sequence[int]
+
 
 class MaskType(enum.IntEnum):
-    """Which cells of a slice ``q_range x k_range`` are visible (MagiAttention's mask types).
+    """Says which cells of a slice ``q_range x k_range`` are visible (MagiAttention's mask types).
 
     Below, ``i`` and ``j`` count from the beginnings of the ranges, and ``sq`` and ``sk`` are their lengths.
     """
@@ -38,11 +41,11 @@ class MaskType(enum.IntEnum):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("bands",), meta_fields=("q_len", "kv_len"))
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttnMask:
-    """Which query sees which key, as a union of bands.
+    """Says which query sees which key, as a union of bands.
 
     A band ``(q0, q1, k0, k1, lo, hi)`` lets query ``q`` see key ``k`` when ``q0 <= q < q1``,
     ``k0 <= k < k1`` and ``lo <= k - q <= hi``, all in tokens. Masks are built on the host, by the builders
-    of `jaxmagi.masks` or by the constructors here; then they go through ``jax.jit`` like any array, and
+    of `jaxmagi.masks` or by the constructors of this class. Then they go through ``jax.jit`` like any array;
     masks with the same lengths and the same capacity share one compilation. The initialiser itself checks
     nothing: use the constructors.
 
@@ -53,24 +56,22 @@ class AttnMask:
         kv_len: the number of keys, at most 2**30. Static.
     """
 
-    bands: jax.Array | np.ndarray
+    bands: Int32[Array | np.ndarray, "*batch capacity 6"]
     q_len: int
     kv_len: int
 
     @classmethod
     def from_slices(
         cls,
-        q_ranges: Any,
-        k_ranges: Any,
-        mask_types: Any,
+        q_ranges: _Integers | Int[Array | np.ndarray, "slices 2"],
+        k_ranges: _Integers | Int[Array | np.ndarray, "slices 2"],
+        mask_types: _Integers | Int[Array | np.ndarray, " slices"],
         *,
         q_len: int | None = None,
         kv_len: int | None = None,
         check: bool = True,
     ) -> Self:
-        """The union of slices ``q_ranges[i] x k_ranges[i]``, each masked by its type.
-
-        These are MagiAttention's AttnSlices; see `MaskType` for the types.
+        """Makes the union of slices ``q_ranges[i] x k_ranges[i]``, which are MagiAttention's AttnSlices.
 
         Args:
             q_ranges: integers ``[S, 2]``, half-open ranges of queries.
@@ -78,10 +79,10 @@ class AttnMask:
             mask_types: `MaskType` or their integers, ``[S]``.
             q_len: the number of queries; by default the largest end of ``q_ranges``.
             kv_len: the number of keys; by default the largest end of ``k_ranges``.
-            check: see `from_bands`.
+            check: as in `from_bands`.
 
         Raises:
-            ValueError: as `from_bands`, or for a type that is none of the four.
+            ValueError: as in `from_bands`, or for an integer that is no `MaskType`.
 
         >>> AttnMask.from_slices([(0, 2), (2, 4)], [(0, 2), (0, 4)], [MaskType.CAUSAL, MaskType.FULL]).area()
         11
@@ -110,8 +111,15 @@ class AttnMask:
         )
 
     @classmethod
-    def from_bands(cls, bands: Any, *, q_len: int, kv_len: int, check: bool = True) -> Self:
-        """The union of bands.
+    def from_bands(
+        cls,
+        bands: _Integers | Int[Array | np.ndarray, "bands 6"],
+        *,
+        q_len: int,
+        kv_len: int,
+        check: bool = True,
+    ) -> Self:
+        """Makes the union of bands.
 
         Empty bands are dropped, and limits beyond ``±masks.UNBOUNDED`` are stored as ``±masks.UNBOUNDED``.
 
@@ -119,13 +127,12 @@ class AttnMask:
             bands: integers ``[S, 6]``, rows ``(q0, q1, k0, k1, lo, hi)``.
             q_len: the number of queries, at most 2**30.
             kv_len: the number of keys, at most 2**30.
-            check: whether to raise when two bands share a cell (exact, O(S log² S)). Without the check such a
-                cell counts once per band: its softmax weight is multiplied.
+            check: whether to raise when two bands share a cell (exact, O(S log² S)). Without the check a
+                shared cell counts once per band: its softmax weight is multiplied.
 
         Raises:
-            ValueError: for ranges that are reversed or out of bounds, for arrays that do not hold integers
-                or have another shape, for lengths out of bounds, and for shared cells; with the indices and
-                the values.
+            ValueError: a range is reversed or out of bounds, an array does not hold integers or has another
+                shape, a length is out of bounds, or two bands share a cell.
         """
         q_len, kv_len = integer(q_len, "q_len"), integer(kv_len, "kv_len")
         array = _validation.integer_array(bands, "bands", columns=6)
@@ -134,17 +141,17 @@ class AttnMask:
         array[:, 4:] = np.clip(array[:, 4:], -UNBOUNDED, UNBOUNDED)
         if check:
             _validation.check_overlap(array)
-        array = array[~_geometry.is_empty(array)].astype(np.int32)
+        array = array[~geometry.is_empty(array)].astype(np.int32)
         return cls(_pad(array, _bucket(len(array))), q_len, kv_len)
 
     @classmethod
     def concatenate(cls, masks: Sequence["AttnMask"]) -> Self:
-        """The block-diagonal mask: the sequences one after another, none of which sees another.
+        """Makes the block-diagonal mask of sequences one after another, none of which sees another.
 
         This folds a batch into one sequence, which is how context parallelism takes a batch.
 
         Raises:
-            ValueError: when there is no mask, or one is traced or holds per-example bands.
+            ValueError: there is no mask, or one is traced or holds per-example bands.
         """
         arrays = _single_bands(masks, "concatenate")
         q_ends, k_ends = (
@@ -152,7 +159,7 @@ class AttnMask:
         )
         q_len, kv_len = integer(q_ends[-1], "q_len"), integer(k_ends[-1], "kv_len")
         parts = [
-            _geometry.shift(array, q_end - mask.q_len, k_end - mask.kv_len)
+            geometry.shift(array, q_end - mask.q_len, k_end - mask.kv_len)
             for array, mask, q_end, k_end in zip(arrays, masks, q_ends, k_ends, strict=True)
         ]
         bands = np.concatenate(parts)
@@ -161,11 +168,10 @@ class AttnMask:
 
     @classmethod
     def stack(cls, masks: Sequence["AttnMask"]) -> Self:
-        """Per-example masks: bands ``[B, S, 6]`` with the largest capacity ``S`` of the masks.
+        """Makes per-example masks: bands ``[B, S, 6]`` with the largest capacity ``S`` of the masks.
 
         Raises:
-            ValueError: when there is no mask, when their lengths differ, or when one is traced or already
-                stacked.
+            ValueError: there is no mask, their lengths differ, or one is traced or already stacked.
         """
         arrays = _single_bands(masks, "stack")
         sizes = sorted({(mask.q_len, mask.kv_len) for mask in masks})
@@ -176,27 +182,27 @@ class AttnMask:
 
     @property
     def num_bands(self) -> int:
-        """The number of bands that have a cell (summed over the examples of a stacked mask)."""
-        return int((~_geometry.is_empty(self._host_bands())).sum())
+        """Returns the number of bands that have a cell (summed over the examples of a stacked mask)."""
+        return int((~geometry.is_empty(self._host_bands())).sum())
 
     def area(self) -> int:
-        """The number of visible cells, in closed form (summed over the examples of a stacked mask)."""
-        return sum(_geometry.area(self._host_bands()).ravel().tolist())
+        """Returns the number of visible cells in closed form (summed over the examples of a stacked mask)."""
+        return sum(geometry.area(self._host_bands()).ravel().tolist())
 
-    def to_dense(self) -> np.ndarray:
-        """The visible cells as bool ``[q_len, kv_len]`` (``[B, q_len, kv_len]`` for a stacked mask)."""
+    def to_dense(self) -> Bool[np.ndarray, "*batch q_len kv_len"]:
+        """Returns which cells are visible."""
         bands = self._host_bands()
         dense = [
-            _geometry.to_dense(one, self.q_len, self.kv_len) > 0
+            geometry.to_dense(one, self.q_len, self.kv_len) > 0
             for one in bands.reshape(-1, *bands.shape[-2:])
         ]
         return np.reshape(dense, (*bands.shape[:-2], self.q_len, self.kv_len))
 
     def pad_to(self, capacity: int) -> "AttnMask":
-        """The same mask with room for exactly ``capacity`` bands, so that masks share a compilation.
+        """Returns the mask with room for exactly ``capacity`` bands, so that masks share a compilation.
 
         Raises:
-            ValueError: when ``capacity`` is smaller than the rows that the bands take.
+            ValueError: ``capacity`` is smaller than the number of rows that the bands take.
         """
         bands = self._host_bands()
         used = 1 + np.flatnonzero(bands.any(axis=-1).reshape(-1, bands.shape[-2]).any(axis=0)).max(initial=-1)
@@ -215,8 +221,8 @@ class AttnMask:
             The axes.
 
         Raises:
-            ImportError: without matplotlib (``pip install jaxmagi[plot]``).
-            ValueError: for a traced or a stacked mask.
+            ImportError: matplotlib is missing (``pip install jaxmagi[plot]``).
+            ValueError: the mask is traced or stacked.
         """
         from ._draw import draw_bands
 
@@ -228,7 +234,7 @@ class AttnMask:
 
 
 def _single_bands(masks: Sequence[AttnMask], purpose: str) -> list[np.ndarray]:
-    """The bands of masks that are not stacked."""
+    """Returns the bands of masks; raises ValueError if one is stacked."""
     arrays = [mask._host_bands() for mask in masks]
     if not arrays:
         raise ValueError(f"{purpose} needs at least one mask.")
@@ -241,12 +247,12 @@ def _single_bands(masks: Sequence[AttnMask], purpose: str) -> list[np.ndarray]:
 
 
 def _bucket(count: int) -> int:
-    """The power of two that holds ``count`` bands, so that jit sees few shapes."""
+    """Returns the power of two that holds ``count`` bands, so that jit sees few shapes."""
     return max(_MIN_CAPACITY, 1 << (count - 1).bit_length())
 
 
 def _pad(bands: np.ndarray, capacity: int) -> np.ndarray:
-    """int32 ``[..., capacity, 6]`` with zero rows added, read-only because jax may alias it."""
+    """Returns int32 ``[..., capacity, 6]`` with zero rows added, read-only because jax may alias it."""
     padded = np.zeros((*bands.shape[:-2], capacity, 6), np.int32)
     padded[..., : bands.shape[-2], :] = bands
     padded.flags.writeable = False

@@ -1,23 +1,24 @@
 """Finds a cell that two bands share, exactly, in O(n log² n) vectorised steps for n bands.
 
 Tightened bands have a key in each of their rows, and their edges never move left and by at most one key per
-row. So bands that fill the same rows and are disjoint in one row keep their order until two *neighbours*
-meet: testing neighbours is enough. A segment tree over the row boundaries cuts every band into O(log n)
-pieces that fill a node's rows ("long" there), and names the O(log n) nodes on the way in which it fills
-only some rows ("short" there). In any row, one of two bands is long in a node where the other one is long
-or short too. Level by level, long bands are sorted and tested against their neighbours, then short bands
-look up their two neighbours among the long ones.
+row. Therefore bands that fill the same rows and are disjoint in one row keep their order until two
+*neighbours* meet, and testing neighbours is enough. A segment tree over the row boundaries cuts every band
+into O(log n) pieces that fill all rows of a node (the band is "long" in that node), and lists the O(log n)
+nodes above them, of whose rows the band fills only some (it is "short" in these nodes). For any row and any
+two bands in it there is a node in which one band is long and the other one is long or short. Level by level,
+long bands are sorted and tested against their neighbours, and short bands against their two neighbours
+among the long ones.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from ._geometry import columns, intersect, is_empty, tighten
+from .geometry import columns, intersect, is_empty, tighten
 
 
 class Overlap(NamedTuple):
-    """Two bands (indices, ``first < second``) and a cell that both cover."""
+    """Holds the indices of two bands, ``first < second``, and a cell that both cover."""
 
     first: int
     second: int
@@ -26,19 +27,19 @@ class Overlap(NamedTuple):
 
 
 class _Bands(NamedTuple):
-    """Tightened bands as int64 columns ``[n]``, and the tree leaves ``[begin, end)`` that their rows fill."""
+    """Holds tightened bands, and the leaves ``[begin, end)`` of the tree that their rows fill."""
 
-    columns: np.ndarray  # [6, n]
-    begin: np.ndarray
+    columns: np.ndarray  # int64 [6, n]
+    begin: np.ndarray  # int64 [n]
     end: np.ndarray
 
     def left_edge(self, index: np.ndarray, row: np.ndarray) -> np.ndarray:
-        """The first key of bands ``index`` in rows ``row``."""
+        """Returns the first key of bands ``index`` in rows ``row``."""
         return np.maximum(self.columns[2][index], row + self.columns[4][index])
 
 
 class _Entries(NamedTuple):
-    """Bands in the nodes of one tree level: int64 arrays of one length."""
+    """Holds bands in the nodes of one tree level, as int64 arrays of one length."""
 
     node: np.ndarray
     band: np.ndarray
@@ -46,7 +47,7 @@ class _Entries(NamedTuple):
 
 
 def find_overlap(bands: np.ndarray) -> Overlap | None:
-    """A cell covered by two of the bands ``[S, 6]``, or None when there is no such cell."""
+    """Returns a cell covered by two of the bands ``[S, 6]``, or None when there is no such cell."""
     index = np.flatnonzero(~is_empty(bands))
     index = index[np.argsort(bands[index, 0])]  # in row order the lookups below are nearly sequential
     tight = tighten(bands[index])
@@ -70,9 +71,9 @@ def _share_cells(columns: np.ndarray, first: np.ndarray, second: np.ndarray) -> 
 
 
 def _neighbours(tree: _Bands, boundaries: np.ndarray, level: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of bands to test at one level.
+    """Returns the pairs of bands to test at one level.
 
-    If they share no cell, no two bands do in a node of this level that one of them fills.
+    If no pair shares a cell, then no two bands share one in a node of this level that one of them fills.
     """
     long = _long_entries(tree, boundaries, level)
     short = _short_entries(tree, boundaries, level)
@@ -87,7 +88,7 @@ def _neighbours(tree: _Bands, boundaries: np.ndarray, level: int) -> tuple[np.nd
 
 
 def _long_entries(tree: _Bands, boundaries: np.ndarray, level: int) -> _Entries:
-    """The nodes that bands fill without filling the parent, two a band at most; by node and left edge."""
+    """Lists the nodes that bands fill without filling the parent, two a band at most, by node and edge."""
     begin, end = -(-tree.begin >> level), tree.end >> level
     left = np.flatnonzero((begin & 1 == 1) & (begin < end))
     right = np.flatnonzero((end & 1 == 1) & (begin < end))
@@ -98,7 +99,7 @@ def _long_entries(tree: _Bands, boundaries: np.ndarray, level: int) -> _Entries:
 
 
 def _short_entries(tree: _Bands, boundaries: np.ndarray, level: int) -> _Entries:
-    """The nodes that bands enter without filling them: those of their first and last rows, if any."""
+    """Lists the nodes that bands fill in part: at most those of their first and of their last row."""
     first, last = tree.begin >> level, (tree.end - 1) >> level
     cut_first = (first << level < tree.begin) | (first + 1 << level > tree.end)
     cut_last = (last + 1 << level > tree.end) & (first != last)
@@ -110,7 +111,10 @@ def _short_entries(tree: _Bands, boundaries: np.ndarray, level: int) -> _Entries
 def _count_left(
     tree: _Bands, long: np.ndarray, short: _Entries, lower: np.ndarray, upper: np.ndarray
 ) -> np.ndarray:
-    """Where short bands belong among the long ones ``[lower, upper)`` of their nodes, in their first rows."""
+    """Returns the place of each short band among the long ones ``[lower, upper)`` of its node.
+
+    Edges are compared in the short band's first row of the node, by binary searches in lockstep.
+    """
     target = tree.left_edge(short.band, short.row)
     place = lower.copy()
     open_ = np.flatnonzero(lower < upper)

@@ -7,14 +7,14 @@ import jax
 import numpy as np
 
 from .._checks import integer, is_traced
-from ._geometry import UNBOUNDED
 from ._overlap import find_overlap
+from .geometry import UNBOUNDED
 
 _LARGEST = np.iinfo(np.int64).max
 
 
 def host_array(value: Any, name: str) -> np.ndarray:
-    """``value`` as a numpy array; ValueError when it is traced, or a list with something traced."""
+    """Returns ``value`` as a numpy array; raises ValueError when it, or an item of a list, is traced."""
     if is_traced(value):
         raise ValueError(
             f"{name} is traced: masks are built and inspected on the host, outside jit, grad and vmap."
@@ -23,10 +23,10 @@ def host_array(value: Any, name: str) -> np.ndarray:
 
 
 def integer_array(value: Any, name: str, *, columns: int | None = None) -> np.ndarray:
-    """``value`` as int64 ``[n]``, or ``[n, columns]``."""
+    """Returns ``value`` as int64 ``[n]``, or ``[n, columns]``."""
     array = host_array(value, name)
     row = () if columns is None else (columns,)
-    if array.shape == (0,):  # an empty list, whose dtype and columns nobody could state
+    if array.shape == (0,):  # an empty list has no dtype and no columns
         return np.zeros((0, *row), np.int64)
     _check_int64(value, array, name)
     if array.dtype.kind not in "iu":
@@ -38,7 +38,7 @@ def integer_array(value: Any, name: str, *, columns: int | None = None) -> np.nd
 
 
 def _check_int64(value: Any, array: np.ndarray, name: str) -> None:
-    """ValueError naming an integer beyond int64 (of which numpy makes uint64, floats or objects)."""
+    """Raises ValueError for an integer beyond int64, of which numpy makes uint64, floats or objects."""
     if array.dtype.kind == "u":
         numbers = [int(array.max(initial=0))]
     else:
@@ -49,7 +49,7 @@ def _check_int64(value: Any, array: np.ndarray, name: str) -> None:
 
 
 def lengths(value: Any, name: str) -> np.ndarray:
-    """``value`` as int64 ``[n]`` of lengths that are not negative and sum to at most `UNBOUNDED`."""
+    """Returns ``value`` as int64 ``[n]`` of lengths that are not negative and sum to at most `UNBOUNDED`."""
     array = integer_array(value, name)
     reject(array < 0, lambda i: f"{name}[{i}] = {array[i]} is negative.")
     reject(array > UNBOUNDED, lambda i: f"{name}[{i}] = {array[i]} is more than {UNBOUNDED}.")
@@ -58,7 +58,7 @@ def lengths(value: Any, name: str) -> np.ndarray:
 
 
 def check_ranges(ranges: np.ndarray, name: str, length: int) -> None:
-    """ValueError unless every ``ranges`` row ``[begin, end)`` is ordered and inside ``[0, length)``."""
+    """Raises ValueError unless every range ``[begin, end)`` is ordered and inside ``[0, length)``."""
     begin, end = ranges.T
     reject(begin > end, lambda i: f"band {i}: {name} range {_pair(ranges[i])} ends before it begins.")
     reject(
@@ -68,7 +68,7 @@ def check_ranges(ranges: np.ndarray, name: str, length: int) -> None:
 
 
 def check_overlap(bands: np.ndarray) -> None:
-    """ValueError naming two bands and a cell when a cell is covered twice."""
+    """Raises ValueError, with two bands and a cell, when two bands cover the same cell."""
     overlap = find_overlap(bands)
     if overlap is None:
         return
@@ -81,7 +81,7 @@ def check_overlap(bands: np.ndarray) -> None:
 
 
 def reject(bad: np.ndarray, message: Callable[[int], str]) -> None:
-    """ValueError with the message of the first bad index, and the indices of a few more."""
+    """Raises ValueError with the message of the first bad index, and the indices of a few more."""
     indices = np.flatnonzero(bad)
     if indices.size == 0:
         return

@@ -1,10 +1,13 @@
-"""The function that Flax's attention modules call in place of their own dot-product attention."""
+"""`attention_fn`, which Flax's attention modules call in place of dot-product attention."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from flax.nnx.nn import dtypes
+from jaxtyping import Array, Float
 
 from jaxmagi.attention import MeshAxes, attention
 from jaxmagi.context import context_attention
@@ -13,9 +16,9 @@ from jaxmagi.planning import ContextPlan
 
 
 def attention_fn(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array | np.ndarray, "*batch T N D"],
+    key: Float[Array | np.ndarray, "*batch S K D"],
+    value: Float[Array | np.ndarray, "*batch S K Dv"],
     bias: None = None,
     mask: AttnMask | ContextPlan | None = None,
     *,
@@ -32,15 +35,15 @@ def attention_fn(
     is_causal: bool = False,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array | np.ndarray, " N"] | None = None,
     deterministic_gradients: bool = False,
     implementation: str | None = None,
     axis_name: str = "context",
     batch_axis_name: MeshAxes = None,
     head_axis_name: MeshAxes = None,
     **kwargs: Any,
-) -> jax.Array:
-    """Attention under an `AttnMask`, or distributed by a `ContextPlan`, with the signature Flax expects.
+) -> Float[Array, "*batch T N Dv"]:
+    """Computes attention under an `AttnMask`, or a `ContextPlan` over a mesh axis, as Flax calls it.
 
     Use it as ``nnx.MultiHeadAttention(..., attention_fn=jaxmagi.nn.attention_fn)`` (or linen's
     ``MultiHeadDotProductAttention``) and pass the mask or the plan where the layer takes its ``mask``.
@@ -51,42 +54,43 @@ def attention_fn(
         key: ``[*batch, S, K, D]``, ``N % K == 0``.
         value: ``[*batch, S, K, Dv]``.
         bias: must be None.
-        mask: an `AttnMask` (one for all examples, or one per example), a `ContextPlan`, or None (every
-            query sees every key; with ``is_causal=True``, the keys up to its own position). With a plan,
-            the sequence axis is in the plan's token order and sharded over ``axis_name``; the mesh is the
-            one of ``jax.set_mesh``, or of the ``shard_map`` that the call stands in. A plan built by
-            `ContextPlan.stack` holds one plan for each example.
+        mask: an `AttnMask` (one for all examples, or one per example), a `ContextPlan` (one for all, or
+            `ContextPlan.stack` for one per example), or None (every query sees every key; with
+            ``is_causal=True``, the keys up to its own position). With a plan, the sequence is in the plan's
+            token order and sharded over ``axis_name`` of the mesh of ``jax.set_mesh``, or of the
+            surrounding ``shard_map``.
         dropout_rng: unused, as there is no dropout.
         dropout_rate: must be 0 unless ``deterministic``.
         broadcast_dropout: unused, as there is no dropout.
-        deterministic: Flax's meaning: no dropout.
-        dtype: query, key and value are cast to it; None promotes them to a common type.
+        deterministic: whether dropout is off, as in Flax.
+        dtype: the dtype that query, key and value are cast to; None promotes them to a common type.
         precision: must be None.
-        force_fp32_for_softmax: the softmax is always computed in float32 (or float64).
+        force_fp32_for_softmax: unused, as the softmax is always computed in float32 (or float64).
         qk_attn_weights_einsum: must be None.
         attn_weights_value_einsum: must be None.
-        module: must be None: weights are never formed, so that they cannot be sown.
-        is_causal: only without ``mask``: a mask says itself who sees whom.
+        module: must be None, as weights are never formed and cannot be sown.
+        is_causal: whether attention is causal; only without ``mask``.
         scale: factor of the logits, ``D**-0.5`` by default.
-        logits_soft_cap: see `jaxmagi.attention`.
-        sinks: ``[N]``, see `jaxmagi.attention`.
-        deterministic_gradients: gradients are bitwise equal from run to run.
-        implementation: see `jaxmagi.attention`.
+        logits_soft_cap: as in `jaxmagi.attention`.
+        sinks: ``[N]``, as in `jaxmagi.attention`.
+        deterministic_gradients: whether gradients must be bitwise reproducible.
+        implementation: as in `jaxmagi.attention`.
         axis_name: mesh axis over which a plan distributes the sequence.
-        batch_axis_name: mesh axis, or axes, over which the batch ``[B, T, N, D]`` is sharded, see
-            `jaxmagi.context_attention`; with a plan only. None: as query is.
-        head_axis_name: likewise for the heads.
-        **kwargs: what newer versions of Flax may pass; anything but None raises.
+        batch_axis_name: mesh axis, or axes, over which the batch ``[B, T, N, D]`` is sharded, as
+            in `jaxmagi.context_attention`; with a plan only. None: as query is.
+        head_axis_name: mesh axis, or axes, over which the heads are sharded; with a plan only.
+        **kwargs: arguments of newer versions of Flax; anything but None raises.
 
     Returns:
         ``[*batch, T, N, Dv]``.
 
     Raises:
-        NotImplementedError: bias, dropout, dense masks, precision, custom einsums, sown weights, decoding.
-        ValueError: shapes, dtypes or lengths that do not fit; ``is_causal`` together with a mask.
+        NotImplementedError: bias, dropout, a dense mask, precision, a custom einsum, sown weights or decoding
+            is asked for.
+        ValueError: shapes, dtypes or lengths do not fit, or ``is_causal`` is given together with a mask.
     """
     del dropout_rng, broadcast_dropout, force_fp32_for_softmax
-    _refuse(
+    _check_unset(
         bias=bias,
         precision=precision,
         qk_attn_weights_einsum=qk_attn_weights_einsum,
@@ -107,17 +111,19 @@ def attention_fn(
     }
     axes = {"batch_axis_name": batch_axis_name, "head_axis_name": head_axis_name}
     if isinstance(mask, ContextPlan):
-        return _distributed(query, key, value, mask, options | axes | {"axis_name": axis_name})
+        _check_batch(query.shape, mask)
+        attend = functools.partial(context_attention, plan=mask, axis_name=axis_name, **options, **axes)
+        return _over_batch(attend, query.ndim)(query, key, value)
     for name, given in axes.items():
         if given is not None:
             raise ValueError(
                 f"{name}={given!r} goes with a ContextPlan; under an AttnMask both stay as they are"
             )
-    return _local(query, key, value, mask, options)
+    return _over_batch(functools.partial(attention, mask=mask, **options), query.ndim)(query, key, value)
 
 
-def _refuse(**unsupported: Any) -> None:
-    """Raises on every argument that is set and would change the result."""
+def _check_unset(**unsupported: Any) -> None:
+    """Raises NotImplementedError if an argument that would change the result is set."""
     for name, given in unsupported.items():
         if given is not None:
             raise NotImplementedError(f"attention_fn does not support {name}, got {_describe(given)}")
@@ -130,7 +136,7 @@ def _describe(given: Any) -> str:
 
 def _resolve_mask(mask: Any, is_causal: bool, q_len: int, kv_len: int) -> AttnMask | ContextPlan:
     if mask is None:
-        # Flax aligns its causal mask top-left; the two conventions meet where the lengths are equal.
+        # Flax aligns its causal mask top-left, jaxmagi bottom-right; they agree where the lengths are equal.
         if is_causal and q_len != kv_len:
             raise NotImplementedError(f"is_causal needs equal lengths, got {q_len} queries and {kv_len} keys")
         return causal(q_len) if is_causal else full(q_len, kv_len)
@@ -144,32 +150,15 @@ def _resolve_mask(mask: Any, is_causal: bool, q_len: int, kv_len: int) -> AttnMa
     return mask
 
 
-def _local(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: AttnMask, options: dict[str, Any]
-) -> jax.Array:
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return attention(query, key, value, mask, **options)
-
-    # attention takes one batch axis; any in front of it are mapped over.
-    for _ in query.shape[:-4]:
+def _over_batch(attend: Callable[..., jax.Array], ndim: int) -> Callable[..., jax.Array]:
+    """Maps a function that takes at most one batch axis over all further ones in front of it."""
+    for _ in range(ndim - 4):
         attend = jax.vmap(attend)
-    return attend(query, key, value)
+    return attend
 
 
-def _distributed(
-    query: jax.Array, key: jax.Array, value: jax.Array, plan: ContextPlan, options: dict[str, Any]
-) -> jax.Array:
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        return context_attention(query, key, value, plan, **options)
-
-    _check_batch(query, plan)
-    for _ in query.shape[:-4]:
-        attend = jax.vmap(attend)
-    return attend(query, key, value)
-
-
-def _check_batch(query: jax.Array, plan: ContextPlan) -> None:
-    if query.ndim > 4 and np.ndim(plan.token_order) > 1:
+def _check_batch(shape: tuple[int, ...], plan: ContextPlan) -> None:
+    if len(shape) > 4 and np.ndim(plan.token_order) > 1:
         raise NotImplementedError(
-            f"a stacked plan goes with one batch axis, but query has shape {query.shape}: flatten its batch"
+            f"a stacked plan goes with one batch axis, but query has shape {shape}: flatten its batch"
         )

@@ -1,4 +1,4 @@
-"""What `calibrate` makes of known times, of real ones on CPUs, and of several processes."""
+"""`calibrate` with predicted times, on CPUs, and with several processes."""
 
 import dataclasses
 import functools
@@ -32,33 +32,36 @@ TRUTH = CostModel(
 )  # fmt: skip
 KNOWN_ON_ONE_DEVICE = ("tflops", "backward_tflops", "partial_tile_cost", "memory_gb_per_second", "latency_us")
 KNOWN_ON_ONE_HOST = (*KNOWN_ON_ONE_DEVICE, "link_gb_per_second")
+KNOWN_BETWEEN_HOSTS = (
+    *KNOWN_ON_ONE_DEVICE, "network_gb_per_second", "network_latency_us", "ranks_per_host",
+)  # fmt: skip
 
 
 class Machine(NamedTuple):
-    """Takes the times that cost models predict, instead of running anything."""
+    """Predicts times by cost models, instead of running anything."""
 
     forward: CostModel = TRUTH
     backward: CostModel = TRUTH
     links: CostModel = TRUTH
 
     def take_times(self, probes: Mapping[str, Probe]) -> dict[str, float]:
-        """By the masks, floats and specs that the probes ask for."""
+        """Predicts the times of probes from their arguments."""
         asked = {name: probe for name, probe in probes.items() if isinstance(probe, functools.partial)}
         assert asked.keys() == probes.keys()
         return {name: getattr(self, probe.func.__name__)(*probe.args) for name, probe in asked.items()}
 
     def attention_probe(self, direction: str, mask: jaxmagi.AttnMask, *_: Any) -> float:
-        cost = self.forward if direction == "forward" else self.backward
-        own = cost.forward if direction == "forward" else cost.backward
+        cost = getattr(self, direction)
+        attention_pass = getattr(cost, direction)
         bands = np.asarray(mask.bands)
-        tiles = count_tiles(bands, np.array(len(bands)), own)
-        return float(cost.compute_seconds(tiles, own))
+        tiles = count_tiles(bands, np.array(len(bands)), attention_pass)
+        return float(cost.compute_seconds(tiles, attention_pass))
 
     def addition_probe(self, floats: int, *_: Any) -> float:
         return TRUTH.merge_seconds(1) * floats / (TRUTH.num_heads * TRUTH.head_dim)
 
     def transfer_probe(self, spec: jaxmagi.GroupCastSpec, *_: Any) -> float:
-        """Of the rank that receives most."""
+        """Predicts the time of the rank that receives most."""
         src, rows = np.asarray(spec.receives)[..., 0], np.asarray(spec.receives)[..., 3]
         dst = np.arange(len(src))[:, None]
         within = src // self.links.ranks_per_host == dst // self.links.ranks_per_host
@@ -78,33 +81,37 @@ def mesh_of(*shape: int, kind: AxisType = AxisType.Auto) -> Mesh:
 
 
 def assert_known(found: CostModel, names: tuple[str, ...], truth: CostModel = TRUTH) -> None:
-    """Of the truth, and the defaults elsewhere."""
+    """Checks that ``names`` have the values of the truth, and other attributes their defaults."""
     for name, value in vars(found).items():
         expected = getattr(truth if name in names else CostModel(**HEADS), name)
         assert value == pytest.approx(expected, rel=1e-3), name
 
 
-def test_one_device_knows_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_known(measure(monkeypatch, mesh=mesh_of(1)), KNOWN_ON_ONE_DEVICE)
+@pytest.mark.parametrize(
+    ("shape", "ranks_per_host", "names"),
+    [
+        ((1,), None, KNOWN_ON_ONE_DEVICE),
+        ((8,), 8, KNOWN_ON_ONE_HOST),
+        ((8,), 3, tuple(vars(TRUTH))),
+        ((2, 4), 3, tuple(vars(TRUTH))),
+        ((4,), 1, KNOWN_BETWEEN_HOSTS),
+    ],
+)
+def test_known_speeds_are_found(
+    shape: tuple[int, ...],
+    ranks_per_host: int | None,
+    names: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Meshes have one device, one host, two hosts of which the last has fewer ranks, and four hosts."""
+    truth = dataclasses.replace(TRUTH, ranks_per_host=ranks_per_host or 1)
+    options = {"mesh": mesh_of(*shape), "axis_name": "context", "ranks_per_host": ranks_per_host}
+    assert_known(measure(monkeypatch, Machine(links=truth), **options), names, truth)
 
 
 def test_all_devices_are_measured_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(links=dataclasses.replace(TRUTH, ranks_per_host=len(jax.devices())))
     assert_known(measure(monkeypatch, machine), KNOWN_ON_ONE_HOST)
-
-
-@pytest.mark.parametrize("shape", [(8,), (2, 4)])
-def test_several_hosts(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last of which has fewer ranks."""
-    found = measure(monkeypatch, mesh=mesh_of(*shape), axis_name="context", ranks_per_host=3)
-    assert_known(found, tuple(vars(TRUTH)))
-
-
-def test_hosts_of_one_rank_have_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    truth = dataclasses.replace(TRUTH, ranks_per_host=1)
-    found = measure(monkeypatch, Machine(links=truth), mesh=mesh_of(4), ranks_per_host=1)
-    names = ("network_gb_per_second", "network_latency_us", "ranks_per_host")
-    assert_known(found, (*KNOWN_ON_ONE_DEVICE, *names), truth)
 
 
 def test_rows_larger_than_a_short_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +121,7 @@ def test_rows_larger_than_a_short_transfer(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_numbers_that_a_model_has_for_several_things(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mean cost of a partial tile, and the largest of all fixed times."""
+    """The model has the mean cost of a partial tile, and the largest of all fixed times."""
     machine = Machine(
         forward=dataclasses.replace(TRUTH, partial_tile_cost=1.25, latency_us=4.0),
         backward=dataclasses.replace(TRUTH, partial_tile_cost=2.25, latency_us=0.0),
@@ -163,7 +170,7 @@ def test_bad_arguments_are_named(options: dict[str, Any], message: str) -> None:
 
 
 def assert_measured(found: CostModel, names: tuple[str, ...]) -> None:
-    """The defaults elsewhere, whose speeds are those of GPUs."""
+    """Checks that ``names`` are slower than their defaults, which are those of GPUs, and others defaults."""
     for name, default in vars(CostModel(**HEADS)).items():
         value = getattr(found, name)
         if name not in names:
@@ -177,16 +184,15 @@ def test_the_cpu() -> None:
 
 
 def test_an_axis_of_a_mesh_of_the_caller() -> None:
-    """Of Explicit type, which is also that of the context, as if each rank were a host."""
+    """The mesh, which is also in context, has Explicit axes; each rank counts as a host."""
     mesh = mesh_of(2, 2, kind=AxisType.Explicit)
     with jax.set_mesh(mesh):
         found = calibrate(mesh, "context", **HEADS, ranks_per_host=1)
-    names = ("network_gb_per_second", "network_latency_us", "ranks_per_host")
-    assert_measured(found, (*KNOWN_ON_ONE_DEVICE, *names))
+    assert_measured(found, KNOWN_BETWEEN_HOSTS)
 
 
 def test_batches_are_long_enough() -> None:
-    """And count their passes."""
+    """Work is repeated to long batches, which count all of its passes."""
     made = []
     work = _probes._repeat(_probes.DeviceWork(lambda: made.append(0), lambda _: None, 5), 3)
     work.seconds(2)
@@ -194,7 +200,7 @@ def test_batches_are_long_enough() -> None:
 
 
 def check_processes() -> None:
-    """One model everywhere, of two processes with two devices each, on one host and as if on two."""
+    """Checks that two processes with two devices each get one model, on one host and as if on two."""
     index = jax.process_index()
     assert _processes.largest(np.array([index, -index, 0.5])).tolist() == [1.0, 0.0, 0.5]
     print(f"measured {calibrate(**HEADS)!r}")

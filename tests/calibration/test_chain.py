@@ -1,4 +1,4 @@
-"""Calls that are timed as a chain: all are made, on every rank, each after the last, and nothing else is."""
+"""Chains of timed calls make all calls, on every rank, one after another, and nothing else."""
 
 import itertools
 import math
@@ -25,12 +25,12 @@ def on_mesh(x: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
 
 
 def num_copies(program: str, size: int) -> int:
-    """Of arrays with so many elements at least."""
+    """Counts the copies of arrays with at least ``size`` elements."""
     return sum(math.prod(map(int, dims.split(","))) >= size for dims in COPY.findall(program))
 
 
 def test_every_call_is_made(rng: np.random.Generator) -> None:
-    """On all ranks and in all programs, with the operands as they are, though all results are alike."""
+    """All ranks call the function with the same operands in all programs, though all results are equal."""
     mesh = _chain.mesh_of(RANKS)
     seen = []
 
@@ -57,7 +57,7 @@ def test_every_call_is_made(rng: np.random.Generator) -> None:
     assert work.passes == TURNS * CALLS
 
 
-def test_what_is_taken_out_of_the_loop_is_noticed() -> None:
+def test_collectives_out_of_the_loop_are_found() -> None:
     mesh = _chain.mesh_of(RANKS)
     x, table = (on_mesh(np.ones((RANKS, 3), np.float32), mesh) for _ in range(2))
 
@@ -83,8 +83,7 @@ def test_what_is_taken_out_of_the_loop_is_noticed() -> None:
         ("%y = f32[4] call(%x), to_apply=%f", False),
     ],
 )
-def test_what_communicates(call: str, found: bool) -> None:
-    """As GPUs have it, too."""
+def test_communication_is_found(call: str, found: bool) -> None:
     assert bool(_chain.COMMUNICATES.search(call)) == found
 
 
@@ -96,7 +95,7 @@ def test_what_communicates(call: str, found: bool) -> None:
 def test_programs_make_calls_and_nothing_else(
     transfer: _transfers.Transfer, direction: _jax_collectives.Direction
 ) -> None:
-    """As many collectives as all calls of a turn have. No copies of whole operands but those of a call."""
+    """A turn has the collectives of all its calls, and no more copies of operands than a call has."""
     mesh = _chain.mesh_of(RANKS)
     for name, implementation in _jax_collectives.implementations(transfer, direction).items():
         if not IN_LAX.search(name):
@@ -115,7 +114,7 @@ def test_programs_make_calls_and_nothing_else(
 
 
 def test_copies_are_found() -> None:
-    """What writes to an operand has it copied in each call, for all calls share it."""
+    """A call that writes to an operand copies it, as all calls share it."""
     mesh = _chain.mesh_of(RANKS)
     x = on_mesh(np.ones((RANKS * 8, 3), np.float32), mesh)
 

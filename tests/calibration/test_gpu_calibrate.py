@@ -1,4 +1,4 @@
-"""What `calibrate` measures on H100 and H200, between limits that hold for any of them."""
+"""`calibrate` on H100 and H200, between limits that hold for all of them."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Times of devices by a clock that the tests set."""
+"""Timing of devices by a clock that the tests set."""
 
 import pytest
 
@@ -9,14 +9,14 @@ LAUNCH, WAIT = 3.0, 50.0
 
 
 class Clock:
-    """Of a host and of a device that works through its queue beside it."""
+    """Simulates a host and a device that works through its queue asynchronously."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.host = self.device = 0.0
         monkeypatch.setattr(_timing.time, "perf_counter", lambda: self.host)
 
     def work(self, seconds: float, passes: int = 1) -> DeviceWork:
-        """That keeps the device busy for so long a pass; launching and waiting take time of the host."""
+        """Returns work that takes ``seconds`` of the device per pass, and time of the host to launch."""
 
         def enqueue() -> float:
             self.host += LAUNCH
@@ -48,7 +48,7 @@ def test_median_of_the_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time_on_device(works, repeats=3, batches=1) == {"some": Timing(1.0, -9.0, 2.0)}
 
 
-def test_memory_for_all_that_is_under_way_is_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_all_batches_is_allocated_before(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, batches, most = Clock(monkeypatch), 0, 0
 
     def enqueue() -> None:

@@ -1,4 +1,4 @@
-"""Runs context_attention on the CPU devices, compiled once per kind of call, and its single-device oracle."""
+"""Runs context_attention on CPU devices, compiled once per kind of call, and a single-device oracle."""
 
 import functools
 from collections.abc import Iterator
@@ -28,11 +28,11 @@ AXIS = "context"
 LENGTH = 256
 HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 8, 6
 CAPACITY = PlanCapacity(bands=512, copies=256, pair_rows=128, output_rows=256)
-"""Of all plans here, so that they share compilations."""
+"""The capacity of all plans of the tests, so that they share compilations."""
 
 
 class Problem(NamedTuple):
-    """Operands and cotangents, in global order."""
+    """Holds operands and cotangents."""
 
     query: Any
     key: Any
@@ -43,7 +43,7 @@ class Problem(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """Results and gradients."""
+    """Holds results and gradients."""
 
     out: Any
     lse: Any
@@ -60,7 +60,7 @@ def random_masks(rng: np.random.Generator, count: int) -> Iterator[AttnMask]:
 
 
 def embedded(case: MaskCase, length: int) -> AttnMask:
-    """A public mask in the corner of a larger one."""
+    """Returns a public mask in the corner of a larger one."""
     return AttnMask.from_slices(
         case.q_ranges, case.k_ranges, case.mask_types, q_len=length, kv_len=length, check=not case.overlaps
     )
@@ -98,7 +98,7 @@ def make_plan(
     layout: Any = "balanced",
     **options: Any,
 ) -> ContextPlan:
-    """A plan of common capacity; chunks small enough for several per rank."""
+    """Returns a plan of common capacity, with several chunks per rank."""
     if isinstance(layout, str) and layout == "balanced":
         options.setdefault("chunk_size", 8)
     capacity = replace(CAPACITY, backward=CAPACITY if isinstance(num_stages, tuple) else None)
@@ -107,7 +107,7 @@ def make_plan(
 
 
 def oracle(problem: Problem, mask: AttnMask, logits_soft_cap: float | None = None) -> Solution:
-    """In fp64, dense, on the host."""
+    """Solves a problem on the host, dense and in fp64."""
     operands = [np.asarray(x).astype(np.float64) for x in problem]
     query, key, value, sinks, dout, dlse = operands
     options: Any = {"sinks": sinks, "logits_soft_cap": logits_soft_cap}
@@ -121,7 +121,7 @@ def make_mesh(cp_size: int, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh
 
 
 def solve(attend: Any, problem: Problem, mask: ContextPlan | AttnMask) -> Solution:
-    """Results and gradients of ``attend(query, key, value, sinks, mask) → (out, lse)``."""
+    """Returns results and gradients of ``attend(query, key, value, sinks, mask) → (out, lse)``."""
     query, key, value, sinks, dout, dlse = problem
     (out, lse), vjp = jax.vjp(lambda *operands: attend(*operands, mask), query, key, value, sinks)
     return Solution(out, lse, *vjp((dout, dlse)))
@@ -129,7 +129,7 @@ def solve(attend: Any, problem: Problem, mask: ContextPlan | AttnMask) -> Soluti
 
 @functools.cache
 def distributed(cp_size: int, logits_soft_cap: float | None = None, *, plan_sharded: bool = False) -> Any:
-    """Compiled: problem in dispatched order, plan → solution in dispatched order."""
+    """Compiles a function of a problem in dispatched order and a plan, which returns the solution."""
 
     def local(query: Any, key: Any, value: Any, sinks: Any, plan: ContextPlan) -> Any:
         return context_attention(
@@ -153,25 +153,28 @@ def distributed(cp_size: int, logits_soft_cap: float | None = None, *, plan_shar
     return jax.jit(functools.partial(solve, mapped))
 
 
-@functools.cache
-def single_device() -> Any:
-    """Compiled: problem, mask → solution of the local op."""
-
+@jax.jit
+def _solve_alone(problem: Problem, mask: AttnMask) -> Solution:
     def attend(query: Any, key: Any, value: Any, sinks: Any, mask: AttnMask) -> Any:
         return attention(query, key, value, mask, sinks=sinks, return_residual=True)
 
-    return jax.jit(lambda problem, mask: solve(attend, problem, mask))
+    return solve(attend, problem, mask)
+
+
+def solve_alone(problem: Problem, mask: AttnMask) -> Solution:
+    """Solves a problem by the local op on one device."""
+    return Solution(*map(np.asarray, _solve_alone(problem, mask)))
 
 
 def dispatch_problem(problem: Problem, plan: ContextPlan) -> Problem:
-    """The cotangents of padding are NaN: nothing may depend on them."""
+    """Dispatches a problem, with NaN as cotangents of padding, on which nothing may depend."""
     query, key, value = (dispatch(x, plan, pad_value=3) for x in problem[:3])
     dout, dlse = (dispatch(x, plan, pad_value=np.nan) for x in problem[4:])
     return Problem(query, key, value, problem.sinks, dout, dlse)
 
 
 def whole(x: Any) -> np.ndarray:
-    """An array on the host, also what is on devices of several processes."""
+    """Returns an array on the host, also from devices of several processes."""
     is_elsewhere = isinstance(x, jax.Array) and not x.is_fully_addressable
     return np.asarray(process_allgather(x, tiled=True) if is_elsewhere else x)
 
@@ -181,10 +184,16 @@ def undispatch_solution(solution: Solution, plan: ContextPlan) -> Solution:
     return Solution(*[undispatch(x, plan) for x in rows], sinks=sinks)
 
 
+def solve_distributed(problem: Problem, plan: ContextPlan, **options: Any) -> Solution:
+    """Solves a problem in global order by `distributed`, with its options, on a device per rank."""
+    run = distributed(plan.cp_size, **options)
+    return undispatch_solution(run(dispatch_problem(problem, plan), plan), plan)
+
+
 def check_solution(solution: Solution, expected: Solution, tolerance: float) -> None:
-    """Rows that see nothing must be exact."""
-    blind = np.isneginf(expected.lse)
-    np.testing.assert_array_equal(np.isneginf(solution.lse), blind)
+    """Compares two solutions; fully masked rows must be exact."""
+    masked = np.isneginf(expected.lse)
+    np.testing.assert_array_equal(np.isneginf(solution.lse), masked)
     for name, given, wanted in zip(Solution._fields, solution, expected, strict=True):
         given = np.asarray(given).astype(np.float64)
         wanted = np.where(np.isneginf(wanted), 0, wanted)
@@ -192,4 +201,4 @@ def check_solution(solution: Solution, expected: Solution, tolerance: float) -> 
             np.where(np.isneginf(given), 0, given), wanted, atol=tolerance, rtol=tolerance, err_msg=name
         )
     for rows in (solution.out, solution.query):
-        assert (np.asarray(rows)[blind] == 0).all()
+        assert (np.asarray(rows)[masked] == 0).all()

@@ -1,4 +1,4 @@
-"""On GPUs transfers run beside attention, as data forces it: seen from a machine that may have none."""
+"""Data dependencies let transfers overlap with attention on GPUs, in programs lowered without a GPU."""
 
 import functools
 import types
@@ -24,7 +24,7 @@ CAST, REDUCE, DONE = collective_calls.CAST, collective_calls.REDUCE, collective_
 
 @pytest.fixture(autouse=True)
 def extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something in place of jaxmagi._cuda, and a machine without a GPU."""
+    """Replaces jaxmagi._cuda by a stand-in, on a machine without GPUs."""
     targets = (attention_calls.PLAN, FORWARD, BACKWARD, CAST, REDUCE, DONE)
     stand_in = types.SimpleNamespace(
         registrations=lambda: {target: {} for target in targets},
@@ -39,7 +39,7 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def program(num_stages: int, *, mesh: Any = None, examples: int | None = None) -> str:
-    """Attention and its gradients, with the ranks along one axis of a mesh, for so many examples by vmap."""
+    """Lowers attention and its gradients over a mesh, under vmap if there are examples."""
     plan = plan_context(masks.causal(LENGTH), RANKS, num_stages=num_stages, chunk_size=64)
     local = functools.partial(context_attention, plan=plan, axis_name=AXIS, implementation="ffi")
     mapped = jax.shard_map(
@@ -59,14 +59,14 @@ def program(num_stages: int, *, mesh: Any = None, examples: int | None = None) -
 
 
 def check_pair(order: Order, start: str, done: str) -> None:
-    """The second call has all buffers of the first, and gives back its results in place. Both stay.
+    """Checks that the second call holds all buffers of the first and returns its results in place.
 
-    A barrier keeps XLA from writing results elsewhere, by a copy of the call.
+    Neither call can be removed, and a barrier keeps XLA from copying the results.
     """
     first, second = order.operations[start], order.operations[done]
     results = len(order.call(start).results)
     assert set(first.values) | {f"%{start}#{i}" for i in range(results - 1)} <= set(second.values)
-    workspace = second.operands[results - 1]  # through the barriers with what is computed meanwhile
+    workspace = second.operands[results - 1]  # passes through the barriers of the overlapping computation
     assert workspace != start and order.has_order(start, workspace)
     assert order.call(done).aliases == {0: 0, 1: 1}
     assert order.call(done).results == order.call(start).results[:-1]
@@ -77,14 +77,14 @@ def check_pair(order: Order, start: str, done: str) -> None:
 
 
 def end_of(order: Order, start: str) -> str:
-    """The call that ends what another one has started."""
+    """Returns the call that ends an asynchronous transfer, which it checks."""
     (done,) = (name for name in order.calls(DONE) if start in order.operations[name].operands)
     check_pair(order, start, done)
     return done
 
 
 def check_casts(order: Order, stages: list[str]) -> None:
-    """Each runs beside the stage before the one that needs its rows, and no earlier."""
+    """Checks that each cast overlaps with exactly the stage before the one that needs its rows."""
     starts = order.calls(CAST)
     assert len(starts) == len(stages) - 1
     for i, start in enumerate(starts):
@@ -103,7 +103,7 @@ def test_forward(num_stages: int) -> None:
 
 @pytest.mark.parametrize("num_stages", [2, 3, 5])
 def test_backward(num_stages: int) -> None:
-    """Gradients return beside the stage after theirs, behind the cast for the next one."""
+    """Gradients of a stage return during the next stage, behind the cast for the one after."""
     order = Order(program(num_stages), BACKWARD)
     stages, casts, returns = (order.calls(target) for target in (BACKWARD, CAST, REDUCE))
     assert (len(stages), len(returns)) == (num_stages, num_stages - 1)
@@ -119,35 +119,35 @@ def test_backward(num_stages: int) -> None:
         assert order.call(start).flags == {"is_async": True, "goes_first": is_first}
 
 
-def test_transfers_under_way_have_their_own_numbers() -> None:
+def test_concurrent_transfers_have_different_ids() -> None:
     order = Order(program(4), BACKWARD)
     starts = order.calls(CAST) + order.calls(REDUCE)
     assert len({order.call(name).attributes["transfer_id"] for name in starts}) == len(starts) == 6
 
 
-def test_what_has_started_is_always_waited_for() -> None:
-    """Also if only the gradients of the queries are wanted, the first result."""
+def test_started_transfers_always_end() -> None:
+    """They end even if only the gradients of the queries are used, the first result."""
     order = Order(program(3), BACKWARD)
     first = order.operations["return"].operands[0]
     assert set(order.calls(DONE)) <= order.before(first)
 
 
 def check_whole(order: Order, starts: int) -> None:
-    """Each transfer is one call, which waits for it."""
+    """Checks that each transfer is one synchronous call."""
     calls = [order.call(name) for target in (CAST, REDUCE) for name in order.calls(target)]
     assert len(calls) == starts and not order.calls(DONE)
     for call in calls:
         assert call.flags == {"is_async": False, "goes_first": False} and not call.has_side_effect
 
 
-def test_one_stage_has_nothing_beside_it() -> None:
+def test_one_stage_has_synchronous_transfers() -> None:
     text = program(1)
     check_whole(Order(text, FORWARD), 1)
     check_whole(Order(text, BACKWARD), 2)
 
 
 def test_axes_that_are_left_to_the_compiler() -> None:
-    """Nothing is in halves, whose side effects XLA could not partition: 2 casts, then 2 casts and 2 sums."""
+    """Transfers are synchronous, as XLA cannot partition side effects: 2 casts, then 2 casts and 2 sums."""
     mesh = jax.make_mesh((2, RANKS), ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
     text = program(3, mesh=mesh)
     assert "has_side_effect = true" not in text
@@ -156,6 +156,6 @@ def test_axes_that_are_left_to_the_compiler() -> None:
 
 
 def test_no_examples() -> None:
-    """There is nothing to start, and nothing to wait for."""
+    """Without examples there are no transfers."""
     none, one = program(3, examples=0), program(3, examples=1)
     assert all(target in one and target not in none for target in (CAST, REDUCE, DONE))

@@ -43,11 +43,6 @@ def test_jax_under_jit(axis: int, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(back, x)
 
 
-def test_jax_stays_jax() -> None:
-    out = dispatch(jnp.arange(LENGTH), PLAN)
-    assert isinstance(out, jax.Array) and isinstance(undispatch(out, PLAN), jax.Array)
-
-
 def test_gradients_are_the_inverse(rng: np.random.Generator) -> None:
     x, y = (rng.normal(size=(n, 2)).astype(np.float32) for n in (LENGTH, PADDED))
     _, vjp = jax.vjp(lambda x: dispatch(x, PLAN), jnp.asarray(x))
@@ -111,26 +106,23 @@ def test_vmap_over_stacked_plans(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(out, np.stack([dispatch(x[0], PLAN), dispatch(x[1], reverse)]))
 
 
-def test_wrong_length() -> None:
-    message = f"dispatch: x has 31 tokens at axis 1, but plan.length is {LENGTH} (x is (2, 31))"
+@pytest.mark.parametrize(
+    ("function", "shape", "axis", "plan", "message"),
+    [
+        (dispatch, (2, 31), 1, PLAN, "x has 31 tokens at axis 1, but plan.length is 30 (x is (2, 31))"),
+        (undispatch, (31,), 0, PLAN, "x has 31 tokens at axis 0, but the padded length is 32 (x is (31,))"),
+        (dispatch, (30, 1), 2, PLAN, "dispatch: axis 2 is out of bounds for shape (30, 1)"),
+        (
+            dispatch,
+            (2, 30),
+            1,
+            ContextPlan.stack([PLAN, PLAN]),
+            "(token_order (2, 32)): use jax.vmap(dispatch)",
+        ),
+        (undispatch, (32,), 0, masks.causal(30), "plan must be a jaxmagi.ContextPlan, but it is AttnMask"),
+        (dispatch, (30,), 0, jax.tree.map(lambda x: x[: len(x) // CP_SIZE], PLAN), "is one rank's part"),
+    ],
+)
+def test_errors(function: Any, shape: tuple[int, ...], axis: int, plan: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        dispatch(np.zeros((2, 31)), PLAN, axis=1)
-    message = f"undispatch: x has 31 tokens at axis 0, but the padded length is {PADDED} (x is (31,))"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        undispatch(np.zeros(31), PLAN)
-    with pytest.raises(ValueError, match=re.escape("dispatch: axis 2 is out of bounds for shape (30, 1)")):
-        dispatch(np.zeros((30, 1)), PLAN, axis=2)
-
-
-def test_wrong_plan() -> None:
-    stacked = ContextPlan.stack([PLAN, PLAN])
-    with pytest.raises(
-        ValueError, match=re.escape("this one is stacked (token_order (2, 32)): use jax.vmap(dispatch)")
-    ):
-        dispatch(np.zeros((2, LENGTH)), stacked, axis=1)
-    with pytest.raises(ValueError, match=r"plan must be a jaxmagi\.ContextPlan, but it is AttnMask"):
-        mask: Any = masks.causal(LENGTH)
-        undispatch(np.zeros(PADDED), mask)
-    part = jax.tree.map(lambda leaf: leaf[: leaf.shape[0] // CP_SIZE], PLAN)
-    with pytest.raises(ValueError, match="this plan is one rank's part"):
-        dispatch(np.zeros(LENGTH), part)
+        function(np.zeros(shape), plan, axis=axis)

@@ -1,5 +1,6 @@
-"""What users get told by context_attention."""
+"""Messages of context_attention for arguments that do not fit."""
 
+import contextlib
 import re
 from typing import Any
 
@@ -44,84 +45,77 @@ def test_the_call_itself_is_right() -> None:
     assert run().shape == (32, 4, 8)
 
 
-def test_plan_for_other_ranks() -> None:
-    with expect("The plan is for cp_size=4, but mesh axis 'context' has size 2: build it with"):
-        run(cp_size=2)
-
-
-def test_unknown_axis() -> None:
-    with expect("axis_name='ring' is no axis of the mesh, which has ('context',)"):
-        run(axis_name="ring")
-    x = jnp.zeros((32, 4, 8))
-    with expect(
-        "axis_name='context' is no axis of the mesh, which has (): call inside jax.shard_map over it, or set"
-    ):
-        context_attention(x, x, x, PLAN, axis_name=AXIS)
-
-
-def test_wrong_shard_length() -> None:
-    message = (
-        "query has 4 tokens (shape (4, 4, 8)), but the shards inside shard_map must have the 8 of the plan"
-    )
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"cp_size": 2}, "The plan is for cp_size=4, but mesh axis 'context' has size 2: build it with"),
+        ({"axis_name": "ring"}, "axis_name='ring' is no axis of the mesh, which has ('context',)"),
+        (
+            {"length": 16},
+            "query has 4 tokens (shape (4, 4, 8)), but the shards inside shard_map must have the 8 of",
+        ),
+        ({"plan": masks.causal(32)}, "plan must be a jaxmagi.ContextPlan, but it is AttnMask"),
+        (
+            {"plan": ContextPlan.stack([PLAN, PLAN])},
+            "A plan stacked for (2,) sequences needs query [2, T, N, D] (or jax.vmap over both), but it has",
+        ),
+        ({"heads": (4, 3)}, "number of query heads 4 must be a multiple of the number of key heads 3"),
+        (
+            {"dtypes": (np.float32, jnp.bfloat16)},
+            "query, key and value must have one dtype, but have float32, bfloat16, bfloat16",
+        ),
+        ({"logits_soft_cap": -1.0}, "logits_soft_cap must be positive"),
+        ({"scale": np.nan}, "scale must be finite, or None for D**-0.5, but is nan"),
+        ({"implementation": "cuda"}, "implementation must be one of"),
+        ({"sinks": np.zeros(3)}, "sinks must have shape (4,)"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with expect(message):
-        run(length=16)
+        run(**arguments)
 
 
-def test_wrong_global_length() -> None:
-    x = jnp.zeros((16, 4, 8))
-    message = (
-        "query has 16 tokens (shape (16, 4, 8)), but the global arrays outside of shard_map must have the 32"
-    )
-    with jax.set_mesh(make_mesh(4)), expect(message):
+@pytest.mark.parametrize("name", ["scale", "logits_soft_cap"])
+def test_traced_numbers(name: str) -> None:
+    with expect(f"{name} is static, a number that gets compiled into the program, but it is traced"):
+        jax.jit(lambda number: run(**{name: number}))(1.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "on_mesh", "message"),
+    [
+        (
+            (32, 4, 8),
+            False,
+            "axis_name='context' is no axis of the mesh, which has (): call inside jax.shard_map",
+        ),
+        (
+            (16, 4, 8),
+            True,
+            "query has 16 tokens (shape (16, 4, 8)), but the global arrays outside of shard_map",
+        ),
+        ((3,), True, "must all be [T, N, D] or all [B, T, N, D]"),
+    ],
+)
+def test_bad_calls_outside(shape: tuple[int, ...], on_mesh: bool, message: str) -> None:
+    x = jnp.zeros(shape)
+    with jax.set_mesh(make_mesh(4)) if on_mesh else contextlib.nullcontext(), expect(message):
         context_attention(x, x, x, PLAN, axis_name=AXIS)
 
 
-def test_no_plan() -> None:
-    with expect("plan must be a jaxmagi.ContextPlan, but it is AttnMask"):
-        run(masks.causal(32))
-
-
-def test_stacked_plan() -> None:
-    with expect(
-        "A plan stacked for (2,) sequences needs query [2, T, N, D] (or jax.vmap over both), but it has shape"
-    ):
-        run(ContextPlan.stack([PLAN, PLAN]))
-
-
-def test_checks_of_the_local_op() -> None:
-    with expect("The number of query heads 4 must be a multiple of the number of key heads 3"):
-        run(heads=(4, 3))
-    with expect("query, key and value must have one dtype, but have float32, bfloat16, bfloat16"):
-        run(dtypes=(np.float32, jnp.bfloat16))
-    with expect("logits_soft_cap must be positive"):
-        run(logits_soft_cap=-1.0)
-    with expect("scale must be finite, or None for D**-0.5, but is nan"):
-        run(scale=np.nan)
-    for name in ("scale", "logits_soft_cap"):
-        with expect(f"{name} is static, a number that gets compiled into the program, but it is traced"):
-            jax.jit(lambda number, name=name: run(**{name: number}))(1.0)
-    with expect("implementation must be one of"):
-        run(implementation="cuda")
-    with expect("sinks must have shape (4,)"):
-        run(sinks=jnp.zeros(3))
-    with jax.set_mesh(make_mesh(4)), expect("must all be [T, N, D] or all [B, T, N, D]"):
-        context_attention(jnp.zeros(3), jnp.zeros(3), jnp.zeros(3), PLAN, axis_name=AXIS)
-
-
-def test_explicit_shardings_that_cannot_work() -> None:
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (P("tensor"), "only its tokens may be, over 'context'"),
+        (P(None, None, "tensor"), "only its tokens may be, over 'context'"),
+        (P(None, AXIS), "query has its batch or heads sharded over 'context'"),
+    ],
+)
+def test_explicit_shardings_that_cannot_work(spec: P, message: str) -> None:
     mesh = jax.make_mesh((2, 4), ("tensor", AXIS), axis_types=(AxisType.Explicit,) * 2)
-
-    def call(spec: P) -> Any:
-        query = jax.device_put(np.zeros((32, 4, 8), np.float32), jax.NamedSharding(mesh, spec))
-        with jax.set_mesh(mesh):
-            return context_attention(query, query, query, PLAN, axis_name=AXIS)
-
-    with expect("only its tokens may be, over 'context'"):
-        call(P("tensor"))
-    with expect("only its tokens may be, over 'context'"):
-        call(P(None, None, "tensor"))
-    with expect("query has its batch or heads sharded over 'context'"):
-        call(P(None, AXIS))
+    query = jax.device_put(np.zeros((32, 4, 8), np.float32), jax.NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh), expect(message):
+        context_attention(query, query, query, PLAN, axis_name=AXIS)
 
 
 MISNAMED = "must be mesh axes other than 'context', which is for the tokens; the mesh has ('data', 'context')"
@@ -139,17 +133,12 @@ TWICE = "A mesh axis can shard one dimension, and once: batch is over"
         ({"batch_axis_name": ("data", "data")}, f"{TWICE} ('data', 'data')"),
         ({"head_axis_name": "data"}, "The number of query heads 3 cannot be sharded over mesh axis 'data'"),
         ({"batch_axis_name": "data"}, "The batch 3 cannot be sharded over mesh axis 'data' of size 2"),
+        ({"batch_axis_name": "data", "batch": ()}, "batch_axis_name='data' needs query [B, T, N, D]"),
     ],
 )
 def test_axes_that_cannot_work(options: dict[str, Any], message: str) -> None:
-    x = jnp.zeros((3, 32, 3, 8))
+    options = dict(options)
+    x = jnp.zeros((*options.pop("batch", (3,)), 32, 3, 8))
     mesh = jax.make_mesh((2, 4), ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh), expect(message):
         context_attention(x, x, x, PLAN, axis_name=AXIS, **options)
-
-
-def test_a_batch_axis_without_a_batch() -> None:
-    x = jnp.zeros((32, 4, 8))
-    mesh = jax.make_mesh((2, 4), ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
-    with jax.set_mesh(mesh), expect("batch_axis_name='data' needs query [B, T, N, D]"):
-        context_attention(x, x, x, PLAN, axis_name=AXIS, batch_axis_name="data")

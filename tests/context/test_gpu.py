@@ -1,4 +1,4 @@
-"""context_attention over GPUs: small masks against fp64, large ones against one GPU with all tokens."""
+"""context_attention on GPUs: small masks against fp64, large ones against one GPU."""
 
 import functools
 from collections.abc import Callable
@@ -14,24 +14,8 @@ from jaxmagi import PlanCapacity, attention, context_attention, dispatch, masks,
 
 from ..cases import MaskCase, mask_cases
 from ..collectives.groups import require_devices
-from .harness import (
-    AXIS,
-    LARGE,
-    Problem,
-    Solution,
-    check_solution,
-    dispatch_problem,
-    distributed,
-    embedded,
-    make_mesh,
-    make_plan,
-    oracle,
-    random_masks,
-    random_problem,
-    single_device,
-    undispatch_solution,
-    whole,
-)
+from . import harness
+from .harness import AXIS, LARGE, Problem, check_solution, dispatch_problem, make_mesh, make_plan, whole
 
 pytestmark = pytest.mark.gpu
 
@@ -41,44 +25,43 @@ BF16_TOLERANCE = 5e-2
 
 @pytest.fixture
 def cp_size(request: pytest.FixtureRequest) -> int:
-    """As the test is parametrised by; skips it where there are fewer devices."""
+    """Returns the parameter of the test, which is skipped if there are fewer devices."""
     require_devices(request.param)
     return request.param
 
 
 @functools.cache
 def large_problem() -> Problem:
-    return random_problem(np.random.default_rng(0), LARGE, jnp.bfloat16, dim=DIM, v_dim=DIM)
+    return harness.random_problem(np.random.default_rng(0), LARGE, jnp.bfloat16, dim=DIM, v_dim=DIM)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4], indirect=True)
 @pytest.mark.parametrize("num_stages", [1, 2, (2, 3)])
 def test_small_masks(cp_size: int, num_stages: int | tuple[int, int], rng: np.random.Generator) -> None:
-    """In float32, on plain XLA."""
-    problem = random_problem(rng, dtype=np.float32)
-    for mask in (masks.documents([100, 56, 3, 97]), *random_masks(rng, 5)):
+    """float32 runs in plain XLA."""
+    problem = harness.random_problem(rng, dtype=np.float32)
+    for mask in (masks.documents([100, 56, 3, 97]), *harness.random_masks(rng, 5)):
         plan = make_plan(mask, cp_size, num_stages)
-        solution = distributed(cp_size)(dispatch_problem(problem, plan), plan)
-        check_solution(undispatch_solution(solution, plan), oracle(problem, mask), 1e-4)
+        check_solution(harness.solve_distributed(problem, plan), harness.oracle(problem, mask), 1e-4)
 
 
 @pytest.mark.parametrize("cp_size", [2, 4], indirect=True)
 @pytest.mark.parametrize("case", mask_cases(), ids=lambda case: case.name)
 def test_public_masks(cp_size: int, case: MaskCase) -> None:
-    """In bfloat16, by the kernels; all masks at the length of the largest, to share compilations."""
-    problem, mask = large_problem(), embedded(case, LARGE)
+    """bfloat16 runs in the kernels; all masks have the length of the largest, to share compilations."""
+    problem, mask = large_problem(), harness.embedded(case, LARGE)
     capacity = PlanCapacity(bands=BANDS, copies=256, pair_rows=LARGE // 2, output_rows=LARGE)
     plan = make_plan(mask, cp_size, 2, chunk_size=CHUNK, capacity=capacity)
-    solution = undispatch_solution(distributed(cp_size)(dispatch_problem(problem, plan), plan), plan)
-    expected = Solution(*map(np.asarray, single_device()(problem, mask.pad_to(BANDS))))
+    solution = harness.solve_distributed(problem, plan)
+    expected = harness.solve_alone(problem, mask.pad_to(BANDS))
     check_solution(solution, expected, BF16_TOLERANCE)
     np.testing.assert_allclose(solution.lse, expected.lse, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("cp_size", [2, 4], indirect=True)
 def test_stages_without_jit(cp_size: int, rng: np.random.Generator) -> None:
-    """In a shard_map without jit, where each primitive is a program of its own."""
-    problem, mask = random_problem(rng, LARGE, jnp.bfloat16, dim=DIM, v_dim=DIM), masks.causal(LARGE)
+    """Without jit each primitive in a shard_map is a program of its own."""
+    problem, mask = harness.random_problem(rng, LARGE, jnp.bfloat16, dim=DIM, v_dim=DIM), masks.causal(LARGE)
     plan = plan_context(mask, cp_size, num_stages=3, chunk_size=CHUNK)
 
     def local(*operands: jax.Array) -> jax.Array:
@@ -104,7 +87,7 @@ LAYERS = 4
 
 
 def layers(attend: Callable[..., jax.Array], query: jax.Array, keys: jax.Array, values: jax.Array) -> Any:
-    """One attention after another in a loop, each with keys and values of its own, and the gradients."""
+    """Runs layers of attention with different keys and values in a loop, and their gradients."""
 
     def run(query: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda x, kv: (attend(x, *kv), None), query, (keys, values))[0]
@@ -114,7 +97,7 @@ def layers(attend: Callable[..., jax.Array], query: jax.Array, keys: jax.Array, 
 
 
 def check_tokens(got: np.ndarray, expected: np.ndarray) -> None:
-    """Vectors of all heads, by their lengths: they get short where many tokens are averaged."""
+    """Compares vectors of all heads relative to their lengths, which averages over many tokens shorten."""
     got, expected = (x.astype(np.float32).reshape(*x.shape[:-2], -1) for x in (got, expected))
     lengths = np.linalg.norm(expected, axis=-1)
     errors = np.linalg.norm(got - expected, axis=-1)
@@ -124,9 +107,9 @@ def check_tokens(got: np.ndarray, expected: np.ndarray) -> None:
 @pytest.mark.parametrize("cp_size", [2, 4], indirect=True)
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_layers_in_a_loop(cp_size: int, num_stages: int, rng: np.random.Generator) -> None:
-    """Buffers are used again at once, by what is computed beside transfers and by the next ones."""
+    """Buffers are reused at once, by overlapping computation and by the next transfers."""
     length = 4096
-    problem = random_problem(rng, length, jnp.bfloat16, dim=DIM, v_dim=DIM)
+    problem = harness.random_problem(rng, length, jnp.bfloat16, dim=DIM, v_dim=DIM)
     keys, values = rng.normal(size=(2, LAYERS, *problem.key.shape)).astype(jnp.bfloat16)
     mask = masks.causal(length)
     plan = plan_context(mask, cp_size, num_stages=num_stages, chunk_size=CHUNK)

@@ -1,6 +1,6 @@
-"""Batch and heads sharded over a data x context x tensor mesh: rows of keys travel, and nothing else.
+"""Batch and heads sharded over a data x context x tensor mesh: only rows of keys are transferred.
 
-The collectives of a program are read from what XLA has compiled. In plain JAX rows travel by all-to-all.
+The collectives are read from the compiled program. In plain JAX rows are transferred by all-to-all.
 """
 
 import functools
@@ -21,12 +21,13 @@ from .harness import AXIS, CAPACITY, make_plan
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 4, 64, 4, 2, 8
 MASKS = [masks.documents([30, 20, 14]), masks.sliding_window(LENGTH, 20)] * 2
-BY_ARGUMENTS = {"batch_axis_name": "data", "head_axis_name": "tensor"}
+REPLICATED = P()
+BY_ARGUMENTS: dict[str, Any] = {"batch_axis_name": "data", "head_axis_name": "tensor"}
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 
 
 class Problem(NamedTuple):
-    """A batch in the order of its tokens, and the plan of each example, or one for all."""
+    """Holds a batch in its global order, and the plan of each example, or one plan for all."""
 
     query: np.ndarray
     key: np.ndarray
@@ -85,14 +86,22 @@ def solve_on_one_device(query: Any, key: Any, value: Any, sinks: Any, mask: Attn
     return gradients(attend)(query, key, value, sinks)
 
 
-def check(problem: Problem, kind: AxisType, wrap: Any = None, **options: Any) -> str | None:
+def check(
+    problem: Problem,
+    kind: AxisType,
+    wrap: Any = None,
+    *,
+    plan_spec: P = REPLICATED,
+    **options: Any,
+) -> str | None:
     """Checks values and gradients; returns the compiled program of both passes.
 
     Args:
         problem: the batch.
-        kind: of all mesh axes.
-        wrap: turns a function of the operands and the plan into another that does the same.
-        options: of `context_attention`.
+        kind: type of all mesh axes.
+        wrap: wraps a function of the operands and the plan in a transformation.
+        plan_spec: how the plan is sharded.
+        options: options of `context_attention`.
     """
     mesh = jax.make_mesh((2, 2, 2), ("data", AXIS, "tensor"), (kind,) * 3)
 
@@ -103,7 +112,8 @@ def check(problem: Problem, kind: AxisType, wrap: Any = None, **options: Any) ->
 
     attend = wrap(call) if wrap else call
     with jax.set_mesh(mesh):
-        operands = (*problem.place(mesh), problem.plan)
+        plan = jax.device_put(problem.plan, jax.NamedSharding(mesh, plan_spec))
+        operands = (*problem.place(mesh), plan)
         compiled = jax.jit(gradients(attend)).lower(*operands).compile()
         (dq, dk, dv, dsinks), (out, lse) = compiled(*operands)
     assert out.sharding.spec[:3] == dq.sharding.spec[:3] == ("data", AXIS, "tensor")
@@ -115,11 +125,23 @@ def check(problem: Problem, kind: AxisType, wrap: Any = None, **options: Any) ->
     return compiled.as_text()
 
 
-def check_collectives(text: str | None) -> None:
-    """Rows of keys and values travel, for a device's heads and examples, and sums of sinks: nothing else.
+def shard_mapped(*rows: str | None, plan_spec: P = REPLICATED, **options: Any) -> Any:
+    """Returns a wrapper in shard_map over those axes that shard batch and tokens of the operands."""
+    spec = P(*rows)
 
-    There and back, and once more there for the backward pass, unless XLA finds that it has them already. An
-    all-to-all counts once for each of two ranks.
+    def wrap(call: Any) -> Any:
+        in_specs = (spec, spec, spec, P(), plan_spec)
+        names = {name for name in rows if name}
+        return jax.shard_map(call, in_specs=in_specs, out_specs=spec, axis_names=names, **options)
+
+    return wrap
+
+
+def check_collectives(text: str | None) -> None:
+    """Checks that a program transfers only rows of a device's heads and examples, and gradients of sinks.
+
+    Rows are sent forward and back, and once more for the backward pass unless XLA keeps them. An all-to-all
+    counts once for each of two ranks.
     """
     counts = {"all-to-all f64": 0, "all-reduce f64": 0}
     for key, count in collectives(text).items():
@@ -141,7 +163,7 @@ def test_axes_by_arguments(kind: AxisType, stacked: bool, x64: None, rng: np.ran
 @KINDS
 @pytest.mark.parametrize("stacked", [False, True], ids=["one_plan", "stacked"])
 def test_axes_as_they_are(kind: AxisType, stacked: bool, x64: None, rng: np.random.Generator) -> None:
-    """Explicit axes are seen in the types, and Auto ones by XLA's partitioner."""
+    """Types say how Explicit axes shard, and XLA's partitioner finds out about Auto ones."""
     check_collectives(check(make_problem(rng, stacked=stacked), kind))
 
 
@@ -150,20 +172,41 @@ def test_axes_as_they_are(kind: AxisType, stacked: bool, x64: None, rng: np.rand
 def test_inside_a_shard_map_over_the_tokens(
     kind: AxisType, options: Any, x64: None, rng: np.random.Generator
 ) -> None:
-    def wrap(call: Any) -> Any:
-        rows = P(None, AXIS)
-        return jax.shard_map(call, in_specs=(rows, rows, rows, P(), P()), out_specs=rows, axis_names={AXIS})
-
-    check_collectives(check(make_problem(rng, stacked=False), kind, wrap, **options))
+    check_collectives(check(make_problem(rng, stacked=False), kind, shard_mapped(None, AXIS), **options))
 
 
 @pytest.mark.parametrize("options", [{}, BY_ARGUMENTS], ids=["as_they_are", "by_arguments"])
 def test_heads_in_a_shard_map_over_the_batch(options: Any, x64: None, rng: np.random.Generator) -> None:
-    def wrap(call: Any) -> Any:
-        rows = P("data")
-        return jax.shard_map(call, in_specs=(rows, rows, rows, P(), P()), out_specs=rows, axis_names={"data"})
+    problem = make_problem(rng, stacked=False)
+    check_collectives(check(problem, AxisType.Auto, shard_mapped("data"), **options))
 
-    check_collectives(check(make_problem(rng, stacked=False), AxisType.Auto, wrap, **options))
+
+@KINDS
+def test_without_check_vma(kind: AxisType, x64: None, rng: np.random.Generator) -> None:
+    check(make_problem(rng, stacked=False), kind, shard_mapped(None, AXIS, check_vma=False))
+
+
+def by_vmap(call: Any) -> Any:
+    return jax.vmap(call, (0, 0, 0, None, 0))
+
+
+@KINDS
+@pytest.mark.parametrize("transform", [lambda call: call, by_vmap], ids=["batch", "vmap"])
+def test_a_plan_for_each_example_inside(
+    kind: AxisType, transform: Any, x64: None, rng: np.random.Generator
+) -> None:
+    """The batch in a shard_map over data and context is an axis of the call, or of jax.vmap."""
+    spec = P("data", AXIS)
+    wrap = shard_mapped(*spec, plan_spec=spec)
+    check(make_problem(rng, stacked=True), kind, lambda call: wrap(transform(call)), plan_spec=spec)
+
+
+@KINDS
+def test_vmap_outside(kind: AxisType, x64: None, rng: np.random.Generator) -> None:
+    def wrap(call: Any) -> Any:
+        return jax.vmap(call, (0, 0, 0, None, None), spmd_axis_name="data")
+
+    check(make_problem(rng, stacked=False), kind, wrap)
 
 
 @KINDS
@@ -177,41 +220,42 @@ def test_more_devices_than_key_heads(
     assert names.keys() == {"all-to-all", "all-reduce"}
 
 
-def test_heads_over_two_axes(x64: None, rng: np.random.Generator) -> None:
-    problem, options = make_problem(rng, stacked=False), {"head_axis_name": ("data", "tensor")}
-    mesh = jax.make_mesh((2, 2, 2), ("data", AXIS, "tensor"), (AxisType.Auto,) * 3)
-    with jax.set_mesh(mesh):
-        attend = functools.partial(context_attention, axis_name=AXIS, **options)
-        out = jax.jit(attend)(*(problem.reorder(dispatch, x) for x in problem[:3]), problem.plan)
-    assert out.sharding.spec[:3] == (None, AXIS, ("data", "tensor"))
-    query, key, value = map(jnp.asarray, problem[:3])
-    single = attention(query, key, value, problem.mask)
-    np.testing.assert_allclose(problem.reorder(undispatch, out), single, atol=FP64_TOLERANCE)
+def check_rows(problem: Problem, kinds: tuple[AxisType, ...], attend: Any, spec: tuple[Any, ...]) -> None:
+    """Checks output and gradients of ``attend(query, key, value)``, and how the output is sharded."""
 
+    def run(attend: Any, *rows: Any) -> Any:
+        out, pull = jax.vjp(attend, *rows)
+        return out, *pull(out)
 
-def test_axes_of_several_kinds(x64: None, rng: np.random.Generator) -> None:
-    """Batch over an Explicit axis and an Auto one, by name."""
-    problem, kinds = make_problem(rng, stacked=False), (AxisType.Explicit, AxisType.Auto, AxisType.Auto)
     mesh = jax.make_mesh((2, 2, 2), ("data", AXIS, "tensor"), kinds)
-    attend: Any = functools.partial(context_attention, axis_name=AXIS, batch_axis_name=("data", "tensor"))
     with jax.set_mesh(mesh):
-        rows = [problem.reorder(dispatch, x) for x in problem[:3]]
-        gradient = jax.jit(jax.grad(lambda *rows: (attend(*rows, problem.plan) ** 2).sum()))(*rows)
+        dispatched = [problem.reorder(dispatch, x) for x in problem[:3]]
+        got = jax.jit(functools.partial(run, attend))(*dispatched)
+    assert got[0].sharding.spec[: len(spec)] == spec
+    want = run(functools.partial(attention, mask=problem.mask), *map(jnp.asarray, problem[:3]))
+    for x, expected in zip(got, want, strict=True):
+        np.testing.assert_allclose(problem.reorder(undispatch, x), expected, atol=FP64_TOLERANCE)
 
-    def loss(query: Any, key: Any, value: Any) -> jax.Array:
-        return (attention(query, key, value, problem.mask) ** 2).sum()
 
-    want = jax.jit(jax.grad(loss))(problem.query, problem.key, problem.value)
-    np.testing.assert_allclose(problem.reorder(undispatch, gradient), want, atol=FP64_TOLERANCE)
+@pytest.mark.parametrize(
+    ("data", "options", "spec"),
+    [
+        (AxisType.Auto, {"head_axis_name": ("data", "tensor")}, (None, AXIS, ("data", "tensor"))),
+        (AxisType.Explicit, {"batch_axis_name": ("data", "tensor")}, (("data", "tensor"), AXIS)),
+    ],
+    ids=["heads", "batch_over_axes_of_two_kinds"],
+)
+def test_one_dimension_over_two_axes(
+    data: AxisType, options: Any, spec: tuple[Any, ...], x64: None, rng: np.random.Generator
+) -> None:
+    problem = make_problem(rng, stacked=False)
+    attend = functools.partial(context_attention, plan=problem.plan, axis_name=AXIS, **options)
+    check_rows(problem, (data, AxisType.Auto, AxisType.Auto), attend, spec)
 
 
 def test_vmap_over_an_axis_inside_a_shard_map(x64: None, rng: np.random.Generator) -> None:
     problem, rows = make_problem(rng, stacked=False), P(None, AXIS)
-    mesh = jax.make_mesh((2, 2, 2), ("data", AXIS, "tensor"), (AxisType.Auto,) * 3)
-
-    def one(query: Any, key: Any, value: Any) -> jax.Array:
-        return context_attention(query, key, value, problem.plan, axis_name=AXIS, head_axis_name="tensor")
-
+    one = functools.partial(context_attention, plan=problem.plan, axis_name=AXIS, head_axis_name="tensor")
     mapped = jax.shard_map(
         jax.vmap(one, spmd_axis_name="data"),
         in_specs=(rows,) * 3,
@@ -219,9 +263,4 @@ def test_vmap_over_an_axis_inside_a_shard_map(x64: None, rng: np.random.Generato
         axis_names={AXIS},
         check_vma=False,
     )
-    with jax.set_mesh(mesh):
-        out = jax.jit(mapped)(*(problem.reorder(dispatch, x) for x in problem[:3]))
-    assert out.sharding.spec[:3] == ("data", AXIS, "tensor")
-    query, key, value = map(jnp.asarray, problem[:3])
-    single = attention(query, key, value, problem.mask)
-    np.testing.assert_allclose(problem.reorder(undispatch, out), single, atol=FP64_TOLERANCE)
+    check_rows(problem, (AxisType.Auto,) * 3, mapped, ("data", AXIS, "tensor"))

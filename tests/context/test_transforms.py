@@ -19,12 +19,16 @@ MASK = masks.documents([30, 20, 14])
 
 
 def layer(x: jax.Array, plan: Any) -> jax.Array:
-    """[T, N, D] → the same; every head attends to itself."""
+    """Attends with x [T, N, D] as query, key and value."""
     return context_attention(x, x, x, plan, axis_name=AXIS)
 
 
+def on_ranks(function: Any) -> Any:
+    return jax.shard_map(function, mesh=make_mesh(4), in_specs=P(AXIS), out_specs=P(AXIS))
+
+
 def test_scan_over_rematerialised_layers(x64: None, rng: np.random.Generator) -> None:
-    """Three layers, against the oracle's layers and their gradients."""
+    """Three layers agree with layers of the oracle, also in their gradients."""
     plan = make_plan(MASK, 4, 2, chunk_size=4)
     x, dy = rng.normal(size=(2, LENGTH, 2, 8))
 
@@ -32,11 +36,9 @@ def test_scan_over_rematerialised_layers(x64: None, rng: np.random.Generator) ->
         step = jax.checkpoint(lambda x, _: (layer(x, plan), None))
         return jax.lax.scan(step, x, length=3)[0]
 
-    mapped = jax.shard_map(network, mesh=make_mesh(4), in_specs=P(AXIS), out_specs=P(AXIS))
-
     @jax.jit
     def both(x: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y, vjp = jax.vjp(mapped, x)
+        y, vjp = jax.vjp(on_ranks(network), x)
         return y, vjp(dy)[0]
 
     y, dx = both(dispatch(x, plan), dispatch(dy, plan))
@@ -54,7 +56,7 @@ def test_scan_over_rematerialised_layers(x64: None, rng: np.random.Generator) ->
 def test_saved_names_spare_the_second_forward_pass(rng: np.random.Generator) -> None:
     plan = make_plan(MASK, 4, 2, chunk_size=4)
     x = rng.normal(size=(plan.token_order.size, 2, 8)).astype(np.float32)
-    mapped = jax.shard_map(lambda x: layer(x, plan), mesh=make_mesh(4), in_specs=P(AXIS), out_specs=P(AXIS))
+    mapped = on_ranks(lambda x: layer(x, plan))
 
     def forward_calls(policy: Any) -> int:
         step = jax.checkpoint(mapped, policy=policy)
@@ -68,7 +70,7 @@ def test_saved_names_spare_the_second_forward_pass(rng: np.random.Generator) -> 
 
 
 def test_vmap_over_one_operand(x64: None, rng: np.random.Generator) -> None:
-    """Several sets of sinks, and several queries, over one key sequence."""
+    """Several sets of sinks, or several queries, share one sequence of keys."""
     plan = make_plan(MASK, 4, 2, chunk_size=4)
     query, key, value, sinks, _, _ = dispatch_problem(random_problem(rng, LENGTH), plan)
     queries, sink_sets = np.stack([query, -query]), np.stack([sinks, sinks + 1])
@@ -91,7 +93,7 @@ def test_vmap_over_one_operand(x64: None, rng: np.random.Generator) -> None:
 
 
 def test_vmap_over_nothing() -> None:
-    """An axis of size 0, with transfers between the stages of both passes."""
+    """vmap over an axis of size 0 works with transfers between the stages of both passes."""
     plan = make_plan(MASK, 4, 3, chunk_size=4)
 
     def local(x: jax.Array) -> Any:
@@ -99,13 +101,13 @@ def test_vmap_over_nothing() -> None:
         return y, vjp(y)[0]
 
     x = np.zeros((plan.token_order.size, 0, 2, 8), np.float32)
-    y, dx = jax.jit(jax.shard_map(local, mesh=make_mesh(4), in_specs=P(AXIS), out_specs=P(AXIS)))(x)
+    y, dx = jax.jit(on_ranks(local))(x)
     assert y.shape == dx.shape == x.shape
 
 
 @pytest.fixture
 def landings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each transfer that lands, from now on, whether it came in two halves."""
+    """Records for each transfer that ends whether it was asynchronous."""
     seen = []
     land = Flight.land
 
@@ -118,10 +120,10 @@ def landings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def test_stages_without_jit(landings: list[bool], rng: np.random.Generator) -> None:
-    """The halves of a transfer are in one program, which is traced once, or there is but one."""
+    """A transfer starts and ends in one program, which is traced once; without jit it is synchronous."""
     plan = make_plan(MASK, 4, 3, chunk_size=4)
     x = rng.normal(size=(plan.token_order.size, 2, 8)).astype(np.float32)
-    mapped = jax.shard_map(lambda x: layer(x, plan), mesh=make_mesh(4), in_specs=P(AXIS), out_specs=P(AXIS))
+    mapped = on_ranks(lambda x: layer(x, plan))
 
     def both() -> Any:
         y, vjp = jax.vjp(mapped, x)

@@ -1,4 +1,4 @@
-"""Dense definitions written without the library, and random bands, for the tests of this folder."""
+"""Dense definitions that do not use the library, and random bands."""
 
 import numpy as np
 
@@ -6,14 +6,14 @@ UNBOUNDED = 2**30
 
 
 def coverage(bands: np.ndarray, q_len: int, kv_len: int) -> np.ndarray:
-    """bool ``[S, q_len, kv_len]``: the definition of a band, cell by cell."""
+    """Returns the cells of each band by its definition: bool ``[S, q_len, kv_len]``."""
     q, k = np.arange(q_len)[:, None], np.arange(kv_len)
     q0, q1, k0, k1, lo, hi = np.asarray(bands, np.int64).T[:, :, None, None]
     return (q0 <= q) & (q < q1) & (k0 <= k) & (k < k1) & (lo <= k - q) & (k - q <= hi)
 
 
 def any_bands(rng: np.random.Generator, q_len: int, kv_len: int, count: int) -> np.ndarray:
-    """int64 ``[count, 6]``: anything goes, overlaps, emptiness, reversed limits and limits out of reach."""
+    """Returns int64 ``[count, 6]`` with overlaps, empty bands, reversed limits and limits out of reach."""
     rows = np.sort(rng.integers(0, q_len + 1, (count, 2)), axis=1)
     keys = np.sort(rng.integers(0, kv_len + 1, (count, 2)), axis=1)
     limits = rng.integers(-q_len - 2, kv_len + 3, (count, 2))
@@ -25,6 +25,6 @@ def any_bands(rng: np.random.Generator, q_len: int, kv_len: int, count: int) -> 
 
 
 def hull(visible: np.ndarray) -> tuple[int, int]:
-    """The first and one past the last index that is set; ``(0, 0)`` when none is."""
+    """Returns the first index that is set and one past the last, or ``(0, 0)`` when none is."""
     index = np.flatnonzero(visible)
     return (int(index[0]), int(index[-1]) + 1) if index.size else (0, 0)

@@ -1,4 +1,4 @@
-"""Each builder against a dense definition in ``q`` and ``k``, at random sizes."""
+"""Builders of masks against dense definitions in ``q`` and ``k``, at random sizes."""
 
 import doctest
 from collections.abc import Callable
@@ -10,10 +10,8 @@ import pytest
 from jaxmagi import masks
 from jaxmagi.masks import AttnMask, _builders
 
-_SEEDS = range(12)
 
-
-@pytest.fixture(params=_SEEDS)
+@pytest.fixture(params=range(12))
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     return np.random.default_rng(request.param)
 
@@ -23,7 +21,7 @@ def _qk(q_len: int, kv_len: int | None = None) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _any(value: object) -> Any:
-    """A value that the type checker would rightly refuse."""
+    """Hides a wrong type from the type checker."""
     return value
 
 
@@ -53,7 +51,7 @@ def test_sliding_window(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize(("left", "keys"), [(0, 1), (1, 2), (127, 128), (-1, 300)])
 def test_window_counts_keys_besides_self(left: int, keys: int) -> None:
-    """The conventions of other libraries: a window of W keys that counts the query itself is left = W - 1."""
+    """A window of W keys that counts the query itself, as in other libraries, is left = W - 1."""
     dense = masks.sliding_window(300, left).to_dense()
     assert dense.sum(1).max() == keys
     assert dense.diagonal().all()
@@ -79,11 +77,9 @@ def test_segment_ids(causal: bool, padding_id: int, rng: np.random.Generator) ->
     _check(masks.from_segment_ids(ids, causal=causal, padding_id=padding_id), expected)
 
 
-def test_packed_segments_take_one_band_each() -> None:
+def test_segments_take_one_band_per_pair_of_runs() -> None:
+    """Too many bands raise before they fill the memory."""
     assert masks.from_segment_ids(np.repeat([1, 2, 3, 0], 100)).num_bands == 3
-
-
-def test_scattered_segments_are_refused_before_they_fill_the_memory() -> None:
     with pytest.raises(NotImplementedError, match=r"10000 runs of 2 segments need 25005000 bands"):
         masks.from_segment_ids(np.tile([1, 2], 5000))
     with pytest.raises(NotImplementedError, match=r"4096 runs of 2 segments need 8388608 bands"):
@@ -137,24 +133,15 @@ def test_video(kv_range: int | None, rng: np.random.Generator) -> None:
         (lambda: masks.sliding_window(4, -2), r"left must be between -1 .* but it is -2"),
         (lambda: masks.documents([3, -1, -2]), r"lengths\[1\] = -1 is negative.*1 more: 2"),
         (lambda: masks.documents(_any([1.5])), r"lengths must hold integers, but its dtype is float64"),
-        (
-            lambda: masks.documents(_any([[1], [2]])),
-            r"lengths must have shape \[n\], but its shape is \(2, 1\)",
-        ),
-        (
-            lambda: masks.documents([2, 2**64 - 1]),
-            r"lengths must fit into int64, but it holds 18446744073709551615",
-        ),
-        (
-            lambda: masks.from_segment_ids(np.array([1, 2**63], np.uint64)),
-            r"but it holds 9223372036854775808",
-        ),
+        (lambda: masks.documents(_any([[1], [2]])), r"lengths must have shape \[n\], but .* is \(2, 1\)"),
+        (lambda: masks.documents([2, 2**64 - 1]), r"must fit into int64, but it holds 18446744073709551615"),
+        (lambda: masks.from_segment_ids(np.array([1, 2**63], np.uint64)), r"it holds 9223372036854775808"),
         (lambda: masks.video(2**30, 2), r"num_chunks \* tokens_per_chunk must be .* but it is 2147483648"),
         (lambda: masks.documents([2**29] * 3), r"the sum of lengths must be between .* 1610612736"),
         (lambda: masks.documents([3], "casual"), r"inner must be .* but it is 'casual'"),
         (lambda: masks.documents([3], _any((1, 2, 3))), r"inner must be .* but it is \(1, 2, 3\)"),
         (lambda: masks.documents([3], (1, -2)), r"right must be between -1 .* but it is -2"),
-        (lambda: masks.from_segment_ids([[1, 2]]), r"segment_ids must have shape \[n\]"),
+        (lambda: masks.from_segment_ids(_any([[1, 2]])), r"segment_ids must have shape \[n\]"),
         (lambda: masks.from_segment_ids([1], padding_id=_any(None)), r"padding_id must be an integer"),
         (lambda: masks.block_causal(8, 0), r"block must be between 1 .* but it is 0"),
         (lambda: masks.chunked_causal(8, -3), r"chunk must be between 1 .* but it is -3"),

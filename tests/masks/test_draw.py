@@ -1,4 +1,4 @@
-"""Pictures of masks: what is painted agrees with the mask, at every size."""
+"""Pictures of masks: painted cells agree with the mask, at every size."""
 
 import sys
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def _shapes(ax: Axes) -> list[Path]:
 
 
 def _painted(ax: Axes, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Whether the middles of the cells ``queries x keys`` lie in some shape."""
+    """Returns whether the middle of each cell of ``queries x keys`` lies in a shape."""
     q, k = np.meshgrid(queries, keys, indexing="ij")
     points = np.column_stack([k.ravel(), q.ravel()]) + 0.5
     inside = [path.contains_points(points) for path in _shapes(ax)]

@@ -9,21 +9,24 @@ from jaxmagi.masks import UNBOUNDED, geometry
 
 from .dense import any_bands, coverage, hull
 
-_SEEDS = range(4)
-_MASKS_PER_SEED = 600
+type Case = tuple[np.random.Generator, np.ndarray, int, int, np.ndarray]
 
 
-def _random_masks(seed: int) -> Iterator[tuple[np.random.Generator, np.ndarray, int, int]]:
-    rng = np.random.default_rng(seed)
-    for _ in range(_MASKS_PER_SEED):
+@pytest.fixture(params=range(4))
+def cases(request: pytest.FixtureRequest) -> Iterator[Case]:
+    """Returns generators, random bands, lengths, and the cells that each band covers."""
+    rng = np.random.default_rng(request.param)
+
+    def draw() -> Case:
         q_len, kv_len = rng.integers(1, 24, 2).tolist()
-        yield rng, any_bands(rng, q_len, kv_len, int(rng.integers(1, 6))), q_len, kv_len
+        bands = any_bands(rng, q_len, kv_len, int(rng.integers(1, 6)))
+        return rng, bands, q_len, kv_len, coverage(bands, q_len, kv_len)
+
+    return (draw() for _ in range(600))
 
 
-@pytest.mark.parametrize("seed", _SEEDS)
-def test_area_dense_and_emptiness(seed: int) -> None:
-    for _, bands, q_len, kv_len in _random_masks(seed):
-        cells = coverage(bands, q_len, kv_len)
+def test_area_dense_and_emptiness(cases: Iterator[Case]) -> None:
+    for _, bands, q_len, kv_len, cells in cases:
         areas = geometry.area(bands)
         assert areas.dtype == np.int64
         np.testing.assert_array_equal(areas, cells.sum((1, 2)))
@@ -31,44 +34,37 @@ def test_area_dense_and_emptiness(seed: int) -> None:
         np.testing.assert_array_equal(geometry.to_dense(bands, q_len, kv_len), cells.sum(0))
 
 
-@pytest.mark.parametrize("seed", _SEEDS)
-def test_crop(seed: int) -> None:
-    for rng, bands, q_len, kv_len in _random_masks(seed):
+def test_crop(cases: Iterator[Case]) -> None:
+    for rng, bands, q_len, kv_len, cells in cases:
         q0, q1 = np.sort(rng.integers(0, q_len + 1, 2)).tolist()
         k0, k1 = np.sort(rng.integers(0, kv_len + 1, 2)).tolist()
         cropped = geometry.crop(bands, q0, q1, k0, k1)
-        expected = np.zeros((len(bands), q_len, kv_len), bool)
-        expected[:, q0:q1, k0:k1] = coverage(bands, q_len, kv_len)[:, q0:q1, k0:k1]
+        expected = np.zeros_like(cells)
+        expected[:, q0:q1, k0:k1] = cells[:, q0:q1, k0:k1]
         assert cropped.dtype == np.int32
         np.testing.assert_array_equal(coverage(cropped, q_len, kv_len), expected)
         assert not cropped[(cropped[:, 0] == cropped[:, 1]) | (cropped[:, 2] == cropped[:, 3])].any()
 
 
-@pytest.mark.parametrize("seed", _SEEDS)
-def test_tighten_is_the_exact_hull(seed: int) -> None:
-    for _, bands, q_len, kv_len in _random_masks(seed):
+def test_tighten_is_the_exact_hull(cases: Iterator[Case]) -> None:
+    for _, bands, q_len, kv_len, cells in cases:
         tight = geometry.tighten(bands)
-        cells = coverage(bands, q_len, kv_len)
         np.testing.assert_array_equal(coverage(tight, q_len, kv_len), cells)
         for band, row, cell in zip(bands, tight, cells, strict=True):
             assert tuple(row[:4]) == hull(cell.any(1)) + hull(cell.any(0))
             assert tuple(row[4:]) == (tuple(band[4:]) if cell.any() else (0, 0))
 
 
-@pytest.mark.parametrize("seed", _SEEDS)
-def test_key_range_is_the_exact_hull(seed: int) -> None:
-    for rng, bands, q_len, kv_len in _random_masks(seed):
+def test_key_range_is_the_exact_hull(cases: Iterator[Case]) -> None:
+    for rng, bands, q_len, _, cells in cases:
         q0, q1 = rng.integers(0, q_len + 1, 2).tolist()
         begin, end = geometry.key_range(bands, q0, q1)
-        cells = coverage(bands, q_len, kv_len)[:, q0:q1]
         assert begin.dtype == end.dtype == np.int64
-        assert list(zip(begin, end, strict=True)) == [hull(cell.any(0)) for cell in cells]
+        assert list(zip(begin, end, strict=True)) == [hull(cell.any(0)) for cell in cells[:, q0:q1]]
 
 
-@pytest.mark.parametrize("seed", _SEEDS)
-def test_intersect_and_shift(seed: int) -> None:
-    for rng, bands, q_len, kv_len in _random_masks(seed):
-        cells = coverage(bands, q_len, kv_len)
+def test_intersect_and_shift(cases: Iterator[Case]) -> None:
+    for rng, bands, q_len, kv_len, cells in cases:
         both = geometry.intersect(bands, bands[::-1])
         np.testing.assert_array_equal(coverage(both, q_len, kv_len), cells & cells[::-1])
         dq, dk = rng.integers(0, 9, 2).tolist()
@@ -104,21 +100,11 @@ def test_arguments_broadcast(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("n", [10**6, 2**20, 2**30])
 def test_area_of_long_masks_is_exact(n: int) -> None:
-    u = UNBOUNDED
-    bands = np.array(
-        [
-            (0, n, 0, n, -u, u),
-            (0, n, 0, n, -u, 0),
-            (0, n, 0, n, 0, u),
-            (0, n, 0, n, -4095, 0),
-            (0, n, 0, n, n - 1, u),
-            (0, n, 0, n, -u, 1 - n),
-            (0, n, 0, n, u, u),
-            (0, n, 0, n, -u, -u),
-        ]
-    )
-    window = 4096 * n - 4096 * 4095 // 2
-    assert geometry.area(bands).tolist() == [n * n, n * (n + 1) // 2, n * (n + 1) // 2, window, 1, 1, 0, 0]
+    u, window = UNBOUNDED, 4096 * n - 4096 * 4095 // 2
+    limits = [(-u, u), (-u, 0), (0, u), (-4095, 0), (n - 1, u), (-u, 1 - n), (u, u), (-u, -u)]
+    bands = np.array([(0, n, 0, n, *limit) for limit in limits])
+    triangle = n * (n + 1) // 2
+    assert geometry.area(bands).tolist() == [n * n, triangle, triangle, window, 1, 1, 0, 0]
 
 
 def test_limits_out_of_reach_survive_a_shift_back() -> None:

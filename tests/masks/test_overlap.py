@@ -1,4 +1,4 @@
-"""The overlap check: no false alarm, no miss, a real cell, and fast on hard inputs."""
+"""The overlap check finds all overlaps and no others, reports a real cell, and is fast on hard inputs."""
 
 import itertools
 import time
@@ -15,6 +15,11 @@ from .dense import any_bands, coverage
 _MANY = 10**5
 
 
+@pytest.fixture(params=range(4))
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    return np.random.default_rng(request.param)
+
+
 def _check(bands: np.ndarray, q_len: int, kv_len: int) -> bool:
     """Compares with the dense count; returns whether there is an overlap."""
     cells = coverage(bands, q_len, kv_len)
@@ -26,9 +31,7 @@ def _check(bands: np.ndarray, q_len: int, kv_len: int) -> bool:
     return overlap is not None
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_few_bands(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_few_bands(rng: np.random.Generator) -> None:
     found = 0
     for _ in range(500):
         q_len, kv_len = rng.integers(1, 20, 2).tolist()
@@ -36,9 +39,7 @@ def test_few_bands(seed: int) -> None:
     assert 100 < found < 400
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_disjoint_sets_and_one_cell_more(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_disjoint_sets_and_one_cell_more(rng: np.random.Generator) -> None:
     found = 0
     for _ in range(150):
         q_len, kv_len = rng.integers(8, 48, 2).tolist()
@@ -51,7 +52,7 @@ def test_disjoint_sets_and_one_cell_more(seed: int) -> None:
 
 
 def _pieces(rng: np.random.Generator, bands: np.ndarray, cuts: int) -> np.ndarray:
-    """Each band cut at random rows: many different row ranges with slanted neighbours."""
+    """Cuts each band at random rows, into many different row ranges with slanted neighbours."""
     pieces = []
     for band in bands:
         rows = np.unique(np.concatenate([band[:2], rng.integers(band[0], band[1] + 1, cuts)]))
@@ -60,9 +61,7 @@ def _pieces(rng: np.random.Generator, bands: np.ndarray, cuts: int) -> np.ndarra
     return np.array(pieces)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_slanted_neighbours(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_slanted_neighbours(rng: np.random.Generator) -> None:
     for _ in range(60):
         edges = np.unique(rng.integers(-40, 41, 8))
         strips = np.array([(0, 40, 0, 40, lo, hi - 1) for lo, hi in itertools.pairwise(edges)])

@@ -1,4 +1,4 @@
-"""Masks under jax transformations: arguments, not constants."""
+"""Masks under jax transformations are arguments, not constants."""
 
 from collections.abc import Callable
 from typing import Any
