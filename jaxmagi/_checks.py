@@ -1,6 +1,7 @@
-"""Checks of arguments that several parts of the package share: what is traced, and what is an integer."""
+"""Checks of arguments that several parts of the package share."""
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -28,3 +29,9 @@ def integer(value: Any, name: str, *, minimum: int = 0, maximum: int = MAX_LENGT
     if not minimum <= number <= maximum:
         raise ValueError(f"{name} must be between {minimum} and {maximum}, but it is {number}.")
     return number
+
+
+def check_one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
+    """Raises ValueError unless ``value`` is one of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {allowed}, but it is {value!r}.")

@@ -95,7 +95,7 @@ class Partition(NamedTuple):
     results: Sequence[Tiles]
 
 
-class Rule(NamedTuple):
+class ShardingRule(NamedTuple):
     """Says how shardings propagate through an operation, in Shardy's notation.
 
     Attributes:
@@ -114,7 +114,7 @@ def make_rule(
     results: Sequence[Sequence[str]],
     is_replicated: Callable[[str], bool],
     sizes: dict[str, int] | None = None,
-) -> Rule:
+) -> ShardingRule:
     """Returns the rule of arrays with these factors, each a name or several as in "(k g)".
 
     Args:
@@ -125,7 +125,7 @@ def make_rule(
     """
     text = " -> ".join(", ".join(map(" ".join, side)) for side in (operands, results))
     used = dict.fromkeys(factor for factors in (*operands, *results) for factor in factors)
-    return Rule(text, [*filter(is_replicated, used)], sizes or {})
+    return ShardingRule(text, [*filter(is_replicated, used)], sizes or {})
 
 
 type Choose = Callable[[Sequence[Tiled], Sequence[Tiled]], Partition]
@@ -184,7 +184,7 @@ def lower_partitioned(
     *,
     counts: Sequence[int] = (),
     bind: Callable[..., Sequence[jax.Array]],
-    rule: Rule,
+    rule: ShardingRule,
     choose: Choose,
     identity: object,
 ) -> Sequence[Any]:

@@ -18,7 +18,7 @@ from ..custom_calls import Call, custom_calls, lower
 
 ROWS, WORDS = 128, 77
 BACKWARD_TILE, WORKSPACE = (64, 128), 16 * 99
-PLAN_BY_KEYS = f"{_cuda.PLAN} by keys"
+PLAN_BY_KEYS = f"{_cuda.TILE_SCHEDULE} by keys"
 
 
 class Gpu(types.SimpleNamespace):
@@ -35,10 +35,10 @@ HOPPER = Gpu(compute_capability="9.0", device_kind="NVIDIA H200")
 def extension(monkeypatch: pytest.MonkeyPatch) -> None:
     """Something in place of jaxmagi._cuda, and a machine without a GPU."""
     stand_in = types.SimpleNamespace(
-        registrations=lambda: {_cuda.PLAN: {}, _cuda.FORWARD: {}, _cuda.BACKWARD: {}},
+        registrations=lambda: {_cuda.TILE_SCHEDULE: {}, _cuda.FORWARD: {}, _cuda.BACKWARD: {}},
         forward_tile=lambda dim, v_dim: (ROWS, 128) if max(dim, v_dim) <= 256 else None,
         backward_tile=lambda dim, v_dim: BACKWARD_TILE,
-        plan_workspace_words=lambda plans, capacity, length, tile_rows: WORDS,
+        tile_schedule_workspace_words=lambda plans, capacity, length, tile_rows: WORDS,
         backward_workspace_bytes=lambda *sizes: WORKSPACE,
     )
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", stand_in)  # pyright: ignore[reportArgumentType]
@@ -103,8 +103,8 @@ def forward_text(arrays: dict[str, Any], **options: Any) -> str:
 def forward_calls(arrays: dict[str, Any], **options: Any) -> tuple[Call, Call]:
     """The two calls that `attention_forward` makes: that of the plan and the kernel's."""
     calls = calls_in(forward_text(arrays, **options))
-    assert calls.keys() == {_cuda.PLAN, _cuda.FORWARD}
-    return calls[_cuda.PLAN], calls[_cuda.FORWARD]
+    assert calls.keys() == {_cuda.TILE_SCHEDULE, _cuda.FORWARD}
+    return calls[_cuda.TILE_SCHEDULE], calls[_cuda.FORWARD]
 
 
 @pytest.mark.parametrize("implementation", ["ffi", None])
@@ -129,7 +129,7 @@ def test_masks_of_their_own() -> None:
 def test_head_dimensions_become_multiples_of_eight() -> None:
     text = forward_text(operands(100, 33))
     calls = calls_in(text)
-    plan, kernel = calls[_cuda.PLAN], calls[_cuda.FORWARD]
+    plan, kernel = calls[_cuda.TILE_SCHEDULE], calls[_cuda.FORWARD]
     assert (plan.attributes["dim"], plan.attributes["v_dim"]) == (104, 40)
     assert kernel.operands[:3] == ["2x300x8x104xbf16", "2x400x2x104xbf16", "2x400x2x40xbf16"]
     assert kernel.results[0] == "2x300x8x40xbf16"
@@ -226,7 +226,7 @@ def loss(implementation: str | None) -> Any:
 def test_gradients(implementation: str | None) -> None:
     q, k, v, *_ = operands().values()
     calls = calls_in(lower(loss(implementation), q, k, v))
-    assert calls.keys() == {_cuda.PLAN, _cuda.FORWARD, PLAN_BY_KEYS, _cuda.BACKWARD}
+    assert calls.keys() == {_cuda.TILE_SCHEDULE, _cuda.FORWARD, PLAN_BY_KEYS, _cuda.BACKWARD}
     assert not calls_in(lower(loss("xla"), q, k, v))
 
 
@@ -321,7 +321,7 @@ def test_vmap_becomes_batch() -> None:
     mask = AttnMask.stack([masks.causal(300, 400), masks.full(300, 400)])
     text = lower(jax.vmap(lambda q, k, v: attention(q, k, v, mask, implementation="ffi")), q, k, v)
     calls = calls_in(text)
-    assert calls[_cuda.PLAN].operands == [f"6x{mask.bands.shape[1]}x6xi32"]
+    assert calls[_cuda.TILE_SCHEDULE].operands == [f"6x{mask.bands.shape[1]}x6xi32"]
     assert calls[_cuda.FORWARD].results[0] == "6x300x8x128xbf16"
 
 
@@ -341,7 +341,7 @@ def test_shards(axis_type: AxisType) -> None:
     with jax.set_mesh(mesh):
         placed = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in (q, k, v))
         calls = calls_in(lower(op, *placed))
-    assert calls[_cuda.PLAN].operands == [f"1x{mask.bands.shape[0]}x6xi32"]
+    assert calls[_cuda.TILE_SCHEDULE].operands == [f"1x{mask.bands.shape[0]}x6xi32"]
     assert calls[_cuda.FORWARD].operands[:2] == ["1x300x4x128xbf16", "1x400x1x128xbf16"]
     assert calls[_cuda.FORWARD].operands[5] == "4xf32"
 
@@ -358,7 +358,7 @@ def test_the_extension_knows_its_tiles() -> None:
         rows, keys = compiled.forward_tile(*dims)
         assert rows % 64 == 0 and keys > 0
         keys_and_tiles = 4 * 1000 + (4 + 16) * -(-5000 // rows)  # bytes of a plan
-        assert 8 * compiled.plan_workspace_words(3, 1000, 5000, rows) >= 3 * keys_and_tiles
+        assert 8 * compiled.tile_schedule_workspace_words(3, 1000, 5000, rows) >= 3 * keys_and_tiles
         rows, keys = compiled.backward_tile(*dims)
         assert rows % 16 == 0 and keys % 32 == 0
         sums = 3 * 8 * 5000 * dims[0] * 4
@@ -370,4 +370,4 @@ def test_the_extension_knows_its_tiles() -> None:
         with pytest.raises(ValueError, match=f"no kernel for the head dimensions {dims[0]} and {dims[1]}"):
             compiled.backward_workspace_bytes(3, 5000, 7000, 8, *dims, 1, False)
     ours = sorted(name for name in compiled.registrations() if name.startswith("jaxmagi_attention"))
-    assert ours == [_cuda.BACKWARD, _cuda.FORWARD, _cuda.PLAN]
+    assert ours == [_cuda.BACKWARD, _cuda.FORWARD, _cuda.TILE_SCHEDULE]

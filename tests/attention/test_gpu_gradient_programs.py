@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmagi import masks
-from jaxmagi.attention import Partial, _cuda, attention
-from jaxmagi.attention._partial import row_delta
+from jaxmagi.attention import Partial, _cuda, attention, row_delta
 from jaxmagi.masks import AttnMask
 
 from .gpu_harness import (
@@ -126,8 +125,10 @@ def problem(rng: np.random.Generator) -> tuple[jax.Array, AttnMask]:
 def test_one_plan_of_each_kind_for_all_layers(rng: np.random.Generator) -> None:
     text = jax.jit(jax.grad(loss)).lower(*problem(rng)).compile().as_text()
     assert text is not None
-    calls = {name: text.count(f'custom_call_target="{name}"') for name in (_cuda.BACKWARD, _cuda.PLAN)}
-    assert calls == {_cuda.BACKWARD: 3, _cuda.PLAN: 2}
+    calls = {
+        name: text.count(f'custom_call_target="{name}"') for name in (_cuda.BACKWARD, _cuda.TILE_SCHEDULE)
+    }
+    assert calls == {_cuda.BACKWARD: 3, _cuda.TILE_SCHEDULE: 2}
 
 
 def test_captured(rng: np.random.Generator, tmp_path: Path) -> None:

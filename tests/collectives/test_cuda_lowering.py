@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxmagi import GroupCastSpec, _hopper, _native, group_cast, group_reduce
-from jaxmagi.collectives import _cuda, _misfit, _process
+from jaxmagi.collectives import _cuda, _process, _support
 
 from ..custom_calls import Call, custom_calls, lower
 from .harness import AXIS, make_mesh
@@ -287,7 +287,7 @@ def test_misfits(function: Any, x: Any, message: str) -> None:
 
 
 def test_too_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_misfit, "_MOST_RANKS", 1)
+    monkeypatch.setattr(_support, "_MAX_RANKS", 1)
     for function, x in ((cast, array(ROWS, 4)), (reduce, array(OUTPUT_ROWS, 4))):
         assert not custom_calls(text_of(function, x))
         with pytest.raises(NotImplementedError, match=r"the mesh axis has 2 ranks, .* for 1 at most"):
@@ -298,10 +298,10 @@ def test_sums_that_the_kernels_do_not_make() -> None:
     """As in a second derivative: a sum in another dtype than the parts'."""
     bfloat16, half, single, double = map(jnp.dtype, ("bfloat16", "float16", "float32", "float64"))
     for pair in ((bfloat16, half), (single, double), (single, bfloat16), (bfloat16, double)):
-        message = _misfit._sum_misfit([single, pair[0]], [single, pair[1]])
+        message = _support._sum_reason([single, pair[0]], [single, pair[1]])
         assert message == f"the kernels do not add up {pair[0].name} to {pair[1].name}"
     for pair in ((bfloat16, single), (half, single), (half, half), (double, double)):
-        assert _misfit._sum_misfit([pair[0]], [pair[1]]) is None
+        assert _support._sum_reason([pair[0]], [pair[1]]) is None
 
 
 def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,10 +44,10 @@ def check_constants(group: Group) -> None:
         at_once = group.reduce(jnp.asarray(first), spec)
         rank = make_transfer(spec, AXIS, group.implementation, group.num_sms, group.ranks_per_host)
         arrays = [jnp.asarray(second), y[0]]
-        flight = rank.start_reduce(arrays, [x.dtype for x in arrays], number=0, goes_first=True)
+        flight = rank.start_reduce(arrays, [x.dtype for x in arrays], transfer_id=0, goes_first=True)
         work, flights = in_order(work[0], [flight])
         square, (flight,) = in_order(jnp.matmul(work, work, precision="highest"), flights)
-        return jax.tree.map(lambda leaf: leaf[None], (square, at_once, *flight.land()))
+        return jax.tree.map(lambda leaf: leaf[None], (square, at_once, *flight.wait()))
 
     operands = group.shard(work), group.shard(y), group.replicate(transfer.spec)
     run = group.program(local, (P(AXIS), P(AXIS), P())).lower(*operands).compile()

@@ -55,17 +55,17 @@ def test_memory_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = types.SimpleNamespace(set_memory_limit=limits.__setitem__)
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", compiled)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    _process.tell_memory_limits()
+    _process.set_memory_limits()
     assert not limits
     monkeypatch.setattr(_hopper, "local_gpus", lambda: gpus)
     monkeypatch.setattr(jax, "process_count", lambda: 1)
-    _process.tell_memory_limits()
+    _process.set_memory_limits()
     assert not limits
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    _process.tell_memory_limits()
+    _process.set_memory_limits()
     assert limits == {2: 99, 3: 0, 5: 0}
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", None)
-    _process.tell_memory_limits()
+    _process.set_memory_limits()
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "1"), ("0", "0")])

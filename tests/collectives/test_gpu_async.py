@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxmagi import GroupCastSpec
-from jaxmagi.collectives import Flight, in_order, make_transfer
+from jaxmagi.collectives import AsyncTransfer, in_order, make_transfer
 
 from .groups import SEVERAL, Group, assert_close, assert_equal, on_groups, require_devices
 from .harness import AXIS, normal
@@ -26,7 +26,7 @@ def transfer_of(group: Group, spec: Any) -> Any:
     return make_transfer(spec, AXIS, group.implementation, group.num_sms, group.ranks_per_host)
 
 
-def beside(work: jax.Array, flights: list[Flight]) -> tuple[jax.Array, list[Flight]]:
+def beside(work: jax.Array, flights: list[AsyncTransfer]) -> tuple[jax.Array, list[AsyncTransfer]]:
     """Some rotations of rows, which keep errors as small as they are, while transfers are under way."""
     work, flights = in_order(work, flights)
     for _ in range(4):
@@ -54,10 +54,10 @@ def test_cast_and_reduction_under_way_at_once(group: Group, rng: np.random.Gener
 
         def turn(work: jax.Array, operands: Any) -> Any:
             x, y = operands
-            cast = rank.start_cast(x, number=0, goes_first=True)
-            reduction = rank.start_reduce(y, [z.dtype for z in y], number=1, goes_first=False)
+            cast = rank.start_cast(x, transfer_id=0, goes_first=True)
+            reduction = rank.start_reduce(y, [z.dtype for z in y], transfer_id=1, goes_first=False)
             work, flights = beside(work, [cast, reduction])
-            return work, [flight.land() for flight in flights]
+            return work, [flight.wait() for flight in flights]
 
         x, y = jax.tree.map(lambda leaf: leaf[:, 0], (x, y))
         work, results = jax.lax.scan(turn, work[0], (x, y))
@@ -80,10 +80,10 @@ def test_one_at_once_while_another_is_under_way(group: Group, rng: np.random.Gen
 
     def local(x: jax.Array, z: jax.Array, spec: GroupCastSpec) -> Any:
         rank = transfer_of(group, spec)
-        z, flights = in_order(z[0], [rank.start_cast([x[0]], number=0, goes_first=True)])
+        z, flights = in_order(z[0], [rank.start_cast([x[0]], transfer_id=0, goes_first=True)])
         (at_once,) = rank.cast([z])
         at_once, (flight,) = in_order(at_once, flights)
-        (apart,) = flight.land()
+        (apart,) = flight.wait()
         (behind,) = rank.reduce([apart], [apart.dtype])
         return [y[None] for y in (at_once, apart, behind)]
 
@@ -105,10 +105,10 @@ def test_vmap(group: Group, rng: np.random.Generator) -> None:
     def local(x: jax.Array, work: jax.Array, specs: GroupCastSpec) -> Any:
         def one(x: jax.Array, work: jax.Array, spec: GroupCastSpec) -> tuple[jax.Array, jax.Array]:
             rank = transfer_of(group, spec)
-            _, (flight,) = beside(work, [rank.start_cast([x], number=0, goes_first=True)])
-            (y,) = flight.land()
-            _, (flight,) = beside(work, [rank.start_reduce([y], [y.dtype], number=0, goes_first=True)])
-            return y, flight.land()[0]
+            _, (flight,) = beside(work, [rank.start_cast([x], transfer_id=0, goes_first=True)])
+            (y,) = flight.wait()
+            _, (flight,) = beside(work, [rank.start_reduce([y], [y.dtype], transfer_id=0, goes_first=True)])
+            return y, flight.wait()[0]
 
         first = jax.tree.map(lambda table: table[0], specs)
         shared = jax.vmap(one, (0, 0, None))(x[0], work[0], first)
@@ -132,9 +132,9 @@ def test_between_hosts(group: Group, rng: np.random.Generator) -> None:
 
     def local(x: jax.Array, y: jax.Array, spec: Any) -> Any:
         rank = make_transfer(spec, AXIS)
-        cast = rank.start_cast([x[0]], number=0, goes_first=True)
-        reduction = rank.start_reduce([y[0]], [y.dtype], number=1, goes_first=False)
-        return [flight.land()[0][None] for flight in (cast, reduction)]
+        cast = rank.start_cast([x[0]], transfer_id=0, goes_first=True)
+        reduction = rank.start_reduce([y[0]], [y.dtype], transfer_id=1, goes_first=False)
+        return [flight.wait()[0][None] for flight in (cast, reduction)]
 
     run = group.program(local, (P(AXIS), P(AXIS), P()))
     cast, sums = run(*group.shard((x, y)), group.replicate(relayed))
@@ -149,10 +149,10 @@ def test_nothing_to_move(group: Group) -> None:
     x = np.zeros((group.size, INPUT_ROWS, 0), np.float32)
 
     def local(x: jax.Array, spec: GroupCastSpec) -> jax.Array:
-        flight = transfer_of(group, spec).start_cast([x[0]], number=0, goes_first=True)
+        flight = transfer_of(group, spec).start_cast([x[0]], transfer_id=0, goes_first=True)
         assert not flight.arrays
         _, (flight,) = in_order(x, [flight])
-        return flight.land()[0][None]
+        return flight.wait()[0][None]
 
     run = group.program(local, (P(AXIS), P()))
     assert_equal(run(group.shard(x), group.replicate(transfer.spec)), transfer.cast(x))
@@ -167,7 +167,7 @@ def test_halves_in_two_programs(rng: np.random.Generator) -> None:
     x = normal(rng, 2, INPUT_ROWS, 4)
 
     def local(x: jax.Array, spec: GroupCastSpec) -> jax.Array:
-        return transfer_of(group, spec).start_cast([x[0]], number=0, goes_first=False).land()[0][None]
+        return transfer_of(group, spec).start_cast([x[0]], transfer_id=0, goes_first=False).wait()[0][None]
 
     mapped = jax.shard_map(local, mesh=group.mesh, in_specs=(P(AXIS), P()), out_specs=P(AXIS))
     with pytest.raises(jax.errors.JaxRuntimeError, match="both calls must be in one program"):
@@ -184,7 +184,7 @@ def test_start_alone_in_a_program(rng: np.random.Generator) -> None:
     flights = []
 
     def start(x: jax.Array, spec: GroupCastSpec) -> list[jax.Array]:
-        flights.append(transfer_of(group, spec).start_cast([x[0]], number=0, goes_first=False))
+        flights.append(transfer_of(group, spec).start_cast([x[0]], transfer_id=0, goes_first=False))
         return [array[None] for array in flights[-1].arrays]
 
     def land(arrays: list[jax.Array]) -> jax.Array:
@@ -213,10 +213,10 @@ def test_program_that_fails_between_the_halves(rng: np.random.Generator) -> None
         raise RuntimeError("something between the halves")
 
     def local(x: jax.Array, spec: GroupCastSpec) -> jax.Array:
-        flight = transfer_of(group, spec).start_cast([x[0]], number=0, goes_first=True)
+        flight = transfer_of(group, spec).start_cast([x[0]], transfer_id=0, goes_first=True)
         between = jax.pure_callback(fail, jax.ShapeDtypeStruct((), np.float32), flight.arrays[0])
         between, (flight,) = in_order(between, [flight])
-        return flight.land()[0][None] + between
+        return flight.wait()[0][None] + between
 
     run = group.program(local, (P(AXIS), P()))
     fill = group.program(lambda value: jnp.full((1, *shape), value[0]), P(AXIS))

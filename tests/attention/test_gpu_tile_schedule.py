@@ -15,7 +15,7 @@ from jaxmagi.masks import UNBOUNDED, AttnMask
 from tests.cases import random_bands
 
 from .gpu_harness import has_command_buffers, with_command_buffers
-from .plan_oracle import Ints, make_plan, tighten, transpose
+from .schedule_reference import Ints, make_plan, tighten, transpose
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,7 @@ def built() -> None:
         pytest.fail("jaxmagi was built without CUDA")
 
 
-plan = jax.jit(_cuda.plan, static_argnums=(1, 2, 3, 4))
+tile_schedule = jax.jit(_cuda.tile_schedule, static_argnums=(1, 2, 3, 4))
 
 
 def check(bands: Ints, q_len: int, kv_len: int, dims: tuple[int, int] = DIMS) -> None:
@@ -38,7 +38,7 @@ def check(bands: Ints, q_len: int, kv_len: int, dims: tuple[int, int] = DIMS) ->
     assert extension is not None
     given = jnp.asarray(bands, jnp.int32)
     for by_keys in (False, True):
-        first, second = (plan(given, q_len, kv_len, dims, by_keys) for _ in range(2))
+        first, second = (tile_schedule(given, q_len, kv_len, dims, by_keys) for _ in range(2))
         for i, mask in enumerate(bands):
             if by_keys:
                 rows, keys = extension.backward_tile(*dims)
@@ -136,7 +136,7 @@ def test_one_plan_for_all_layers(
     text = jax.jit(model).lower(*problem(rng)).compile().as_text()
     assert text is not None
     assert calls_of(_cuda.FORWARD, text) == kernels
-    assert calls_of(_cuda.PLAN, text) == 1
+    assert calls_of(_cuda.TILE_SCHEDULE, text) == 1
 
 
 @pytest.mark.parametrize("model", [unrolled, scanned])

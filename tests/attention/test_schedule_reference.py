@@ -6,7 +6,7 @@ import pytest
 from jaxmagi.masks import AttnMask
 from tests.cases import random_bands
 
-from .plan_oracle import make_plan, tighten
+from .schedule_reference import make_plan, tighten
 
 Q_LEN, KV_LEN = 75, 90
 
