@@ -10,8 +10,8 @@ import pytest
 from jaxmagi import masks
 from jaxmagi.attention import attention
 
-from .gpu_harness import Shape, forward, make_operands
-from .helpers import assert_close, make_inputs, max_error, run, run_reference
+from .gpu_harness import Shape, make_operands
+from .helpers import assert_close, backward, forward, make_inputs, max_error, run, run_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -51,8 +51,10 @@ def test_margin_out_of_range() -> None:
     with pytest.raises(ValueError, match="sm_margin must be at least 0, but is -1"):
         forward(problem, sm_margin=-1)
     message = r"sm_margin must be at least 0 and less than the \d+ SMs of the NVIDIA .*, got 1000"
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        jax.block_until_ready(forward(problem, sm_margin=1000))
+    out, lse = forward(problem)
+    for call in (forward, lambda x, **margin: backward([*x[:4], out, lse, lse], **margin)):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.block_until_ready(call(problem, sm_margin=1000))
 
 
 def test_float32_gradients_by_default(rng: np.random.Generator) -> None:

@@ -24,14 +24,13 @@ from .gpu_harness import (
     assert_same,
     both_dtypes,
     default_logits,
-    forward,
     has_command_buffers,
     make_operands,
     random_operands,
     run,
     with_command_buffers,
 )
-from .helpers import Operands
+from .helpers import Operands, forward
 
 pytestmark = pytest.mark.gpu
 
@@ -145,6 +144,35 @@ def test_command_buffers_change_nothing(rng: np.random.Generator, tmp_path: Path
         for _ in range(3):
             for got, want in zip(captured(operands), wanted, strict=True):
                 assert_same(got, want)
+    assert has_command_buffers(tmp_path / "captured") and not has_command_buffers(tmp_path / "launched")
+
+
+def unrolled(x: jax.Array, mask: AttnMask) -> jax.Array:
+    for _ in range(3):
+        x = x + attention(x, x, x, mask, deterministic=True, implementation="ffi")
+    return x
+
+
+def scanned(x: jax.Array, mask: AttnMask) -> jax.Array:
+    return jax.lax.scan(lambda x, _: (unrolled(x, mask), None), x, length=2)[0]
+
+
+def gradient(x: jax.Array, mask: AttnMask) -> jax.Array:
+    return jax.grad(lambda x: jnp.mean(unrolled(x, mask).astype(jnp.float32) ** 2))(x)
+
+
+@pytest.mark.parametrize("model", [unrolled, scanned, gradient])
+def test_captured_models(rng: np.random.Generator, tmp_path: Path, model: Callable[..., jax.Array]) -> None:
+    """With and without command buffers, bit for bit, for several masks of one capacity."""
+    x = jnp.asarray(rng.standard_normal((1000, 4, 128)), jnp.bfloat16)
+    launched = with_command_buffers(model, "", tmp_path / "launched")
+    captured = with_command_buffers(model, "FUSION,CUSTOM_CALL,WHILE", tmp_path / "captured")
+    several = [masks.documents([300, 500, 200]), masks.causal(1000), masks.sliding_window(1000, 70)]
+    capacity = max(mask.bands.shape[0] for mask in several)
+    for mask in (mask.pad_to(capacity) for mask in several):
+        want = launched(x, mask)
+        for _ in range(3):
+            assert bool(jnp.array_equal(captured(x, mask), want))
     assert has_command_buffers(tmp_path / "captured") and not has_command_buffers(tmp_path / "launched")
 
 

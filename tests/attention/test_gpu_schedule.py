@@ -15,13 +15,12 @@ from .gpu_harness import (
     Shape,
     assert_same,
     default_logits,
-    forward,
     make_operands,
     pad_bands,
     random_operands,
     run_and_check,
 )
-from .helpers import Operands
+from .helpers import Operands, forward
 
 pytestmark = pytest.mark.gpu
 

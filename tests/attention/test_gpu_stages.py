@@ -15,11 +15,10 @@ from .gpu_harness import (
     assert_same,
     both_dtypes,
     default_logits,
-    forward,
     make_operands,
     random_operands,
 )
-from .helpers import Operands, max_error
+from .helpers import Operands, forward, max_error
 
 pytestmark = pytest.mark.gpu
 
