@@ -4,6 +4,7 @@ XLA does not know that start and wait belong together, and puts nothing between 
 makes it do so by data dependencies. In plain JAX the start is the whole transfer.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,9 +14,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
-from .._folding import fold, unfold
 from . import _cuda
-from ._batching import Axes, batch_shape, carried_axes, carry, share_tables
+from ._batching import Axes, batch
 from ._cuda import Kind
 from ._lowering import register
 from ._portable import cast, reduce_sum
@@ -129,25 +129,21 @@ def _done_types(workspace: Any, *started: Any, dtypes: Sequence[jnp.dtype], **_:
 
 
 def _batch_start(operands: Sequence[Any], axes: Axes, **params: Any) -> tuple[list[Any], list[int | None]]:
-    if share_tables(axes):
-        dims = carried_axes(axes[:-2])
-        return start_p.bind(*carry(operands, axes), **params), [None, *dims, *dims, None, None]
-    lead = batch_shape(operands, axes)
-    folded = [fold(x, axis, lead[0]) for x, axis in zip(operands, axes, strict=True)]
-    workspace, *started = start_p.bind(*folded, **params)
-    return [workspace, *(unfold(x, lead) for x in started)], [None, *[0] * len(started)]
+    workspaces = []
+
+    def bind(*operands: Any) -> list[Any]:
+        workspace, *started = start_p.bind(*operands, **params)
+        workspaces.append(workspace)
+        return started
+
+    started, dims = batch(bind, operands, axes)
+    return [*workspaces, *started], [None, *dims[:-2], *dims]
 
 
 def _batch_done(operands: Sequence[Any], axes: Axes, **params: Any) -> tuple[list[Any], list[int | None]]:
     workspace, *started = operands
-    axes = axes[1:]
-    if share_tables(axes):
-        out = done_p.bind(workspace, *carry(started, axes), **params)
-        return out, carried_axes(axes[: len(out)])
-    lead = batch_shape(started, axes)
-    folded = [fold(x, axis, lead[0]) for x, axis in zip(started, axes, strict=True)]
-    out = [unfold(x, lead) for x in done_p.bind(workspace, *folded, **params)]
-    return out, [0] * len(out)
+    out, dims = batch(functools.partial(done_p.bind, workspace, **params), started, axes[1:])
+    return out, dims[: len(out)]
 
 
 # --- lowering ---

@@ -4,6 +4,7 @@ Operands are any number of arrays x [G, rows, ...] and a rank's tables, sends in
 int32 [G, M, 4]: G independent transfers, which travel together. All operands vary over the mesh axis.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +13,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from .._folding import fold, unfold
 from . import _cuda
-from ._batching import Axes, batch_shape, carried_axes, carry, share_tables
+from ._batching import Axes, batch
 from ._lowering import register
 from ._portable import cast, reduce_sum
 from ._route import Route
@@ -92,12 +92,8 @@ def _transpose_reduce(cotangents: Sequence[Any], *operands: Any, route: Route, o
 
 def _batch(primitive: Primitive) -> Callable[..., tuple[list[Any], list[int | None]]]:
     def rule(operands: Sequence[Any], axes: Axes, **params: Any) -> tuple[list[Any], list[int | None]]:
-        if share_tables(axes):
-            return primitive.bind(*carry(operands, axes), **params), carried_axes(axes[:-2])
-        lead = batch_shape(operands, axes)
-        folded = [fold(x, axis, lead[0]) for x, axis in zip(operands, axes, strict=True)]
-        out = [unfold(x, lead) for x in primitive.bind(*folded, **params)]
-        return out, [0] * len(out)
+        out, dims = batch(functools.partial(primitive.bind, **params), operands, axes)
+        return out, dims[:-2]
 
     return rule
 

@@ -1,4 +1,4 @@
-"""What the collectives lower to for GPUs, seen from a machine that may have none."""
+"""The custom calls of the collectives for GPUs, lowered on a machine that may have none."""
 
 import functools
 import types
@@ -14,7 +14,7 @@ from jaxmagi import GroupCastSpec, _hopper, _native, group_cast, group_reduce
 from jaxmagi.collectives import _cuda, _process, _support
 
 from ..custom_calls import Call, custom_calls, lower
-from .harness import AXIS, make_mesh
+from .harness import AXIS, make_mesh, on_ranks
 
 ROWS, PAIR_ROWS, WORKSPACE = 5, 8, 96
 SPEC = GroupCastSpec.from_splits([[3, 2], [5]], [[[1], [0, 1]], [[0]]], [[2, 5], [5]], [[0, 1], [0]])
@@ -209,12 +209,7 @@ def test_gradients(dtype: Any) -> None:
     """The gradient of a cast travels in its own dtype and is added up in float32 on the way."""
 
     def loss(x: jax.Array) -> jax.Array:
-        mapped = jax.shard_map(
-            functools.partial(cast, axis_name=AXIS, implementation="native"),
-            mesh=make_mesh(2),
-            in_specs=P(AXIS),
-            out_specs=P(AXIS),
-        )
+        mapped = on_ranks(functools.partial(cast, axis_name=AXIS, implementation="native"), 2)
         return (mapped(x).astype(jnp.float32) ** 2).sum()
 
     forward, backward = custom_calls(lower(jax.grad(loss), array(ROWS, 8, dtype=dtype)))
@@ -234,12 +229,7 @@ def test_vmap_becomes_more_columns_or_more_transfers() -> None:
         (SPEC, None, [*TABLES, "1x5x12xf32"]),
         (specs, 0, ["3x8x5xi32", "3x8x4xi32", "3x5x4xf32"]),
     ):
-        mapped = jax.shard_map(
-            functools.partial(local, spec=spec, axis=axis),
-            mesh=make_mesh(2),
-            in_specs=P(None, AXIS),
-            out_specs=P(AXIS),
-        )
+        mapped = on_ranks(functools.partial(local, spec=spec, axis=axis), 2, in_specs=P(None, AXIS))
         call = the_call(lower(mapped, jax.ShapeDtypeStruct((3, 2 * ROWS, 4), jnp.float32)), _cuda.CAST)
         assert call.operands == operands
 
@@ -268,20 +258,20 @@ def test_declined() -> None:
     assert not custom_calls(text) and "all_to_all" in text
 
 
-MISFITS = [
+UNSUPPORTED = [
     (reduce, array(OUTPUT_ROWS, 4, dtype=jnp.int32), "the array is int32, and the kernels add up bfloat16"),
     (reduce, array(OUTPUT_ROWS, 4, dtype=jnp.complex64), "the array is complex64"),
     (cast, array(ROWS, 4, dtype=jnp.int4), "int4 takes less than a byte"),
 ]
 
 
-@pytest.mark.parametrize(("function", "x", "message"), MISFITS)
-def test_misfits(function: Any, x: Any, message: str) -> None:
+@pytest.mark.parametrize(("function", "x", "message"), UNSUPPORTED)
+def test_unsupported(function: Any, x: Any, message: str) -> None:
     for implementation in ("native", "nccl"):
-        refusal = (
+        error = (
             rf'implementation="{implementation}": jaxmagi_group_\w+ cannot run on platform cuda: {message}'
         )
-        with pytest.raises(NotImplementedError, match=refusal):
+        with pytest.raises(NotImplementedError, match=error):
             text_of(function, x, implementation=implementation)
     assert not custom_calls(text_of(function, x))
 
@@ -344,11 +334,6 @@ def test_memory_limits_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("implementation", ["native", "nccl"])
 def test_on_the_cpu(implementation: Any) -> None:
-    mapped = jax.shard_map(
-        functools.partial(cast, axis_name=AXIS, implementation=implementation),
-        mesh=make_mesh(2),
-        in_specs=P(AXIS),
-        out_specs=P(AXIS),
-    )
+    mapped = on_ranks(functools.partial(cast, axis_name=AXIS, implementation=implementation), 2)
     with pytest.raises(NotImplementedError, match="cannot run on platform cpu: there is no compiled code"):
         jax.jit(mapped).lower(array(ROWS, 4))
