@@ -15,31 +15,19 @@ from jaxmagi.masks import UNBOUNDED
 from tests.cases import FP32_TOLERANCE, FP64_TOLERANCE, random_bands
 
 from . import helpers
-from .helpers import Operands, max_error
+from .helpers import Operands, make_inputs, max_error
 
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, DIM, V_DIM = 2, 30, 40, 4, 2, 8, 12
 
 
-def make_operands(
-    rng: np.random.Generator, *leading: int, dtype: Any = np.float32, sinks: bool = True
-) -> Operands:
-    """Bands that leave some rows without keys; with leading axes for vmap."""
-    accumulate = np.float64 if dtype == np.float64 else np.float32
-
-    def normal(*shape: int) -> Any:
-        return jnp.asarray(rng.standard_normal((*leading, BATCH, *shape)), dtype)
-
+def make_operands(rng: np.random.Generator, *leading: int, dtype: Any = np.float32) -> Operands:
+    """Operands with bands that leave some rows without keys, and with leading axes for vmap."""
+    sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM, "v_dim": V_DIM, "dtype": dtype}
+    x = make_inputs(rng, batch=(*leading, BATCH), q_len=Q_LEN, kv_len=KV_LEN, **sizes)
     bands = [random_bands(rng, Q_LEN // 2, KV_LEN, 4) for _ in range(int(np.prod(leading)))]
-    return Operands(
-        query=normal(Q_LEN, HEADS, DIM),
-        key=normal(KV_LEN, KV_HEADS, DIM),
-        value=normal(KV_LEN, KV_HEADS, V_DIM),
-        bands=jnp.asarray(np.reshape(bands, (*leading, 1, 4, 6)), jnp.int32),
-        sinks=jnp.asarray(
-            rng.standard_normal((*leading, HEADS)) if sinks else -np.inf * np.ones((*leading, HEADS)),
-            accumulate,
-        ),
-    )
+    sinks = rng.standard_normal((*leading, HEADS)).astype(x.sinks.dtype)
+    bands = np.reshape(bands, (*leading, 1, 4, 6))
+    return Operands(*map(jnp.asarray, (x.query, x.key, x.value, bands, sinks)))
 
 
 def make_previous(rng: np.random.Generator, *leading: int, dtype: Any = np.float32) -> Partial[jax.Array]:

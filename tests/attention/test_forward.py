@@ -33,16 +33,9 @@ def random_mask(rng: np.random.Generator, count: int = 9) -> AttnMask:
     return AttnMask.from_bands(bands, q_len=Q_LEN, kv_len=KV_LEN, check=False).pad_to(CAPACITY)
 
 
-def padded_mask(case: MaskCase, length: int) -> AttnMask:
-    """The case inside arrays of one length, so that all cases share a compiled program."""
-    return AttnMask.from_slices(
-        case.q_ranges, case.k_ranges, case.mask_types, q_len=length, kv_len=length, check=not case.overlaps
-    ).pad_to(CAPACITY)
-
-
 @pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.name)
 def test_public_masks(rng: np.random.Generator, implementation: str, case: MaskCase) -> None:
-    mask = padded_mask(case, 400)
+    mask = case.mask(400).pad_to(CAPACITY)
     x = make_inputs(rng, batch=(), q_len=400, kv_len=400, heads=2, kv_heads=1)
     assert_close(run(x, mask, implementation=implementation), run_reference(x, mask), FP32_TOLERANCE)
 

@@ -50,19 +50,19 @@ def arguments_of(operands: Operands, cotangents: Cotangents) -> list[jax.Array]:
 def test_deterministic(mask: AttnMask, dim: int, v_dim: int) -> None:
     """Bit for bit, ten times over."""
     shape = LONG._replace(dim=dim, v_dim=v_dim)
-    operands, cotangents = make_operands(shape, np.asarray(mask.bands)), make_cotangents(shape)
-    _, first, _ = gradients(operands, default_logits(operands), cotangents, deterministic=True)
-    check(operands, cotangents, first)
-    for _ in range(9):
-        assert_same(gradients(operands, default_logits(operands), cotangents, deterministic=True)[1], first)
+    check_deterministic(make_operands(shape, np.asarray(mask.bands)), make_cotangents(shape))
 
 
 def test_deterministic_under_many_bands(rng: np.random.Generator) -> None:
-    operands, cotangents = random_operands(rng, LONG, count=60), make_cotangents(LONG)
-    _, first, _ = gradients(operands, default_logits(operands), cotangents, deterministic=True)
+    check_deterministic(random_operands(rng, LONG, count=60), make_cotangents(LONG))
+
+
+def check_deterministic(operands: Operands, cotangents: Cotangents) -> None:
+    logits = default_logits(operands)
+    _, first, _ = gradients(operands, logits, cotangents, deterministic=True)
     check(operands, cotangents, first)
     for _ in range(9):
-        assert_same(gradients(operands, default_logits(operands), cotangents, deterministic=True)[1], first)
+        assert_same(gradients(operands, logits, cotangents, deterministic=True)[1], first)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from benchmarks._workloads import MASKS
-from jaxmagi.masks import AttnMask
 from tests.cases import MaskCase, mask_cases
 
 from .gpu_harness import Shape, fuzz, make_operands, run_and_check
@@ -31,19 +30,12 @@ SHAPES = [
 ]
 
 
-def padded_bands(case: MaskCase, length: int) -> np.ndarray:
-    """The case in the top left corner of a mask of ``length`` queries and keys."""
-    mask = AttnMask.from_slices(
-        case.q_ranges, case.k_ranges, case.mask_types, q_len=length, kv_len=length, check=not case.overlaps
-    )
-    return np.asarray(mask.pad_to(4096).bands)
-
-
 @pytest.mark.parametrize("case", mask_cases(), ids=lambda case: case.name)
 def test_public_mask(case: MaskCase) -> None:
     length = next(length for length in LENGTHS if max(case.q_len, case.kv_len) <= length)
     shape = Shape(length, length, 2, 1)
-    report, _ = run_and_check_both(make_operands(shape, padded_bands(case, length)), shape)
+    bands = np.asarray(case.mask(length).pad_to(4096).bands)
+    report, _ = run_and_check_both(make_operands(shape, bands), shape)
     assert report.visible == 2 * (case.q_len - case.empty_q_rows)
 
 

@@ -88,18 +88,21 @@ def test_explicit_mesh_without_context(rng: np.random.Generator, implementation:
     assert max_error(out, op(query, key, value)) <= FP32_TOLERANCE
 
 
-@pytest.mark.parametrize("batch", [(), (2,)], ids=["tokens", "batch"])
+@pytest.mark.parametrize(
+    ("batch", "query_axis"), [((), 0), ((2,), 0), ((), None)], ids=["tokens", "batch", "shared_query"]
+)
 def test_vmap_over_a_sharded_axis(
-    rng: np.random.Generator, implementation: str, batch: tuple[int, ...]
+    rng: np.random.Generator, implementation: str, batch: tuple[int, ...], query_axis: int | None
 ) -> None:
     """The mapped axis becomes batch, and stays sharded."""
     mesh = make_mesh(AxisType.Explicit)
-    x = make_inputs(rng, batch=(4, *batch), q_len=LENGTH, kv_len=LENGTH, dim=8, v_dim=8)
-
+    x = make_inputs(rng, batch=(4, *batch), q_len=LENGTH, kv_len=LENGTH, dim=8, v_dim=8)[:4]
+    rows = P("data") if query_axis == 0 else P()
+    x = x if query_axis == 0 else (x[0][0], *x[1:])
     function = functools.partial(attend, mask=SHARED, implementation=implementation)
-    mapped = jax.vmap(function, in_axes=(0, 0, 0, None))
-    want = gradients(mapped)(*x[:4])
-    placed = place(mesh, x[:4], *[P("data")] * 3, P())
+    mapped = jax.vmap(function, in_axes=(query_axis, 0, 0, None))
+    want = gradients(mapped)(*x)
+    placed = place(mesh, x, rows, P("data"), P("data"), P())
     with jax.set_mesh(mesh):
         compiled = gradients(mapped).lower(*placed).compile()
         assert "all-gather" not in compiled.as_text()
@@ -149,19 +152,6 @@ def test_only_keys_are_sharded(wanted: Any, implementation: str, rows: P) -> Non
     assert jax.typeof(out).sharding.spec == P(*rows, *[None] * (4 - len(rows)))
     for gradient, operand in zip(grads, placed, strict=True):
         assert jax.typeof(gradient).sharding.spec == jax.typeof(operand).sharding.spec
-
-
-def test_vmap_of_a_shared_query_over_sharded_keys(rng: np.random.Generator, implementation: str) -> None:
-    mesh = make_mesh(AxisType.Explicit)
-    query, key, value, sinks = operands(rng)
-    args = (query[0], key, value, sinks)
-
-    function = functools.partial(attend, mask=SHARED, implementation=implementation)
-    mapped = jax.vmap(function, in_axes=(None, 0, 0, None))
-    want = gradients(mapped)(*args)
-    with jax.set_mesh(mesh):
-        got = gradients(mapped)(*place(mesh, args, P(), P("data"), P("data"), P()))
-    assert_same(got, want)
 
 
 @pytest.mark.parametrize("rows", [None, P("data", None, "tensor")], ids=["one", "explicit"])

@@ -319,17 +319,21 @@ def test_on_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         text_of(cast, array(ROWS, 4), implementation="native")
 
 
-def test_memory_limits_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a program of several processes."""
+@pytest.mark.parametrize(("processes", "wanted"), [(1, {}), (2, {2: 99, 3: 0, 5: 0})])
+def test_memory_limits(processes: int, wanted: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a program of several processes, lowering tells the limits of allocators that have one."""
     limits: dict[int, int] = {}
     monkeypatch.setattr(_native.extension("cuda"), "set_memory_limit", limits.__setitem__)
-    gpu = types.SimpleNamespace(
-        compute_capability="9.0", local_hardware_id=3, memory_stats=lambda: {"bytes_limit": 99}
-    )
-    monkeypatch.setattr(_hopper, "local_gpus", lambda: [gpu])
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    gpus = [
+        types.SimpleNamespace(
+            compute_capability="9.0", local_hardware_id=number, memory_stats=lambda stats=stats: stats
+        )
+        for number, stats in ((2, {"bytes_limit": 99}), (3, {}), (5, None))
+    ]
+    monkeypatch.setattr(_hopper, "local_gpus", lambda: gpus)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
     the_call(text_of(reduce, array(OUTPUT_ROWS, 4)), _cuda.REDUCE)
-    assert limits == {3: 99}
+    assert limits == wanted
 
 
 @pytest.mark.parametrize("implementation", ["native", "nccl"])

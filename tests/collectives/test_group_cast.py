@@ -1,7 +1,6 @@
 """group_cast against a row-by-row simulation."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
@@ -55,19 +54,6 @@ def test_closed_over_spec_and_replicated_rows(rng: np.random.Generator) -> None:
     # The gradient of what the ranks share is the sum of theirs.
     gradient = jax.jit(jax.grad(lambda x: mapped(x).sum()))(x)
     np.testing.assert_array_equal(gradient[:, 0], transfer.counts().sum(0))
-
-
-def test_pytree_of_keys_and_values(rng: np.random.Generator) -> None:
-    transfer = random_transfer(rng, 3)
-    x = {
-        "key": normal(rng, 3, INPUT_ROWS, 2, 4),
-        "value": normal(rng, 3, INPUT_ROWS, 2, 5),
-        "half": normal(rng, 3, INPUT_ROWS, 2, dtype=jnp.bfloat16),
-        "token": rng.integers(0, 100, (3, INPUT_ROWS)).astype(np.int32),
-    }
-    out = cast_function(3)(x, transfer.spec)
-    for name, leaf in x.items():
-        np.testing.assert_array_equal(out[name], transfer.cast(leaf), err_msg=name)
 
 
 def test_keys_and_values_share_a_collective(rng: np.random.Generator) -> None:

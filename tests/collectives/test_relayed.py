@@ -97,7 +97,7 @@ def test_sums_and_means_of_half_precision_are_rounded_once(rng: np.random.Genera
 
 
 def test_merges_and_their_gradients(x64: None, rng: np.random.Generator) -> None:
-    """Against a merge of all parts in one place. Silent parts hold NaN."""
+    """Against a merge of all parts in one place. Masked parts hold NaN."""
     transfer = random_transfer(rng, 4)
     rows = transfer.spec.output_rows
     y, lse = normal(rng, 4, rows, 2, 4, dtype=np.float64), normal(rng, 4, rows, 2, dtype=np.float64)
