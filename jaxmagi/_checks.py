@@ -19,13 +19,13 @@ def integer(value: Any, name: str, *, minimum: int = 0, maximum: int = MAX_LENGT
     """Returns ``value`` as an int; ValueError unless it is one between ``minimum`` and ``maximum``."""
     if is_traced(value):
         raise ValueError(f"{name} is traced: masks and plans are built on the host, from Python integers.")
-    refusal = f"{name} must be an integer, but it is {value!r}."
+    message = f"{name} must be an integer, but it is {value!r}."
     if isinstance(value, bool):
-        raise ValueError(refusal)
+        raise ValueError(message)
     try:
         number = operator.index(value)
     except TypeError as error:
-        raise ValueError(refusal) from error
+        raise ValueError(message) from error
     if not minimum <= number <= maximum:
         raise ValueError(f"{name} must be between {minimum} and {maximum}, but it is {number}.")
     return number

@@ -29,7 +29,7 @@ class RankFailed(Exception):
 
 
 class RanksTimedOut(Exception):
-    """Not all ranks had ended when the time was up."""
+    """Some ranks had not ended when the time was up."""
 
 
 type Launch = Callable[..., list[str]]
@@ -99,7 +99,7 @@ def launch(
 
 
 def importable(function: Callable[..., None]) -> Callable[..., None]:
-    """The function as other processes find it: what is ``__main__`` here has another name there."""
+    """Returns the function as other processes find it: ``__main__`` has another name there."""
     spec = sys.modules["__main__"].__spec__
     if function.__module__ != "__main__" or spec is None:
         return function
@@ -107,12 +107,12 @@ def importable(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def leave_memory_to_processes() -> None:
-    """Has this process, where nothing is to run, take no GPU memory in advance. Before JAX is used."""
+    """Makes this process, which runs nothing, take no GPU memory in advance. Call it before JAX is used."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def can_share() -> bool:
-    """Whether tests may have processes share GPUs, for want of more: as NCCL's own switch says."""
+    """Returns whether processes may share GPUs, which NCCL's own switch says."""
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
@@ -132,19 +132,19 @@ def _check_gpus(devices_each: int) -> None:
 
 
 def own_devices(rank: int, devices_each: int) -> str:
-    """The numbers of a rank's devices among those of the machine; where it has too few, they come again."""
+    """Returns the numbers of a rank's devices; where the machine has too few, they repeat."""
     own = range(rank * devices_each, (rank + 1) * devices_each)
     return ",".join(str(i % len(jax.local_devices())) for i in own)
 
 
 def _visible(gpus: str) -> dict[str, str]:
-    """What has a process see these of the caller's alone."""
+    """Returns variables that make a process see only these GPUs of the caller."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return {"CUDA_VISIBLE_DEVICES": ",".join(seen[int(i)] if any(seen) else i for i in gpus.split(","))}
 
 
 def environment_of(processes: int, devices_each: int, pool: float | None) -> dict[str, str]:
-    """Of each rank. Without a pool most of the GPUs' memory is the caller's."""
+    """Returns the environment of each rank. Without a pool, memory is not taken in advance."""
     platform = "cuda,cpu" if jax.default_backend() == "gpu" else "cpu"
     shares = processes * devices_each > len(jax.local_devices())
     environment = os.environ | {
@@ -161,7 +161,7 @@ def environment_of(processes: int, devices_each: int, pool: float | None) -> dic
 
 
 def _start(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """In a process group of its own."""
+    """Starts a rank in a new process group."""
     with log.open("wb") as output:
         return subprocess.Popen(
             command,
@@ -175,7 +175,7 @@ def _start(command: list[str], log: Path, environment: dict[str, str]) -> subpro
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
-    """Until all have ended, one has failed or the time is up; whether all have ended."""
+    """Waits until all have ended, one has failed or the time is up. Returns whether all have ended."""
     running = list(ranks)
     while running and time.monotonic() < deadline:
         for rank in running.copy():
@@ -190,7 +190,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
 
 
 def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """With the processes that they started; what they have ended with stays as it is."""
+    """Kills ranks and the processes that they started. Exit codes of ended ones stay."""
     for rank in ranks:
         os.killpg(rank.pid, signal.SIGKILL)
     for rank in ranks:

@@ -32,7 +32,7 @@ _QUICK_TO_COMPILE: dict[str, str | bool] = {
 
 
 class Logits(NamedTuple):
-    """What turns q·k into logits; soft_cap 0 for none."""
+    """The parameters that turn q·k into logits; soft_cap 0 for none."""
 
     scale: float
     soft_cap: float = 0.0
@@ -46,7 +46,7 @@ class Deviation(NamedTuple):
 
 
 class Report(NamedTuple):
-    """How far a result is from fp64, and how far one is that only rounds as it has to.
+    """The distance of a result from fp64, and of one that only rounds where it must.
 
     ``rounded`` rounds the probabilities, normalised as a plain implementation has them, and the output to the
     operands' dtype and does the rest in fp64.
@@ -167,7 +167,7 @@ def _running_sum(x: jax.Array) -> jax.Array:
 
 
 def _counts(bands: jax.Array, rows: jax.Array, length: int) -> jax.Array:
-    """How many bands let each row see each key: float64 [R, length]."""
+    """The number of bands that make each key visible from each row, float64 [R, length]."""
     q0, q1, k0, k1, lo, hi = (column[None] for column in bands.T)
     row = rows[:, None]
     first, end = jnp.maximum(k0, row + lo), jnp.minimum(k1, row + hi + 1)
@@ -181,7 +181,7 @@ def _counts(bands: jax.Array, rows: jax.Array, length: int) -> jax.Array:
 
 
 def _round(x: jax.Array, to_half: jax.Array) -> jax.Array:
-    """To float16 or to bfloat16. Not by astype there and back, which XLA may leave out."""
+    """Rounds to float16 or bfloat16. XLA might leave out an astype there and back."""
     normal = jax.lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)  # flushes what is below 2^-14
     as_half = jnp.where(jnp.abs(x) < 2.0**-14, jnp.round(x * 2.0**24) * 2.0**-24, normal)
     return jnp.where(to_half, as_half, jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7))
@@ -260,7 +260,7 @@ def _measure(block: _Block, exact: Exact) -> jax.Array:
 
 
 def _report(measured: np.ndarray, numbers: int) -> Report:
-    """From the rows of `_measure`, for an output of so many numbers."""
+    """The report on an output of so many numbers, from the rows of `_measure`."""
     largest, sums = measured[:, :5].max(axis=0), measured[:, 6:].sum(axis=0)
     lse = largest[2] if np.isfinite(measured[:, 5]).all() else np.nan
     rms = np.sqrt(sums[:3] / max(1, numbers))

@@ -161,7 +161,7 @@ def with_command_buffers(function: Callable[..., Any], kinds: str, dump: Path) -
 
 
 def has_command_buffers(dump: Path) -> bool:
-    """Whether a program compiled by `with_command_buffers` runs any."""
+    """True if a program compiled by `with_command_buffers` runs any."""
     sequences = list(dump.glob("*thunk_sequence*.txt"))
     assert sequences, f"XLA left no list of what it runs among {sorted(x.name for x in dump.iterdir())}"
     return any("kCommandBuffer" in path.read_text() for path in sequences)

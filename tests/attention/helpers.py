@@ -178,11 +178,11 @@ def equations(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def _holds_jaxpr(x: Any) -> bool:
-    """Whether x is a jaxpr, closed or not."""
+    """True for a jaxpr, closed or not."""
     return isinstance(getattr(x, "jaxpr", x), Jaxpr)
 
 
 def count_primitives(function: Callable[..., Any], *args: Any) -> dict[str, int]:
-    """How often the two primitives of attention occur in the jaxpr of ``function``."""
+    """The numbers of the two primitives of attention in the jaxpr of ``function``."""
     names = [e.primitive.name for e in equations(jax.make_jaxpr(function)(*args).jaxpr)]
     return {direction: names.count(f"jaxmagi_attention_{direction}") for direction in ("forward", "backward")}

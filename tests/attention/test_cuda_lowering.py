@@ -23,7 +23,7 @@ SCHEDULE_OF_KEYS = f"{_cuda.TILE_SCHEDULE} by keys"
 
 
 class Gpu(types.SimpleNamespace):
-    """What is asked of a device."""
+    """The properties of a device that jaxmagi reads."""
 
     compute_capability: str
     device_kind: str
@@ -61,7 +61,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def ampere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine with another GPU beside one that the kernels are for."""
+    """A machine with a GPU that the kernels are for, and one that they are not for."""
     yield from _with_gpus(monkeypatch, HOPPER, Gpu(compute_capability="8.0", device_kind="NVIDIA A100"))
 
 
@@ -219,7 +219,6 @@ def test_built_without_cuda_on_a_gpu(monkeypatch: pytest.MonkeyPatch, hopper: No
 
 @BOTH
 def test_other_gpu(text_of: Any, ampere: None) -> None:
-    """It gets plain JAX, with one warning."""
     with pytest.raises(NotImplementedError, match=r"NVIDIA A100 has compute capability 8\.0.* for 9\.0"):
         text_of(operands())
     with pytest.warns(RuntimeWarning, match=r"plain XLA .*NVIDIA A100 has compute capability 8\.0"):
@@ -295,7 +294,7 @@ def test_vmap_becomes_batch() -> None:
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
 def test_shards(axis_type: AxisType) -> None:
-    """On each device its examples and heads. Outside of shard_map tests/compiling has the same, from XLA."""
+    """Each device has its examples and heads. Outside of shard_map tests/compiling checks that."""
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(axis_type,) * 2)
     spec = P("data", None, "tensor")
     mask = masks.causal(300, 400)

@@ -1,4 +1,4 @@
-"""What the forward kernel cannot do: an error where it was asked for by name, plain XLA otherwise."""
+"""Unsupported operands are an error where "ffi" was asked for, and run on plain XLA otherwise."""
 
 from typing import Any
 

@@ -44,7 +44,7 @@ def test_heads_in_turn_at_long_sequences(rng: np.random.Generator, dim: int, det
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_more_masks_than_a_grid_is_high(rng: np.random.Generator, deterministic: bool) -> None:
-    """That is 65535; each pair of examples is the same."""
+    """A grid is at most 65535 high. All pairs of examples are the same."""
     shape, copies = Shape(5, 7, 1, 1, 64, 64, batch=2), 33_000
     bands = np.stack([pad_bands(tile_edge_bands(rng, 5, 7, 2), 2) for _ in range(2)])
     operands, cotangents = make_operands(shape, bands), make_cotangents(shape)
@@ -60,7 +60,7 @@ def test_more_masks_than_a_grid_is_high(rng: np.random.Generator, deterministic:
 
 @pytest.mark.parametrize(("dim", "v_dim"), KERNEL_DIMS)
 def test_nan_that_nobody_sees(rng: np.random.Generator, dim: int, v_dim: int) -> None:
-    """In keys and values that no query sees, in queries that see nothing, and in what comes with those."""
+    """NaN is in fully masked keys, values and queries, and in the cotangents of the latter."""
     shape = Shape(Q_LEN, KV_LEN, dim=dim, v_dim=v_dim, batch=2)
     cotangents = make_cotangents(shape)
     for count in (1, 2, 5, 9):
@@ -74,7 +74,7 @@ def test_nan_that_nobody_sees(rng: np.random.Generator, dim: int, v_dim: int) ->
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_bands_begin_anywhere(dim: int, deterministic: bool) -> None:
-    """At every row of a block of 80 queries; between two bands are rows with NaN, which see nothing."""
+    """Bands begin at every row of a block of 80 queries, with masked rows of NaN between them."""
     no_limit, kv_len = 2**30, 150
     bands = np.array([(q, q + 79, 0, kv_len, -no_limit, no_limit) for q in range(0, 80 * 83, 83)], np.int32)
     shape = Shape(80 * 83, kv_len, dim=dim, v_dim=dim)

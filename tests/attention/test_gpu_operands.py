@@ -79,7 +79,6 @@ def test_scale(rng: np.random.Generator, scale: float) -> None:
 @both_dtypes
 @pytest.mark.parametrize(("dim", "v_dim"), KERNEL_DIMS)
 def test_soft_cap(rng: np.random.Generator, dim: int, v_dim: int, dtype: Any) -> None:
-    """It compiles to other kernels."""
     shape = Shape(Q_LEN, KV_LEN, 4, 2, dim, v_dim, dtype)
     run_and_check_both(random_operands(rng, shape, with_sinks=True), shape, Logits(0.1, 2.0))
 
@@ -186,7 +185,7 @@ def test_logits_of_minus_infinity() -> None:
 @pytest.mark.parametrize("soft_cap", [0.0, 2.0])
 @pytest.mark.parametrize(("dim", "v_dim"), KERNEL_DIMS)
 def test_left_overs_in_one_block(dim: int, v_dim: int, soft_cap: float) -> None:
-    """Two ranges of keys, of which few are left over, whatever a block holds; beside them there is NaN."""
+    """Two ranges of keys, each with a few more than whole blocks of any size, and NaN outside of them."""
     for block_keys in (64, 80, 96, 112, 128):
         ranges = (7, 7 + block_keys + 5), (160, 160 + block_keys + 20)
         rows = (0, 300), (50, Q_LEN)

@@ -163,7 +163,7 @@ def gradient(x: jax.Array, mask: AttnMask) -> jax.Array:
 
 @pytest.mark.parametrize("model", [unrolled, scanned, gradient])
 def test_captured_models(rng: np.random.Generator, tmp_path: Path, model: Callable[..., jax.Array]) -> None:
-    """With and without command buffers, bit for bit, for several masks of one capacity."""
+    """Results are the same with and without command buffers, for several masks of one capacity."""
     x = jnp.asarray(rng.standard_normal((1000, 4, 128)), jnp.bfloat16)
     launched = with_command_buffers(model, "", tmp_path / "launched")
     captured = with_command_buffers(model, "FUSION,CUSTOM_CALL,WHILE", tmp_path / "captured")
@@ -218,7 +218,7 @@ def test_sm_margin(rng: np.random.Generator, sm_margin: int) -> None:
 
 
 def seconds(function: Callable[[Operands], Any], operands: Operands) -> float:
-    """From the call to the result, the shortest of many; the first run compiles.
+    """The shortest time of many from the call to the result; the first run compiles.
 
     Other processes that use the GPU or the CPU only make a run longer, and hardly all of them.
     """
@@ -232,7 +232,7 @@ def seconds(function: Callable[[Operands], Any], operands: Operands) -> float:
 
 
 def test_margin_leaves_multiprocessors_alone() -> None:
-    """With 113 of an H200's 132 left out, a run of half a millisecond takes seven times as long."""
+    """Without 113 of an H200's 132 multiprocessors, half a millisecond becomes seven times as long."""
     operands = make_operands(Shape(8192, 8192, 8, 1), np.asarray(masks.full(8192).bands))
     assert seconds(with_margin(113), operands) > 3 * seconds(with_margin(0), operands)
 

@@ -108,7 +108,7 @@ def test_rows_of_infinite_keys_are_masked(
 
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_nan_in_one_query(rng: np.random.Generator, implementation: str, with_sinks: bool) -> None:
-    """It reaches that row, and nothing of the others."""
+    """NaN reaches that row and no other."""
     clean, mask = make_inputs(rng, kv_len=Q_LEN), masks.causal(Q_LEN)
     bad = clean.replace_with(np.copy)
     bad.query[:, 70] = np.nan
@@ -124,7 +124,7 @@ def test_nan_in_one_query(rng: np.random.Generator, implementation: str, with_si
 def test_nan_in_all_operands(
     rng: np.random.Generator, implementation: str, with_sinks: bool, holes: bool
 ) -> None:
-    """It reaches exactly the rows that see something."""
+    """NaN reaches exactly the visible rows."""
     mask = mask_with_holes() if holes else masks.causal(Q_LEN)
     x = make_inputs(rng, kv_len=mask.kv_len)
     x = x._replace(**{name: np.full_like(getattr(x, name), np.nan) for name in ("query", "key", "value")})
@@ -136,7 +136,7 @@ def test_nan_in_all_operands(
 
 
 def test_padding_inside_a_batch(rng: np.random.Generator, implementation: str) -> None:
-    """What one example hides, another may see: poison stays in the example that has it."""
+    """Poison in masked cells of one example does not reach another, in which they are visible."""
     mask = AttnMask.stack([mask_with_holes(), masks.full(Q_LEN, KV_LEN).pad_to(CAPACITY)])
     clean = make_inputs(rng)
     bad = clean.replace_with(np.copy)

@@ -37,7 +37,7 @@ def run(mask: AttnMask, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def counts(bands: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """How many bands make each key visible from each of ``rows``: float64 [rows, LENGTH]."""
+    """The number of bands that make each key visible from each of ``rows``, float64 [rows, LENGTH]."""
     q0, q1, k0, k1, lo, hi = (column[:, None].astype(np.int64) for column in bands.T)
     first = np.maximum(k0, rows + lo)
     end = np.minimum(k1, rows + hi + 1)

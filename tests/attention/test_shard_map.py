@@ -57,7 +57,7 @@ def wanted(rng: np.random.Generator) -> Any:
 def test_inside_shard_map(
     wanted: Any, implementation: str, axis_type: AxisType, mask: AttnMask, manual: set[str]
 ) -> None:
-    """With check_vma, all axes manual or one; sinks and a shared mask are the same on all of "data"."""
+    """All axes or one are manual, with check_vma; sinks and a shared mask are the same along "data"."""
     args, want = wanted
     mesh = make_mesh(axis_type)
     heads = "tensor" if "tensor" in manual else None

@@ -187,7 +187,7 @@ def test_inside_a_shard_map_with_more_devices_than_key_heads(
 
 
 @KINDS
-def test_inside_a_shard_map_beside_an_axis_that_does_not_divide_key_heads(
+def test_inside_a_shard_map_with_an_axis_that_does_not_divide_key_heads(
     kind: AxisType, x64: None, rng: np.random.Generator
 ) -> None:
     case = Case({"data": 2, "tensor": 2}, BOTH, BOTH, {"all-reduce f64[4]": 1}, kv_heads=2, mask=PER_EXAMPLE)
@@ -305,7 +305,7 @@ def test_sharded_length(kind: AxisType, x64: None, rng: np.random.Generator) -> 
     with jax.set_mesh(mesh):
         with pytest.warns(RuntimeWarning) as caught:
             got = jax.jit(attend)(*placed)
-        jax.jit(lambda *operands: attend(*operands))(*placed)  # compiles anew, and does not warn
+        jax.jit(lambda *operands: attend(*operands))(*placed)  # compiles again, and does not warn
     messages = [str(warning.message) for warning in caught]
     assert len(messages) == 3 and len(set(messages)) == 3  # query, key and value
     for message in messages:

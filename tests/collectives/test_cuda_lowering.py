@@ -96,7 +96,6 @@ def test_cast(workspaces: list[tuple[Any, ...]]) -> None:
 
 @pytest.mark.parametrize("options", [{"implementation": "nccl"}, {"ranks_per_host": 1}])
 def test_pair_buffers(options: dict[str, Any], workspaces: list[tuple[Any, ...]]) -> None:
-    """Where ranks may exchange rows by NCCL."""
     x = (array(ROWS, 2, 4, dtype=jnp.bfloat16), array(ROWS, 16, dtype=jnp.int8))
     assert the_call(text_of(cast, x, **options), _cuda.CAST).results[-1] == f"{WORKSPACE}xui8"
     assert workspaces == [(1, 2, PAIR_ROWS, [16, 16])]
@@ -285,7 +284,7 @@ def test_too_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sums_that_the_kernels_do_not_make() -> None:
-    """As in a second derivative: a sum in another dtype than the parts'."""
+    """A second derivative has sums in another dtype than that of the parts."""
     bfloat16, half, single, double = map(jnp.dtype, ("bfloat16", "float16", "float32", "float64"))
     for pair in ((bfloat16, half), (single, double), (single, bfloat16), (bfloat16, double)):
         message = _support._sum_reason([single, pair[0]], [single, pair[1]])
@@ -321,7 +320,7 @@ def test_on_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("processes", "wanted"), [(1, {}), (2, {2: 99, 3: 0, 5: 0})])
 def test_memory_limits(processes: int, wanted: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a program of several processes, lowering tells the limits of allocators that have one."""
+    """Lowering tells the memory limits where there are several processes."""
     limits: dict[int, int] = {}
     monkeypatch.setattr(_native.extension("cuda"), "set_memory_limit", limits.__setitem__)
     gpus = [

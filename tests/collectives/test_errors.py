@@ -1,4 +1,4 @@
-"""What users get told."""
+"""Wrong arguments raise errors that say what is wrong."""
 
 import dataclasses
 import re

@@ -41,7 +41,7 @@ def rotated(work: np.ndarray, times: int) -> np.ndarray:
 
 @on_groups(*GROUPS)
 def test_cast_and_reduction_at_once(group: Group, rng: np.random.Generator) -> None:
-    """Of two arrays, one with rows that are no whole units, turn after turn in the same buffers."""
+    """Two arrays, one with rows that are no whole units, are transferred repeatedly in the same buffers."""
     turns = 20
     transfer = random_transfer(rng, group.size)
     rows = transfer.spec.output_rows
@@ -74,7 +74,7 @@ def test_cast_and_reduction_at_once(group: Group, rng: np.random.Generator) -> N
 
 @on_groups(*SEVERAL)
 def test_synchronous_during_asynchronous(group: Group, rng: np.random.Generator) -> None:
-    """Of the same group, and again behind it, when nothing else is under way."""
+    """One group makes another transfer during an asynchronous one, and one after it."""
     transfer = random_transfer(rng, group.size)
     x, z = normal(rng, group.size, INPUT_ROWS, 4), normal(rng, group.size, INPUT_ROWS, 8)
 
@@ -124,7 +124,7 @@ def test_vmap(group: Group, rng: np.random.Generator) -> None:
 
 @on_groups(Group(None, 4))
 def test_between_hosts(group: Group, rng: np.random.Generator) -> None:
-    """By a spec in two steps, for hosts of one rank on the CPU and of two on GPUs."""
+    """The spec has two steps, with hosts of one rank on the CPU and of two on GPUs."""
     transfer = random_transfer(rng, group.size)
     relayed = transfer.spec.by_host(1 if group.size % 2 else 2)
     x = normal(rng, group.size, INPUT_ROWS, 4)

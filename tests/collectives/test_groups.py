@@ -15,7 +15,7 @@ PERMUTED = np.array([5, 2, 7, 0, 1, 6, 3, 4])
 
 
 def positions(mesh: Mesh, axis_name: str) -> np.ndarray:
-    """Where the devices along an axis stand in ``mesh.devices.flat``: [groups, size]."""
+    """The places of the devices along an axis in ``mesh.devices.flat``, [groups, size]."""
     numbers = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
     return np.moveaxis(numbers, mesh.axis_names.index(axis_name), -1).reshape(-1, mesh.shape[axis_name])
 

@@ -21,7 +21,7 @@ CP = 8
 
 
 def relayed(spec: GroupCastSpec, ranks_per_host: int) -> RelayedSpec:
-    """Of a size for all specs by `random_transfer`, to share compilations."""
+    """A relayed spec of one size for all specs by `random_transfer`, to share compilations."""
     most = spec.pair_rows
     return spec.by_host(ranks_per_host).padded(
         copies=512,
@@ -74,7 +74,7 @@ def test_casts_and_their_gradients(rng: np.random.Generator) -> None:
 
 
 def test_sums_and_means_of_half_precision_are_rounded_once(rng: np.random.Generator) -> None:
-    """What crosses between hosts are float32 sums. Their gradient is the cast."""
+    """Sums cross between hosts in float32. Their gradient is the cast."""
     transfer = random_transfer(rng, CP)
     y = normal(rng, CP, transfer.spec.output_rows, 3, dtype=jnp.bfloat16)
     dx = normal(rng, CP, INPUT_ROWS, 3, dtype=jnp.bfloat16)

@@ -114,7 +114,7 @@ def sharded(kind: AxisType, kv_heads: int = KV_HEADS, shape: tuple[int, int] = (
 
 
 def sharded_context(kind: AxisType, **options: Any) -> Program:
-    """Context attention and its gradients, outside of shard_map, beside a sharded batch."""
+    """Context attention and its gradients, outside of shard_map, with a sharded batch."""
     mesh = h200s((2, 2), ("data", AXIS), kind)
     plan = plan_context(masks.documents([TOKENS - 1000, 1000]), 2, num_stages=2)
 
@@ -125,7 +125,7 @@ def sharded_context(kind: AxisType, **options: Any) -> Program:
     return Program(mesh, jax.grad(loss, argnums=(0, 1, 2)), (*operands, like(plan, mesh)))
 
 
-def collectives_beside_another_axis(kind: AxisType) -> Program:
+def collectives_and_another_axis(kind: AxisType) -> Program:
     """The batch is sharded over an axis that shard_map leaves to the compiler."""
     mesh = h200s((2, 2), ("data", AXIS), kind)
     spec = GroupCastSpec.from_splits([[64], [64]], [[[1]], [[0]]], [[64], [64]], [[1], [0]])
@@ -212,8 +212,8 @@ PROGRAMS = {
     "collectives of hosts with one rank": Case(
         lambda: collectives(AUTO, None, ranks_per_host=1), CAST_AND_REDUCE
     ),
-    "collectives beside an Auto axis": Case(lambda: collectives_beside_another_axis(AUTO), {CAST: 1}),
-    "collectives beside an Explicit axis": Case(lambda: collectives_beside_another_axis(EXPLICIT), {CAST: 1}),
+    "collectives and an Auto axis": Case(lambda: collectives_and_another_axis(AUTO), {CAST: 1}),
+    "collectives and an Explicit axis": Case(lambda: collectives_and_another_axis(EXPLICIT), {CAST: 1}),
     "attention, Auto": Case(lambda: sharded(AUTO), TWO_LAYERS),
     "attention, Explicit": Case(lambda: sharded(EXPLICIT), TWO_LAYERS),
     "attention, more devices than key heads": Case(
@@ -221,9 +221,9 @@ PROGRAMS = {
     ),
     "context, one stage": Case(lambda: context(1), LOCAL | CAST_AND_REDUCE),
     "context, three stages, two layers": Case(lambda: context(3, layers=2), THREE_STAGES),
-    "context beside data, Auto": Case(lambda: sharded_context(AUTO), STAGES),
-    "context beside data, Explicit": Case(lambda: sharded_context(EXPLICIT), STAGES | {DONE: 3}),
-    "context beside data, by arguments": Case(
+    "context and data, Auto": Case(lambda: sharded_context(AUTO), STAGES),
+    "context and data, Explicit": Case(lambda: sharded_context(EXPLICIT), STAGES | {DONE: 3}),
+    "context and data, by arguments": Case(
         lambda: sharded_context(AUTO, batch_axis_name="data"), STAGES | {DONE: 3}
     ),
     "flax": Case(flax_layer, STAGES | {DONE: 3}, PARAMETERS),
