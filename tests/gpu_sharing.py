@@ -1,4 +1,4 @@
-"""Lets several processes of pytest-xdist (``-m gpu -n 4``) share the GPUs of a machine."""
+"""How several processes of pytest-xdist (``-m gpu -n 4``) share the GPUs of a machine."""
 
 import contextlib
 import fcntl
@@ -18,13 +18,13 @@ ALONE = (
     "tests/collectives/",
     "tests/context/",
 )
-"""Tests that need several GPUs, or idle ones: other work would make GPUs wait for each other."""
+"""Where tests need several GPUs, or quiet ones: other work would have GPUs wait for each other."""
 LARGE = "tests/attention/test_gpu_large.py"
-"""Tests that need most of the memory of a GPU, which their process then keeps."""
+"""Where tests need most of the memory of a GPU, which their process then keeps."""
 
 
 def prepare(config: pytest.Config) -> None:
-    """Prepares a run of several processes. Call it before JAX initialises the GPUs.
+    """Has to come before JAX takes hold of the GPUs. Does nothing in a run of one process.
 
     Each process takes memory as it needs it, not most of it at once, and by default another GPU than the next
     one.
@@ -38,9 +38,9 @@ def prepare(config: pytest.Config) -> None:
 
 
 def make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Returns a scheduler that runs tests of `ALONE` and `LARGE` in one process, one after another.
+    """Of pytest-xdist: tests of `ALONE` and `LARGE` run in one process, one after another.
 
-    It goes by their names, since ``xdist_group`` has no effect with pytest-xdist 3.8 and pytest 9.1 or newer.
+    By their names, for ``xdist_group`` has no effect with pytest-xdist 3.8 and pytest 9.1 or newer.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -52,20 +52,20 @@ def make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment for another run of pytest that a test starts, which takes no turns."""
+    """For other runs of pytest that a test starts: they are no part of this one and take no turns."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
 
 
 def sort(items: list[pytest.Item]) -> None:
-    """Moves tests of `LARGE` to the end."""
+    """What keeps most of a GPU's memory comes last."""
     items.sort(key=lambda item: item.nodeid.startswith(LARGE))
 
 
 class Turns:
-    """Makes tests of other processes wait while those of `ALONE` run, all of them in one turn.
+    """Has tests of `ALONE` run while those of other processes wait: all of them in one turn.
 
-    It locks two files. A process that wants a turn passes the gate, and one that waits for all others to end
-    keeps it closed meanwhile.
+    By locks on two files. Whoever wants a turn passes the gate, and who waits for all others to end keeps it
+    closed meanwhile.
     """
 
     def __init__(self, run: str) -> None:
@@ -78,7 +78,7 @@ class Turns:
 
     @contextlib.contextmanager
     def take(self, nodeid: str, next_nodeid: str) -> Iterator[None]:
-        """Takes a turn for a test, and for those after it if all of them are to be alone."""
+        """For a test, and those after it if all of them are to be alone."""
         if not self._is_alone:
             self._is_alone = nodeid.startswith(ALONE)
             with _locked(self._gate, fcntl.LOCK_EX):
@@ -102,6 +102,6 @@ def _locked(file: int, kind: int) -> Iterator[None]:
 
 @functools.cache
 def turns() -> Turns | None:
-    """Returns the turns of this process, if it is one of several."""
+    """Of this process, if it is one of several."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     return Turns(run) if run else None

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import jax
 
@@ -29,11 +30,22 @@ class RankFailed(Exception):
 
 
 class RanksTimedOut(Exception):
-    """Some ranks had not ended when the time was up."""
+    """Not all ranks had ended when the time was up."""
 
 
-type Launch = Callable[..., list[str]]
-"""`launch` with a directory for the logs, which the fixture of that name returns."""
+class Launch(Protocol):
+    """`launch` with a directory for the logs, as the fixture of that name gives it."""
+
+    def __call__(
+        self,
+        function: Callable[..., None],
+        *arguments: object,
+        processes: int,
+        devices_each: int = 1,
+        pool: float | None = None,
+        sees_all: bool = True,
+        timeout: float = 120,
+    ) -> list[str]: ...
 
 
 def launch(
@@ -99,7 +111,7 @@ def launch(
 
 
 def importable(function: Callable[..., None]) -> Callable[..., None]:
-    """Returns the function as other processes find it: ``__main__`` has another name there."""
+    """The function as other processes find it: what is ``__main__`` here has another name there."""
     spec = sys.modules["__main__"].__spec__
     if function.__module__ != "__main__" or spec is None:
         return function
@@ -107,12 +119,12 @@ def importable(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def leave_memory_to_processes() -> None:
-    """Makes this process, which runs nothing, take no GPU memory in advance. Call it before JAX is used."""
+    """Has this process, where nothing is to run, take no GPU memory in advance. Before JAX is used."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def can_share() -> bool:
-    """Returns whether processes may share GPUs, which NCCL's own switch says."""
+    """Whether tests may have processes share GPUs, for want of more: as NCCL's own switch says."""
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
@@ -132,19 +144,19 @@ def _check_gpus(devices_each: int) -> None:
 
 
 def own_devices(rank: int, devices_each: int) -> str:
-    """Returns the numbers of a rank's devices; where the machine has too few, they repeat."""
+    """The numbers of a rank's devices among those of the machine; where it has too few, they come again."""
     own = range(rank * devices_each, (rank + 1) * devices_each)
     return ",".join(str(i % len(jax.local_devices())) for i in own)
 
 
 def _visible(gpus: str) -> dict[str, str]:
-    """Returns variables that make a process see only these GPUs of the caller."""
+    """What has a process see these of the caller's alone."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return {"CUDA_VISIBLE_DEVICES": ",".join(seen[int(i)] if any(seen) else i for i in gpus.split(","))}
 
 
 def environment_of(processes: int, devices_each: int, pool: float | None) -> dict[str, str]:
-    """Returns the environment of each rank. Without a pool, memory is not taken in advance."""
+    """Of each rank. Without a pool most of the GPUs' memory is the caller's."""
     platform = "cuda,cpu" if jax.default_backend() == "gpu" else "cpu"
     shares = processes * devices_each > len(jax.local_devices())
     environment = os.environ | {
@@ -161,7 +173,7 @@ def environment_of(processes: int, devices_each: int, pool: float | None) -> dic
 
 
 def _start(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Starts a rank in a new process group."""
+    """In a process group of its own."""
     with log.open("wb") as output:
         return subprocess.Popen(
             command,
@@ -175,7 +187,7 @@ def _start(command: list[str], log: Path, environment: dict[str, str]) -> subpro
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
-    """Waits until all have ended, one has failed or the time is up. Returns whether all have ended."""
+    """Until all have ended, one has failed or the time is up; whether all have ended."""
     running = list(ranks)
     while running and time.monotonic() < deadline:
         for rank in running.copy():
@@ -190,7 +202,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
 
 
 def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Kills ranks and the processes that they started. Exit codes of ended ones stay."""
+    """With the processes that they started; what they have ended with stays as it is."""
     for rank in ranks:
         os.killpg(rank.pid, signal.SIGKILL)
     for rank in ranks:

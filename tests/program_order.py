@@ -1,4 +1,4 @@
-"""Finds the order of operations in a lowered program by its data dependencies."""
+"""What comes before what in a lowered program, by the data that one operation has from another."""
 
 import itertools
 import re
@@ -10,7 +10,7 @@ VALUE = re.compile(r"%(\w+)(?:#\d+)?")
 
 
 class Operation:
-    """One line of a function: its kind, its operands, and its custom call, if it is one."""
+    """One line of a function: what it does, what it has operands from, and its custom call, if it is one."""
 
     def __init__(self, line: str) -> None:
         self.kind = line.split(maxsplit=1)[0]
@@ -21,7 +21,7 @@ class Operation:
 
 
 class Order:
-    """The operations of the function that calls a target, by the names of their results."""
+    """Of the operations in the function of a program that calls a target. Names are those of results."""
 
     def __init__(self, text: str, target: str) -> None:
         (function,) = (part for part in text.split("func.func")[1:] if f"@{target}(" in part)
@@ -40,7 +40,7 @@ class Order:
         return call
 
     def users(self, name: str) -> list[Operation]:
-        """The operations that use a result of an operation."""
+        """What has operands from an operation."""
         return [op for op in self.operations.values() if name in op.operands]
 
     def before(self, name: str) -> set[str]:
@@ -54,5 +54,5 @@ class Order:
         return found
 
     def has_order(self, *names: str) -> bool:
-        """True if each operation has to be over before the next one begins."""
+        """Whether each has to be over before the next one begins."""
         return all(first in self.before(second) for first, second in itertools.pairwise(names))

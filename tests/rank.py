@@ -1,4 +1,4 @@
-"""Runs one rank that `tests.launcher` starts: it calls the function that is pickled in a file."""
+"""What `tests.launcher` starts: one rank, which calls the function that is pickled in a file."""
 
 import faulthandler
 import os

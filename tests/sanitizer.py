@@ -1,4 +1,4 @@
-"""Runs programs under compute-sanitizer, which finds accesses outside of their memory."""
+"""Programs under compute-sanitizer, which are to touch no memory that is not theirs."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from .gpu_sharing import environment
 
 
 def check_memory(command: Sequence[str | Path], variables: dict[str, str] | None = None) -> str:
-    """Returns the output of the memory checker and the program. Fails where there are errors."""
+    """What the memory checker and the program say. Fails where there are errors."""
     sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
     assert sanitizer is not None, "compute-sanitizer, a part of CUDA, is not on the PATH"
     check = [sanitizer, "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "1"]
@@ -30,7 +30,7 @@ def check_memory(command: Sequence[str | Path], variables: dict[str, str] | None
 
 
 def memcheck(tests: Path) -> str:
-    """Runs `check_memory` on the tests of a file whose names have ``sanitizer_subset``.
+    """The same for the tests of a file whose names have ``sanitizer_subset``.
 
     Each array is an allocation, to see steps beyond its end.
     """

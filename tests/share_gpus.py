@@ -46,7 +46,7 @@ class Seen:
 
 
 def run_tests(arguments: Sequence[str], log: Path) -> None:
-    """Runs tests in one rank. The first rank writes the log."""
+    """In one rank; the first one writes the log."""
     for name in [name for name in os.environ if name.startswith("PYTEST_")]:
         del os.environ[name]  # of another run that this may be part of
     seen = Seen()
