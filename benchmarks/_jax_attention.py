@@ -178,7 +178,7 @@ def plan(num_bands: int, num_tiles: int, passes: int, direction: Direction) -> d
 
     def chain(bands: jax.Array, with_plan: bool) -> jax.Array:
         for _ in range(passes):
-            last = _cuda.plan(bands, length, length, dims, by_keys)[1] if with_plan else bands
+            last = _cuda.tile_schedule(bands, length, length, dims, by_keys)[1] if with_plan else bands
             # 0, but XLA does not know; nor may it join additions.
             bands = jax.lax.optimization_barrier(bands + jnp.minimum(last[0, 0, 1], 0))
         return bands

@@ -65,10 +65,11 @@ def handlers_of_other() -> Iterator[None]:
 def make_work(
     make: _jax_attention.MakeWork, workload: Workload, layers: int, *, is_other: bool
 ) -> DeviceWork:
-    """Returns the work of a build, run once; RuntimeError if its program calls the handlers of the wrong one."""
+    """Returns the work of a build, run once; RuntimeError if its program calls the wrong handlers."""
     with handlers_of_other() if is_other else contextlib.nullcontext():
         work = make(workload, layers)
         work.seconds(1)
+        assert isinstance(work.enqueue, functools.partial)
         program = work.enqueue.func.lower(*work.enqueue.args).as_text()
     if ("@other_" in program) != is_other:
         raise RuntimeError(f"the program of {workload.name} calls the handlers of the wrong build")

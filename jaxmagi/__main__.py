@@ -1,4 +1,4 @@
-"""``python -m jaxmagi plan``, ``calibrate`` or ``doctor``: see ``--help`` of each."""
+"""Runs ``python -m jaxmagi plan``, ``calibrate`` or ``doctor``, which explain themselves with ``--help``."""
 
 import sys
 

@@ -1,6 +1,7 @@
-"""Checks of arguments that several parts of the package share: what is traced, and what is an integer."""
+"""Checks of arguments that several parts of the package share."""
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -18,13 +19,19 @@ def integer(value: Any, name: str, *, minimum: int = 0, maximum: int = MAX_LENGT
     """Returns ``value`` as an int; ValueError unless it is one between ``minimum`` and ``maximum``."""
     if is_traced(value):
         raise ValueError(f"{name} is traced: masks and plans are built on the host, from Python integers.")
-    refusal = f"{name} must be an integer, but it is {value!r}."
+    message = f"{name} must be an integer, but it is {value!r}."
     if isinstance(value, bool):
-        raise ValueError(refusal)
+        raise ValueError(message)
     try:
         number = operator.index(value)
     except TypeError as error:
-        raise ValueError(refusal) from error
+        raise ValueError(message) from error
     if not minimum <= number <= maximum:
         raise ValueError(f"{name} must be between {minimum} and {maximum}, but it is {number}.")
     return number
+
+
+def check_one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
+    """Raises ValueError unless ``value`` is one of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {allowed}, but it is {value!r}.")

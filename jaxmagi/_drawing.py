@@ -1,4 +1,4 @@
-"""What the pictures of masks and of plans share: colours, figures and axes in tokens."""
+"""Defines what the pictures of masks and of plans share: colours, figures and axes in tokens."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +10,12 @@ BACKGROUND, INK, MUTED = "#f3f4f6", "#374151", "#6b7280"
 
 
 def color(index: int) -> str:
-    """The colour of the band or rank ``index``; they repeat."""
+    """Returns the colour of the band or rank ``index``; colours repeat."""
     return COLORS[index % len(COLORS)]
 
 
 def new_axes(**options: Any) -> "Axes":
-    """The axes of a new figure, with the options of ``plt.subplots``; ImportError without matplotlib."""
+    """Makes a figure with the options of ``plt.subplots``, and returns its axes. Needs matplotlib."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
@@ -25,7 +25,7 @@ def new_axes(**options: Any) -> "Axes":
 
 
 def style_token_axes(ax: "Axes", query_label: str) -> None:
-    """Queries downwards and keys, named at the top, rightwards; ticks in tokens."""
+    """Labels the axes: keys at the top, queries downwards, and ticks in tokens."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     ax.xaxis.tick_top()
@@ -40,7 +40,7 @@ def style_token_axes(ax: "Axes", query_label: str) -> None:
 
 
 def _tokens(value: float, position: int | None = None) -> str:
-    """A number of tokens in powers of 1000: 512, 4k, 1.5M."""
+    """Formats a number of tokens in powers of 1000: 512, 4k, 1.5M."""
     del position
     for unit, suffix in ((10**6, "M"), (10**3, "k")):
         if value >= unit:

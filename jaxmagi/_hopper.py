@@ -1,4 +1,4 @@
-"""Whether the compiled CUDA code, which is for Hopper GPUs, can run here."""
+"""Tells whether the compiled CUDA code, which is for Hopper GPUs, can run here."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +10,13 @@ from . import _native
 _CAPABILITY = "9.0"
 
 
-def platform_misfit() -> str | None:
-    """Why compiled CUDA code cannot run here, whatever the operands; None if it can."""
-    return module_misfit() or device_misfit()
+def unsupported_reason() -> str | None:
+    """Returns why compiled CUDA code cannot run here, whatever the operands; None if it can."""
+    return build_unsupported_reason() or device_unsupported_reason()
 
 
-def module_misfit() -> str | None:
-    """Why there is no compiled CUDA code; None if there is."""
+def build_unsupported_reason() -> str | None:
+    """Returns why there is no compiled CUDA code; None if there is."""
     if _native.extension("cuda") is not None:
         return None
     return (
@@ -25,10 +25,10 @@ def module_misfit() -> str | None:
     )
 
 
-def device_misfit() -> str | None:
-    """Why a GPU of this machine cannot run the kernels; None if all can.
+def device_unsupported_reason() -> str | None:
+    """Returns why a GPU of this machine cannot run the kernels; None if all can.
 
-    None also when lowering for CUDA where no GPU is: the handlers check the device that they run on.
+    It is None on a machine without GPUs, which may compile for others: handlers check the device they run on.
     """
     for gpu in local_gpus():
         if gpu.compute_capability != _CAPABILITY:
@@ -40,7 +40,7 @@ def device_misfit() -> str | None:
 
 
 def local_gpus() -> Sequence[Any]:
-    """The GPUs that JAX sees."""
+    """Returns the GPUs that JAX sees."""
     try:
         return jax.local_devices(backend="cuda")
     except RuntimeError:

@@ -6,20 +6,20 @@ from types import ModuleType
 
 import jax
 
-# NCCL kernels of two communicators, XLA's and that of the collectives here, may only be in flight together if
-# all devices launch them in one order. NCCL reads this when it is loaded.
+# Kernels of two communicators, XLA's and that of the collectives here, may run at the same time only if all
+# devices launch them in one order. NCCL reads this when it is loaded, which importing jaxmagi comes before.
 os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
 def _load(name: str, platform: str) -> ModuleType | None:
-    """An extension with its handlers registered; None for a missing one, while a broken one raises."""
+    """Loads an extension and registers its handlers. Returns None if it is missing; raises if broken."""
     try:
         extension = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
         return None
-    # Known to XLA before the handlers that make them. There are none for the CPU: its client would not start.
+    # State types come before the handlers that make them. The CPU has none, since its client would not start.
     for state_type, registration in getattr(extension, "state_types", dict)().items():
         jax.ffi.register_ffi_type(state_type, registration, platform=platform)
     for target, handler in extension.registrations().items():
@@ -31,7 +31,7 @@ _EXTENSIONS = {"cpu": _load("jaxmagi._cpu", "cpu"), "cuda": _load("jaxmagi._cuda
 
 
 def extension(platform: str) -> ModuleType | None:
-    """The compiled extension for a platform, None where it was not built."""
+    """Returns the compiled extension for a platform, None where it was not built."""
     return _EXTENSIONS.get(platform)
 
 
@@ -41,6 +41,6 @@ def kernel_sources() -> str | None:
 
 
 def has_handler(target: str, platform: str) -> bool:
-    """Whether the custom call ``target`` can run on ``platform``."""
+    """Returns whether the custom call ``target`` can run on ``platform``."""
     compiled = extension(platform)
     return compiled is not None and target in compiled.registrations()

@@ -4,8 +4,8 @@ A custom call is opaque to the partitioner. With `jax.experimental.custom_partit
 shardings through the call by a rule, and then asks a callback how to split it and what each device runs.
 
 A sharding is treated here as an array of device numbers, not by the names of mesh axes: a part of an axis has
-no name, and inside a ``shard_map`` over some of the axes the partitioner numbers devices anew within each
-group of the others, in an order that no mesh has to have. No other module depends on JAX's internals for
+no name, and inside a ``shard_map`` over some of the axes the partitioner numbers devices within each group
+of the other axes, in an order that no mesh has to have. No other module depends on JAX's internals for
 partitioning.
 """
 
@@ -95,7 +95,7 @@ class Partition(NamedTuple):
     results: Sequence[Tiles]
 
 
-class Rule(NamedTuple):
+class ShardingRule(NamedTuple):
     """Says how shardings propagate through an operation, in Shardy's notation.
 
     Attributes:
@@ -114,7 +114,7 @@ def make_rule(
     results: Sequence[Sequence[str]],
     is_replicated: Callable[[str], bool],
     sizes: dict[str, int] | None = None,
-) -> Rule:
+) -> ShardingRule:
     """Returns the rule of arrays with these factors, each a name or several as in "(k g)".
 
     Args:
@@ -125,7 +125,7 @@ def make_rule(
     """
     text = " -> ".join(", ".join(map(" ".join, side)) for side in (operands, results))
     used = dict.fromkeys(factor for factors in (*operands, *results) for factor in factors)
-    return Rule(text, [*filter(is_replicated, used)], sizes or {})
+    return ShardingRule(text, [*filter(is_replicated, used)], sizes or {})
 
 
 type Choose = Callable[[Sequence[Tiled], Sequence[Tiled]], Partition]
@@ -133,7 +133,7 @@ type Choose = Callable[[Sequence[Tiled], Sequence[Tiled]], Partition]
 
 
 def can_be_partitioned(primitive: Primitive) -> None:
-    """Has JAX tell the primitive's lowering rules for which devices they lower, as partitioning needs."""
+    """Makes JAX tell the primitive's lowering rules for which devices they lower, as partitioning needs."""
     prim_requires_devices_during_lowering.add(primitive)
 
 
@@ -184,7 +184,7 @@ def lower_partitioned(
     *,
     counts: Sequence[int] = (),
     bind: Callable[..., Sequence[jax.Array]],
-    rule: Rule,
+    rule: ShardingRule,
     choose: Choose,
     identity: object,
 ) -> Sequence[Any]:

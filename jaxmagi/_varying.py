@@ -1,4 +1,4 @@
-"""Inside shard_map: over which mesh axes a value may differ between devices."""
+"""Finds and changes the mesh axes over which a value inside shard_map may differ between devices."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ import jax
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The mesh axes over which an array may differ between devices, as far as shard_map checks that."""
+    """Returns the mesh axes over which an array may differ between devices, if shard_map checks that."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def vary_alike[Tree](tree: Tree) -> Tree:
-    """Lets all arrays vary over all mesh axes that one of them varies over, as primitives demand.
+    """Makes all arrays vary over all mesh axes that one of them varies over, as primitives demand.
 
     The transpose of this is the psum that an operand shared by several devices needs.
     """

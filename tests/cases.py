@@ -5,8 +5,11 @@ import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from jaxmagi.masks import AttnMask
 
 DATA = Path(__file__).parent / "data"
 
@@ -32,23 +35,18 @@ class MaskCase:
     def overlaps(self) -> bool:
         return self.max_cell_coverage > 1
 
+    def mask(self, length: int) -> AttnMask:
+        """The case in the top left corner of a mask of ``length`` queries and keys."""
+        lengths = {"q_len": length, "kv_len": length}
+        slices = self.q_ranges, self.k_ranges, self.mask_types
+        return AttnMask.from_slices(*slices, **lengths, check=not self.overlaps)
+
 
 def mask_cases() -> list[MaskCase]:
     """The public cases of tests/data/mask_cases.json."""
-    return [
-        MaskCase(
-            name=case["name"],
-            q_ranges=case["q_ranges"],
-            k_ranges=case["k_ranges"],
-            mask_types=case["attn_type_map"],
-            q_len=case["total_seqlen_q"],
-            kv_len=case["total_seqlen_k"],
-            area=case["area"],
-            max_cell_coverage=case["max_cell_coverage"],
-            empty_q_rows=case["empty_q_rows"],
-        )
-        for case in json.loads((DATA / "mask_cases.json").read_text())
-    ]
+    names = {"attn_type_map": "mask_types", "total_seqlen_q": "q_len", "total_seqlen_k": "kv_len"}
+    cases: list[dict[str, Any]] = json.loads((DATA / "mask_cases.json").read_text())
+    return [MaskCase(**{names.get(key, key): value for key, value in case.items()}) for case in cases]
 
 
 def document_lengths(total: int, seed: int = 42) -> list[int]:
@@ -88,24 +86,24 @@ def random_bands(rng: np.random.Generator, q_len: int, kv_len: int, count: int) 
 TILE_SIZES = (64, 80, 96, 112, 128, 192)  # rows and keys of the kernels' tiles
 
 
-def _beside_tiles(rng: np.random.Generator, length: int, count: int) -> np.ndarray:
-    """``count`` sorted positions in [0, length]: multiples of a tile's size, or one before or behind them."""
+def _near_tile_edges(rng: np.random.Generator, length: int, count: int) -> np.ndarray:
+    """``count`` sorted positions in [0, length]: multiples of a tile's size, or one before or after them."""
     size = rng.choice(TILE_SIZES, count)
     multiple = size * rng.integers(0, length // size + 2)
     return np.sort(np.clip(multiple + rng.integers(-1, 2, count), 0, length))
 
 
 def tile_edge_bands(rng: np.random.Generator, q_len: int, kv_len: int, count: int) -> np.ndarray:
-    """Up to ``count`` random bands that overlap nowhere and end at the edges of tiles, or one beside them.
+    """Up to ``count`` random bands that overlap nowhere and end at edges of tiles, or one before or after.
 
-    Keys are cut into columns, and the rows of each column on their own, so that bands over the same rows have
+    Keys are cut into columns, and the rows of each column separately, so that bands over the same rows have
     different keys and begin and end at different rows. Some have a single row; some limits hit a corner.
     """
-    columns = np.concatenate([[0], _beside_tiles(rng, kv_len, int(rng.integers(0, 8))), [kv_len]])
+    columns = np.concatenate([[0], _near_tile_edges(rng, kv_len, int(rng.integers(0, 8))), [kv_len]])
     cuts_each = 2 + 2 * count // len(columns)
     ranges = []
     for k0, k1 in itertools.pairwise(columns):
-        cuts = _beside_tiles(rng, q_len, cuts_each)
+        cuts = _near_tile_edges(rng, q_len, cuts_each)
         cuts = np.unique(np.concatenate([cuts, np.minimum(cuts[::4] + 1, q_len)]))
         ranges.extend((q0, q1, k0, k1) for q0, q1 in itertools.pairwise(cuts))
     chosen = rng.permutation(np.array(ranges, np.int64).reshape(-1, 4))[:count]

@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of pytest-xdist, where it is installed; None for its default."""
+    """Returns the scheduler of GPU tests, None for the default of pytest-xdist."""
     return gpu_sharing.make_scheduler(config, log) if config.option.markexpr == "gpu" else None
 
 
@@ -72,7 +72,7 @@ def x64() -> Iterator[None]:
 
 @pytest.fixture
 def compilations() -> Iterator[list[str]]:
-    """What JAX traces, lowers and compiles while the test runs: an event for each. May be cleared."""
+    """Events of JAX tracing, lowering and compiling while the test runs. May be cleared."""
     events: list[str] = []
 
     def listen(event: str, duration_secs: float, **kwargs: Any) -> None:

@@ -13,8 +13,8 @@ import jax
 import jax.extend.backend
 
 from .. import _native
-from ..attention._lowering import compiled_misfit as attention_misfit
-from ..collectives._misfit import platform_misfit as collectives_misfit
+from ..attention._lowering import unsupported_reason as attention_unsupported_reason
+from ..collectives._support import unsupported_reason as collectives_unsupported_reason
 
 HELP = "what is installed, which implementations can run, and why not"
 DESCRIPTION = (
@@ -129,14 +129,17 @@ def _device_lines(devices: dict[str, list[Any]]) -> Iterator[_Line]:
 def _attention(devices: dict[str, list[Any]]) -> Iterator[_Line]:
     for name in _all_platforms(devices):
         limits = " (bfloat16, float16; head dimensions up to 256)" if name == "cuda" else ""
-        yield f'"ffi" on {name}', _verdict(_absence(name, devices), attention_misfit(name), limits=limits)
+        yield (
+            f'"ffi" on {name}',
+            _verdict(_absence(name, devices), attention_unsupported_reason(name), limits=limits),
+        )
         yield f'"xla" on {name}', _verdict(_absence(name, devices))
 
 
 def _collectives(devices: dict[str, list[Any]]) -> Iterator[_Line]:
-    misfits = _absence("cuda", devices), collectives_misfit()
-    yield '"native" on cuda', _verdict(*misfits, limits=" (between GPUs of one host)")
-    yield '"nccl" on cuda', _verdict(*misfits)
+    reasons = _absence("cuda", devices), collectives_unsupported_reason()
+    yield '"native" on cuda', _verdict(*reasons, limits=" (between GPUs of one host)")
+    yield '"nccl" on cuda', _verdict(*reasons)
     for name in _all_platforms(devices):
         yield f'"xla" on {name}', _verdict(_absence(name, devices))
 
@@ -149,6 +152,6 @@ def _absence(name: str, devices: dict[str, list[Any]]) -> str | None:
     return None if devices.get(name) else f"JAX sees no {name} device"
 
 
-def _verdict(*misfits: str | None, limits: str = "") -> str:
-    reasons = [reason for reason in misfits if reason]
+def _verdict(*reasons: str | None, limits: str = "") -> str:
+    reasons = tuple(reason for reason in reasons if reason)
     return f"cannot run: {'; '.join(reasons)}" if reasons else f"runs{limits}"

@@ -1,20 +1,20 @@
-"""The local op: attention under a mask on one device, differentiable, with its implementations.
+"""Differentiable attention under a mask on one device.
 
-`attention_forward` and `attention_backward` are the two halves, for what builds on them;
-`attention_reference` is the fp64 oracle.
+`attention_forward` and `attention_backward` are its two passes, which distributed attention builds on;
+`attention_reference` is the fp64 reference.
 """
 
-from ._api import attention as attention
-from ._dtypes import DTYPES as DTYPES, accumulator_dtype as accumulator_dtype
-from ._flops import flops as flops
-from ._key_heads import add_heads as add_heads, heads_of as heads_of, take_heads as take_heads
-from ._partial import (
+from .._dtypes import DTYPES as DTYPES, accumulator_dtype as accumulator_dtype
+from .._softmax import (
     Partial as Partial,
     add_sinks as add_sinks,
     merge as merge,
     row_delta as row_delta,
     sink_gradient as sink_gradient,
 )
+from ._api import attention as attention
+from ._flops import flops as flops
+from ._key_heads import add_heads as add_heads, heads_of as heads_of, take_heads as take_heads
 from ._primitive import (
     attention_backward as attention_backward,
     attention_backward_p as attention_backward_p,

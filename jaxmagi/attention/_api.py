@@ -1,4 +1,4 @@
-"""The local op as users call it: differentiable attention under a mask."""
+"""Defines attention on one device as users call it, with its derivative."""
 
 from typing import Literal, NamedTuple, overload
 
@@ -8,16 +8,16 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from .._dtypes import accumulator_dtype
+from .._softmax import Partial, row_delta, sink_gradient
 from ..masks import AttnMask
-from ._dtypes import accumulator_dtype
-from ._partial import Partial, row_delta, sink_gradient
 from ._primitive import attention_backward, attention_forward
 from ._sharding import like_operand
 from ._validation import check_mask, check_operands
 
 
 class _Operands[Leaf](NamedTuple):
-    """The differentiable operands and the bands, or their gradients."""
+    """The operands of attention, or their gradients."""
 
     query: Leaf  # [B, T, N, D]
     key: Leaf  # [B, S, K, D]
@@ -76,15 +76,15 @@ def attention(
     return_residual: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "*batch T N Dv"] | tuple[Float[Array, "*batch T N Dv"], Float[Array, "*batch T N"]]:
-    """Attention under a mask.
+    """Computes attention under a mask.
 
-    Softmax over the keys that each query sees, computed block by block: no [T, S] array is ever made, and
-    what the mask hides is skipped. Logits and sums are in float32 (float64 for float64 operands), the
-    matrix products in the dtype of the operands. Differentiable in query, key, value and sinks, through the
-    output and the residual, in reverse mode and once: neither ``jax.jvp`` nor second derivatives.
+    The softmax is over the keys that each query sees. It is computed block by block: no [T, S] array is ever
+    made, and masked blocks are skipped. Logits and sums are in float32 (float64 for float64 operands), matrix
+    products in the dtype of the operands. The function is differentiable in query, key, value and sinks,
+    through output and residual, in reverse mode and once: there is no ``jax.jvp`` and no second derivative.
 
     A query that sees nothing has output exactly 0, residual exactly -inf and gradient exactly 0. NaN in keys
-    that no query sees, and in queries that see nothing, stays where it is.
+    that no query sees, and in queries that see nothing, does not spread.
 
     Batch and heads stay sharded over a mesh, whether by Auto axes under ``jax.jit``, by Explicit axes or
     inside ``jax.shard_map``: each device runs the kernels on its own part. Key heads are split like the query
@@ -153,7 +153,7 @@ def attention(
 
 
 def _forward(operands: _Operands[jax.Array], options: _Options) -> tuple[jax.Array, jax.Array]:
-    """Output and log-sum-exp."""
+    """Returns the output and the log-sum-exp."""
     query, key, value, bands, sinks = operands
     accumulate = accumulator_dtype(query.dtype)
     if sinks is None:

@@ -1,4 +1,4 @@
-"""Batching rules of the primitives: the new axis becomes the first of the batch dimensions."""
+"""Defines the batching rules of the primitives: the new axis becomes the first of the batch dimensions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
+from .._softmax import Partial, accumulate, add_sinks
 from .._varying import vary_alike
-from ._partial import Partial, accumulate, add_sinks
 
 _BANDS, _SINKS = 3, 4  # among the operands
 
 
 def _lead(args: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
-    """Operands, without sinks, with the new axis in front. Bands that all examples share have 1 there."""
+    """Moves the new axis of operands other than sinks to the front; bands that examples share have size 1."""
     size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
     return [
         jnp.moveaxis(x, axis, 0)
@@ -26,7 +26,7 @@ def _lead(args: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
 def batch_forward(
     primitive: Primitive, args: Sequence[Any], axes: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], list[int]]:
-    """Batches the forward primitive, over whichever of its operands."""
+    """Batches the forward primitive over any of its operands."""
     if axes[_SINKS] is not None:
         return _batch_over_sinks(primitive, args, axes, **params)
     others = [i for i in range(len(args)) if i != _SINKS]
@@ -43,7 +43,7 @@ def _batch_over_sinks(
     out_dtype: jnp.dtype,
     **params: Any,
 ) -> tuple[list[Any], list[int]]:
-    """The kernels take one row of sinks and add what was there before: both are done afterwards instead."""
+    """Adds sinks and previous results afterwards, since the kernels take only one row of sinks."""
     sinks = jnp.moveaxis(args[_SINKS], axes[_SINKS] or 0, 0)
     no_sinks = jnp.full_like(sinks, -jnp.inf).max(0, initial=-jnp.inf)  # there may be no example
     operands = [*args[:_SINKS], no_sinks]
@@ -64,5 +64,5 @@ def _batch_over_sinks(
 def batch_backward(
     primitive: Primitive, args: Sequence[Any], axes: Sequence[int | None], **params: Any
 ) -> tuple[list[Any], list[int]]:
-    """Batches the backward primitive, over whichever of its operands."""
+    """Batches the backward primitive over any of its operands."""
     return primitive.bind(*vary_alike(_lead(args, axes)), **params), [0, 0, 0]

@@ -1,8 +1,8 @@
-"""Both passes on Hopper GPUs: a custom call that plans the mask, then one that attends, or differentiates.
+"""Makes the custom calls of both passes on Hopper GPUs: one for the tile schedule, and one for the kernel.
 
-The plans, by query rows for the forward pass and by keys for the backward pass, depend on the mask and the
-lengths, not on the layer, and XLA merges equal calls: all layers under one mask share them, save across the
-borders of loops and of ``jax.checkpoint``.
+The tile schedules, of query rows for the forward pass and of keys for the backward pass, depend on the mask
+and the lengths and not on the layer, and XLA merges equal calls: all layers under one mask share them, but
+not across the borders of loops and of ``jax.checkpoint``.
 """
 
 import functools
@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _hopper, _native
-from ._dtypes import is_positive_normal
+from .._dtypes import is_positive_normal
 
-PLAN = "jaxmagi_attention_tile_schedule"
+TILE_SCHEDULE = "jaxmagi_attention_tile_schedule"
 FORWARD = "jaxmagi_attention_forward"
 BACKWARD = "jaxmagi_attention_backward"
 
@@ -29,12 +29,10 @@ _OUT, _LSE = 0, 1  # among the results
 _PREVIOUS_OUT, _PREVIOUS_LSE = 6, 7  # among the operands
 
 
-def misfit(operands: Sequence[Any], *, scale: float, soft_cap: float, **_: Any) -> str | None:
-    """Why the kernels, of either pass, cannot run these operands here; None if they can."""
-    return _hopper.platform_misfit() or _operand_misfit(operands, scale, soft_cap)
-
-
-def _operand_misfit(operands: Sequence[Any], scale: float, soft_cap: float) -> str | None:
+def unsupported_reason(operands: Sequence[Any], *, scale: float, soft_cap: float) -> str | None:
+    """Returns why the kernels of either pass cannot run these operands here; None if they can."""
+    if reason := _hopper.unsupported_reason():
+        return reason
     q, _, v, *_ = operands
     if q.dtype.name not in _DTYPES:
         return f"the operands are {q.dtype.name}, and the kernels are for {' and '.join(_DTYPES)}"
@@ -50,7 +48,7 @@ def _operand_misfit(operands: Sequence[Any], scale: float, soft_cap: float) -> s
 
 
 def _is_within_range(scale: float, soft_cap: float) -> bool:
-    """Whether the kernels, which work in units of log 2 and of the cap, can represent these numbers."""
+    """Returns whether the kernels, which compute in units of log 2 and of the cap, can do so with these."""
     numbers = (scale, scale * _LOG2E)
     if soft_cap > 0:
         numbers = (scale, scale / soft_cap, soft_cap * _LOG2E)
@@ -58,10 +56,10 @@ def _is_within_range(scale: float, soft_cap: float) -> bool:
 
 
 def warn_of_plain_xla() -> None:
-    """Says, once per process, that attention on a GPU runs on plain XLA, because of the GPU or the build."""
-    misfit = _hopper.device_misfit() or _hopper.module_misfit()
-    if misfit is not None and _hopper.local_gpus():
-        _warn_once(f'jaxmagi.attention runs on plain XLA (implementation="xla"): {misfit}.')
+    """Warns once per process where attention runs on plain XLA because of the GPU or the build."""
+    reason = _hopper.device_unsupported_reason() or _hopper.build_unsupported_reason()
+    if reason is not None and _hopper.local_gpus():
+        _warn_once(f'jaxmagi.attention runs on plain XLA (implementation="xla"): {reason}.')
 
 
 @functools.cache
@@ -81,7 +79,7 @@ def forward(
     out_dtype: jnp.dtype,
     sm_margin: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The two custom calls, to be lowered; operands as in `attention_forward`."""
+    """Computes `attention_forward`, for one batch dimension, by two custom calls."""
     v_dim = v.shape[3]
     dims = _padded_dims(q, v)
     q, k = _pad_dim(_flip(q, scale), dims[0]), _pad_dim(k, dims[0])
@@ -95,12 +93,12 @@ def forward(
     )
     aliases = {_PREVIOUS_OUT: _OUT, _PREVIOUS_LSE: _LSE} if previous else None
     call = jax.ffi.ffi_call(FORWARD, results, input_output_aliases=aliases)
-    planned = plan(bands, q.shape[1], k.shape[1], dims)
+    schedule = tile_schedule(bands, q.shape[1], k.shape[1], dims)
     out, lse, _ = call(
         q,
         k,
         v,
-        *planned,
+        *schedule,
         sinks,
         *previous,
         scale=np.float64(abs(scale) or 1),
@@ -125,24 +123,24 @@ def backward(
     grad_dtype: jnp.dtype,
     sm_margin: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The two custom calls, to be lowered; operands as in `attention_backward`."""
+    """Computes `attention_backward`, for one batch dimension, by two custom calls."""
     dim, v_dim = q.shape[3], v.shape[3]
     dims = _padded_dims(q, v)
     q, k = _pad_dim(_flip(q, scale), dims[0]), _pad_dim(k, dims[0])
     v, dout = _pad_dim(v, dims[1]), _pad_dim(dout, dims[1])
     batch, q_len, heads, _ = q.shape
-    kv_len, plans = k.shape[1], bands.shape[0]
-    size = _compiled().backward_workspace_bytes(batch, q_len, kv_len, heads, *dims, plans, deterministic)
+    kv_len, num_masks = k.shape[1], bands.shape[0]
+    size = _compiled().backward_workspace_bytes(batch, q_len, kv_len, heads, *dims, num_masks, deterministic)
     results = (
         *(jax.ShapeDtypeStruct(x.shape, grad_dtype) for x in (q, k, v)),
         jax.ShapeDtypeStruct((size // 16, 4), jnp.int32),
     )
-    planned = plan(bands, q_len, kv_len, dims, by_keys=True)
+    schedule = tile_schedule(bands, q_len, kv_len, dims, by_keys=True)
     dq, dk, dv, _ = jax.ffi.ffi_call(BACKWARD, results)(
         q,
         k,
         v,
-        *planned,
+        *schedule,
         dout,
         lse,
         delta,
@@ -154,25 +152,25 @@ def backward(
     return _flip(dq, scale)[..., :dim], dk[..., :dim], dv[..., :v_dim]
 
 
-def plan(
+def tile_schedule(
     bands: jax.Array, q_len: int, kv_len: int, dims: tuple[int, int], by_keys: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """The bands sorted [P, C, 8], and the tiles [P, tiles, 4], those with most to do first.
+    """Returns the sorted bands [M, C, 8] of M masks and their tiles [M, tiles, 4], the costliest first.
 
-    By keys it is the plan of the transposed mask, for the tiles of the backward kernel.
+    With ``by_keys`` the schedule is that of the transposed masks, for the tiles of the backward kernel.
     """
-    plans, capacity, _ = bands.shape
+    num_masks, capacity, _ = bands.shape
     rows, keys = (_compiled().backward_tile if by_keys else _compiled().forward_tile)(*dims)
     length, tile = (kv_len, keys) if by_keys else (q_len, rows)
-    words = _compiled().plan_workspace_words(plans, capacity, length, tile)
+    words = _compiled().tile_schedule_workspace_words(num_masks, capacity, length, tile)
     results = (
-        jax.ShapeDtypeStruct((plans, capacity, 8), jnp.int32),
-        jax.ShapeDtypeStruct((plans, -(-length // tile), 4), jnp.int32),
+        jax.ShapeDtypeStruct((num_masks, capacity, 8), jnp.int32),
+        jax.ShapeDtypeStruct((num_masks, -(-length // tile), 4), jnp.int32),
         jax.ShapeDtypeStruct((words, 2), jnp.int32),
     )
     numbers = {"q_len": q_len, "kv_len": kv_len, "dim": dims[0], "v_dim": dims[1]}
     attributes = {name: np.int64(number) for name, number in numbers.items()}
-    call = jax.ffi.ffi_call(PLAN, results)
+    call = jax.ffi.ffi_call(TILE_SCHEDULE, results)
     sorted_bands, tiles, _ = call(bands, by_keys=np.bool_(by_keys), **attributes)
     return sorted_bands, tiles
 
@@ -184,7 +182,7 @@ def _compiled() -> ModuleType:
 
 
 def _padded_dims(q: Any, v: Any) -> tuple[int, int]:
-    """The head dimensions as the kernels take them: whole units of 16 bytes, which TMA needs."""
+    """Returns the head dimensions, rounded up to multiples of 16 bytes, which TMA needs."""
     dim, v_dim = (-(-x.shape[3] // 8) * 8 for x in (q, v))
     return dim, v_dim
 
@@ -194,5 +192,5 @@ def _pad_dim(x: jax.Array, dim: int) -> jax.Array:
 
 
 def _flip(q: jax.Array, scale: float) -> jax.Array:
-    """The query, or its gradient, for |scale|, or 1 for a scale of 0: the kernels take positive ones."""
+    """Multiplies the query, or its gradient, by the sign of the scale: kernels take positive scales only."""
     return q if scale > 0 else q * q.dtype.type(np.sign(scale))

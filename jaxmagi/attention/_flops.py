@@ -1,4 +1,4 @@
-"""How much arithmetic attention needs, by the convention of the FlashAttention papers."""
+"""Counts the arithmetic of attention by the convention of the FlashAttention papers."""
 
 from typing import Literal
 
@@ -6,10 +6,10 @@ from ..masks import AttnMask
 
 
 def flops(mask: AttnMask, num_heads: int, head_dim: int, *, mode: Literal["fwd", "bwd"] = "fwd") -> int:
-    """Floating-point operations of attention under a mask: 4 · area · N · D, backward 2.5 times that.
+    """Returns the floating-point operations of attention: 4 · area · N · D, and backward 2.5 times that.
 
-    Counts exactly the visible cells: two matrix products forward and five backward, a multiply-add as two.
-    Per-example masks count all their examples; a shared mask counts one.
+    Only visible cells count: two matrix products forward and five backward, with two operations for each
+    multiply-add. Per-example masks count all their examples; a shared mask counts one.
 
     Args:
         mask: the mask, on the host.

@@ -1,7 +1,7 @@
-"""How the primitives are lowered: to custom calls where they fit, else to plain JAX."""
+"""Lowers attention to custom calls for CPUs and Hopper GPUs where they fit, otherwise to plain JAX."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,102 +10,71 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from .. import _hopper, _native
-from .._refusal import refusal
+from .._dtypes import accumulator_dtype
+from .._lowering import Compiled, Function, no_kernel, register
+from .._softmax import Partial, accumulate
 from . import _cuda, _xla
-from ._dtypes import accumulator_dtype
-from ._partial import Partial, accumulate
 from ._partitioning import lowering
 
-type _Function = Callable[..., Sequence[jax.Array]]
-type _Misfit = Callable[..., str | None]  # of operand types and params: why compiled code cannot run them
-type _Rule = Callable[..., Any]
+FORWARD, BACKWARD = "jaxmagi_attention_forward", "jaxmagi_attention_backward"
+"""Names of the primitives, and of their custom calls on CPUs."""
 
 
 def register_forward(primitive: Primitive) -> None:
     """Registers the lowerings of the forward primitive."""
-    function = _accumulating(_xla.forward)
-    on_cpu, cpu_misfit = _accumulating(_cpu_forward), functools.partial(_cpu_misfit, primitive.name)
-    for_cpu = _compiled_rule(primitive, on_cpu, cpu_misfit, _portable_rule(primitive, function, cpu_misfit))
-    on_hopper = functools.partial(_hopper_forward, function)
-    for_cuda = _compiled_rule(
-        primitive, on_hopper, _cuda.misfit, _portable_rule(primitive, function, _cuda.misfit)
-    )
-    mlir.register_lowering(primitive, _portable_rule(primitive, function, _no_kernel))
-    mlir.register_lowering(primitive, for_cpu, platform="cpu")
-    mlir.register_lowering(primitive, _warn_of_plain_xla(for_cuda), platform="cuda")
+    _register(primitive, _accumulating(_xla.forward), _accumulating(_cpu_forward), _cuda.forward)
 
 
 def register_backward(primitive: Primitive) -> None:
     """Registers the lowerings of the backward primitive."""
-    cpu_misfit = functools.partial(_cpu_misfit, primitive.name)
-    function = _portable_backward
-    for_cpu = _compiled_rule(
-        primitive, _cpu_backward, cpu_misfit, _portable_rule(primitive, function, cpu_misfit)
-    )
-    for_cuda = _compiled_rule(
-        primitive, _hopper_backward, _cuda.misfit, _portable_rule(primitive, function, _cuda.misfit)
-    )
-    mlir.register_lowering(primitive, _portable_rule(primitive, function, _no_kernel))
-    mlir.register_lowering(primitive, for_cpu, platform="cpu")
-    mlir.register_lowering(primitive, for_cuda, platform="cuda")
+    _register(primitive, _portable_backward, _cpu_backward, _cuda.backward)
 
 
-def compiled_misfit(platform: str) -> str | None:
-    """Why ``implementation="ffi"`` cannot run on a platform, whatever the operands; None if it can."""
+def unsupported_reason(platform: str) -> str | None:
+    """Returns why "ffi" cannot run on a platform, whatever the operands; None if it can."""
     if platform == "cuda":
-        return _hopper.platform_misfit()
-    return _cpu_misfit("jaxmagi_attention_forward", ()) if platform == "cpu" else _no_kernel(())
+        return _hopper.unsupported_reason()
+    return _cpu_unsupported_reason(FORWARD) if platform == "cpu" else no_kernel()
 
 
-def _portable_rule(primitive: Primitive, function: _Function, misfit: _Misfit) -> _Rule:
-    """Lowers the function, unless compiled code was asked for."""
-    lower = lowering(primitive, function, "xla")
-
-    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any) -> Any:
-        if implementation != "ffi":
-            return lower(ctx, *operands, **params)
-        raise refusal(ctx, primitive, implementation, misfit(ctx.avals_in, **params))
-
-    return rule
-
-
-def _compiled_rule(primitive: Primitive, function: _Function, misfit: _Misfit, otherwise: _Rule) -> _Rule:
-    """Lowers the function, which makes custom calls, where they fit and are not declined."""
-    lower = lowering(primitive, function, "ffi")
-
-    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any) -> Any:
-        if implementation == "xla" or misfit(ctx.avals_in, **params) is not None:
-            return otherwise(ctx, *operands, implementation=implementation, **params)
-        return lower(ctx, *operands, **params)
-
-    return rule
+def _register(primitive: Primitive, portable: Function, on_cpu: Function, on_hopper: Function) -> None:
+    cpu_reason = functools.partial(_cpu_unsupported_reason, primitive.name)
+    compiled = {
+        "cpu": Compiled(lowering(primitive, on_cpu, "ffi"), lambda *_, **__: cpu_reason()),
+        "cuda": Compiled(
+            lowering(primitive, _unless_empty(on_hopper, portable), "ffi"),
+            _hopper_unsupported_reason,
+            on_fallback=_cuda.warn_of_plain_xla,
+        ),
+    }
+    register(
+        primitive, lowering(primitive, portable, "xla"), compiled, lambda params: params["implementation"]
+    )
 
 
-def _warn_of_plain_xla(rule: _Rule) -> _Rule:
-    def warning_rule(
-        ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any
-    ) -> Any:
-        if implementation is None:
-            _cuda.warn_of_plain_xla()
-        return rule(ctx, *operands, implementation=implementation, **params)
-
-    return warning_rule
-
-
-def _no_kernel(operands: Sequence[Any], **_: Any) -> str:
-    del operands
-    return "there is no compiled code for it"
-
-
-def _cpu_misfit(target: str, operands: Sequence[Any], **_: Any) -> str | None:
-    del operands
+def _cpu_unsupported_reason(target: str) -> str | None:
     if _native.has_handler(target, "cpu"):
         return None
     return "the compiled extension jaxmagi._cpu is missing"
 
 
-def _accumulating(forward: _Function) -> _Function:
-    """Lets a forward function merge its result into a previous one."""
+def _hopper_unsupported_reason(
+    ctx: mlir.LoweringRuleContext, *, scale: float, soft_cap: float, **_: Any
+) -> str | None:
+    return _cuda.unsupported_reason(ctx.avals_in, scale=scale, soft_cap=soft_cap)
+
+
+def _unless_empty(kernel: Function, portable: Function) -> Function:
+    """Returns the kernel, but plain JAX for empty operands: TMA cannot describe them."""
+
+    def function(q: jax.Array, k: jax.Array, *rest: jax.Array, **params: Any) -> Sequence[jax.Array]:
+        return (portable if 0 in (q.size, k.size) else kernel)(q, k, *rest, **params)
+
+    return function
+
+
+def _accumulating(forward: Function) -> Function:
+    """Returns a forward function that also merges its result into a previous one, if there is one."""
 
     def function(
         q: jax.Array,
@@ -118,27 +87,13 @@ def _accumulating(forward: _Function) -> _Function:
         sm_margin: int,
         **params: float,
     ) -> Sequence[jax.Array]:
-        del sm_margin  # of GPUs
+        del sm_margin  # is for GPUs
         run = functools.partial(forward, q, k, v, bands, sinks, **params)
         if not previous:
             return run(out_dtype=out_dtype)
         return accumulate(Partial(*previous), Partial(*run(out_dtype=accumulator_dtype(q.dtype))))
 
     return function
-
-
-def _hopper_forward(portable: _Function, *operands: jax.Array, **params: Any) -> Sequence[jax.Array]:
-    """The kernel, save for empty operands: there is nothing to launch, and TMA cannot describe them."""
-    q, k, *_ = operands
-    forward = portable if 0 in (q.size, k.size) else _cuda.forward
-    return forward(*operands, **params)
-
-
-def _hopper_backward(*operands: jax.Array, **params: Any) -> Sequence[jax.Array]:
-    """The kernel, save for empty operands."""
-    q, k, *_ = operands
-    backward = _portable_backward if 0 in (q.size, k.size) else _cuda.backward
-    return backward(*operands, **params)
 
 
 def _cpu_forward(
@@ -156,7 +111,7 @@ def _cpu_forward(
         jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), out_dtype),
         jax.ShapeDtypeStruct(q.shape[:3], accumulator_dtype(q.dtype)),
     )
-    call = jax.ffi.ffi_call("jaxmagi_attention_forward", results)
+    call = jax.ffi.ffi_call(FORWARD, results)
     return call(q, k, v, bands, sinks, scale=np.float64(scale), soft_cap=np.float64(soft_cap))
 
 
@@ -171,14 +126,14 @@ def _cpu_backward(
     deterministic: bool,
     sm_margin: int,
 ) -> Sequence[jax.Array]:
-    del deterministic, sm_margin  # the handler always is; of GPUs
+    del deterministic, sm_margin  # on CPUs gradients are always deterministic
     results = tuple(jax.ShapeDtypeStruct(x.shape, grad_dtype) for x in (q, k, v))
-    call = jax.ffi.ffi_call("jaxmagi_attention_backward", results)
+    call = jax.ffi.ffi_call(BACKWARD, results)
     return call(q, k, v, *rest, scale=np.float64(scale), soft_cap=np.float64(soft_cap))
 
 
 def _portable_backward(
     *operands: jax.Array, deterministic: bool, sm_margin: int, **params: Any
 ) -> Sequence[jax.Array]:
-    del deterministic, sm_margin  # the portable backward always is; of GPUs
+    del deterministic, sm_margin  # in plain JAX gradients are always deterministic
     return _xla.backward(*operands, **params)

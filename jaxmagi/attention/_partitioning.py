@@ -7,7 +7,7 @@ there are more devices than key heads, devices that share a key head all have it
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,10 +16,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 
+from .._dtypes import accumulator_dtype
+from .._lowering import Function, LoweringRule
 from .._partitioning import (
     DEVICES,
     Partition,
-    Rule,
+    ShardingRule,
     Tiled,
     Tiles,
     axes_along,
@@ -29,7 +31,6 @@ from .._partitioning import (
     lower_partitioned,
     make_rule,
 )
-from ._dtypes import accumulator_dtype
 from ._key_heads import add_heads, heads_of, take_heads
 from ._sharding import axis_names
 
@@ -51,30 +52,28 @@ _BACKWARD = _Signature(
 
 _SIGNATURES = {"jaxmagi_attention_forward": _FORWARD, "jaxmagi_attention_backward": _BACKWARD}
 
-type _Function = Callable[..., Sequence[jax.Array]]
-type _Rule = Callable[..., Any]
 
-
-def lowering(primitive: Primitive, function: _Function, implementation: Literal["ffi", "xla"]) -> _Rule:
+def lowering(primitive: Primitive, function: Function, variant: Literal["ffi", "xla"]) -> LoweringRule:
     """Returns a lowering rule, which splits the primitive over devices where the program is split.
 
     Args:
         primitive: the forward or the backward primitive.
         function: computes the primitive on one device, for one batch dimension.
-        implementation: the name of what ``function`` is.
+        variant: the implementation that ``function`` is.
     """
     signature = _SIGNATURES[primitive.name]
     local = functools.partial(_fold_batch, function, signature)
     lower = mlir.lower_fun(local, multiple_results=True)
 
-    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+    def rule(ctx: mlir.LoweringRuleContext, *operands: Any, implementation: str | None, **params: Any) -> Any:
+        del implementation  # is what the user asks for, and `variant` is what was chosen
         avals: Sequence[Any] = ctx.avals_in
         query, key, *_ = avals
         if not is_partitioned(ctx) or any(0 in x.shape for x in avals):
             return lower(_without_shardings(ctx), *operands, **params)
         copies = _copies_of_key_heads(ctx, query, key) if signature == _BACKWARD else 1
         if copies > 1:
-            bind = functools.partial(primitive.bind, implementation=implementation)
+            bind = functools.partial(primitive.bind, implementation=variant)
             repeated = functools.partial(_with_copies_of_key_heads, bind, copies)
             return _lower_over_auto_axes(repeated, ctx, *operands, **params)
         results: Sequence[Any] = ctx.avals_out
@@ -92,10 +91,10 @@ def lowering(primitive: Primitive, function: _Function, implementation: Literal[
             ctx,
             operands,
             counts=(operation.heads, operation.key_heads),
-            bind=functools.partial(primitive.bind, implementation=implementation, **params),
+            bind=functools.partial(primitive.bind, implementation=variant, **params),
             rule=operation.rule([x.shape for x in avals], [x.shape for x in results]),
             choose=operation.choose,
-            identity=(primitive.name, implementation, params),
+            identity=(primitive.name, variant, params),
         )
 
     return rule
@@ -118,7 +117,7 @@ def _copies_of_key_heads(ctx: mlir.LoweringRuleContext, query: Any, key: Any) ->
 
 
 def _lower_over_auto_axes(
-    function: _Function, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
+    function: Function, ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any
 ) -> Any:
     """Lowers a function as if Explicit mesh axes were Auto: XLA's partitioner then knows how to split it."""
     avals: Sequence[Any] = ctx.avals_in
@@ -136,7 +135,7 @@ def _lower_over_auto_axes(
 
 
 def _with_copies_of_key_heads(
-    bind: _Function,
+    bind: Function,
     copies: int,
     query: jax.Array,
     key: jax.Array,
@@ -171,7 +170,7 @@ def _with_previous(signature: _Signature, count: int) -> _Signature:
 
 
 def _fold_batch(
-    function: _Function, signature: _Signature, *operands: jax.Array, **params: Any
+    function: Function, signature: _Signature, *operands: jax.Array, **params: Any
 ) -> list[jax.Array]:
     """Runs a function for one batch dimension on operands with any number of them."""
     batch = operands[0].shape[:-3]
@@ -200,7 +199,7 @@ class _Operation(NamedTuple):
     the heads, and tell a device which heads it has.
     """
 
-    function: _Function  # what one device runs
+    function: Function  # what one device runs
     params: dict[str, Any]
     signature: _Signature
     batch_dims: int
@@ -214,7 +213,7 @@ class _Operation(NamedTuple):
         """Lists what the operands are."""
         return *self.signature.operands, "query_heads", "key_heads"
 
-    def rule(self, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> Rule:
+    def rule(self, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> ShardingRule:
         """Returns how shardings propagate. Those of lengths do too, and `choose` reports them."""
         operands = (*operands, (self.heads,), (self.key_heads,))
         sides = [

@@ -1,9 +1,9 @@
-"""The two primitives and their types.
+"""Defines the primitives of both passes, and checks the types of their operands.
 
 Operands have any number of batch dimensions *B: q [*B, T, N, D], k [*B, S, K, D], v [*B, S, K, Dv]; bands
 int32 [*B, C, 6], with 1 for a dimension of *B whose examples share them; sinks [N]. An output [*B, T, N, Dv]
-and its log-sum-exp [*B, T, N], to merge with, may follow. "Accumulator dtype" is float64 for float64 operands
-and float32 for all others.
+and its log-sum-exp [*B, T, N], to merge with, may follow. The accumulator dtype is float64 for float64
+operands and float32 for all others.
 """
 
 import functools
@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
+from .._checks import check_one_of
+from .._dtypes import DTYPES, accumulator_dtype, is_positive_normal
 from .._partitioning import can_be_partitioned
+from .._softmax import Partial
 from .._varying import vary_alike
 from ._batching import batch_backward, batch_forward
-from ._dtypes import DTYPES, accumulator_dtype, is_positive_normal
 from ._lowering import register_backward, register_forward
-from ._partial import Partial
 from ._sharding import result_sharding
 
 IMPLEMENTATIONS = ("ffi", "xla", None)
@@ -33,7 +34,9 @@ def _expect(name: str, x: Any, shape: Sequence[int], dtype: jax.typing.DTypeLike
         raise ValueError(f"{name} must be {wanted}, but is {x.dtype.name}{list(x.shape)}.")
 
 
-def _check_common(q: Any, k: Any, v: Any, bands: Any, *, soft_cap: float, implementation: str | None) -> None:
+def _check_common(
+    q: Any, k: Any, v: Any, bands: Any, *, soft_cap: float, implementation: str | None, sm_margin: int
+) -> None:
     if q.dtype.name not in DTYPES:
         raise ValueError(f"The dtype of query must be one of {', '.join(DTYPES)}, but is {q.dtype.name}.")
     for name, x in (("query", q), ("key", k), ("value", v)):
@@ -50,8 +53,9 @@ def _check_common(q: Any, k: Any, v: Any, bands: Any, *, soft_cap: float, implem
     _check_bands(bands, batch)
     if soft_cap != 0 and not is_positive_normal(soft_cap):
         raise ValueError(f"soft_cap must be a positive normal float32, or 0 for none, but is {soft_cap}.")
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, but is {implementation!r}.")
+    check_one_of("implementation", implementation, IMPLEMENTATIONS)
+    if sm_margin < 0:
+        raise ValueError(f"sm_margin must be at least 0, but is {sm_margin}.")
 
 
 def _check_bands(bands: Any, batch: Sequence[int]) -> None:
@@ -71,11 +75,6 @@ def _check_result_dtype(name: str, dtype: jnp.dtype, operand: jnp.dtype) -> None
         raise ValueError(f"{name} must be {wanted} for operands in {operand.name}, but is {dtype.name}.")
 
 
-def _check_margin(sm_margin: int) -> None:
-    if sm_margin < 0:
-        raise ValueError(f"sm_margin must be at least 0, but is {sm_margin}.")
-
-
 def _forward_types(
     q: Any,
     k: Any,
@@ -89,11 +88,10 @@ def _forward_types(
     implementation: str | None,
     **_: float,
 ) -> tuple[Any, Any]:
-    _check_common(q, k, v, bands, soft_cap=soft_cap, implementation=implementation)
+    _check_common(q, k, v, bands, soft_cap=soft_cap, implementation=implementation, sm_margin=sm_margin)
     accumulate = accumulator_dtype(q.dtype)
     _expect("sinks", sinks, q.shape[-2:-1], accumulate)
     _check_result_dtype("out_dtype", out_dtype, q.dtype)
-    _check_margin(sm_margin)
     sharding = result_sharding(q, k, v)
     # update() keeps the varying mesh axes of the operand.
     out = q.update(shape=(*q.shape[:-1], v.shape[-1]), dtype=out_dtype, sharding=sharding)
@@ -120,14 +118,13 @@ def _backward_types(
     implementation: str | None,
     **_: float,
 ) -> tuple[Any, Any, Any]:
-    _check_common(q, k, v, bands, soft_cap=soft_cap, implementation=implementation)
+    _check_common(q, k, v, bands, soft_cap=soft_cap, implementation=implementation, sm_margin=sm_margin)
     accumulate = accumulator_dtype(q.dtype)
     result_sharding(q, k, v)
     _expect("dout", dout, (*q.shape[:-1], v.shape[-1]), q.dtype)
     _expect("lse", lse, q.shape[:-1], accumulate)
     _expect("delta", delta, q.shape[:-1], accumulate)
     _check_result_dtype("grad_dtype", grad_dtype, q.dtype)
-    _check_margin(sm_margin)
     return q.update(dtype=grad_dtype), k.update(dtype=grad_dtype), v.update(dtype=grad_dtype)
 
 
@@ -178,7 +175,7 @@ def attention_forward(
     previous: Partial[jax.Array] | None = None,
     sm_margin: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention under bands, without derivatives.
+    """Computes attention under bands, without derivatives.
 
     Args:
         q: [*B, T, N, D], with any number of batch dimensions.
@@ -193,10 +190,10 @@ def attention_forward(
             compute capability 9.0, bfloat16 or float16, and head dimensions of at most 256.
         previous: attention to other keys, the output [*B, T, N, Dv] in ``out_dtype`` and the log-sum-exp
             [*B, T, N] in accumulator dtype. The result is then the attention to those keys and these; a row
-            that sees nothing here keeps it exactly. Sinks belong to the keys of their call: give them to one
-            call, and they count for the rows that see something in it.
-        sm_margin: how many multiprocessors of a GPU the attention kernel keeps free for others, though not
-            the short ones before and after it; elsewhere without effect. Static.
+            that sees nothing here keeps it exactly. Sinks count for the rows that see a key in the call that
+            gets them: give them to one call only.
+        sm_margin: how many multiprocessors of a GPU the attention kernel leaves to other kernels. The short
+            kernels before and after it take all. Without effect on other platforms. Static.
 
     Returns:
         The output [*B, T, N, Dv] and the log-sum-exp [*B, T, N] in accumulator dtype. A row that sees
@@ -233,24 +230,24 @@ def attention_backward(
     implementation: str | None,
     sm_margin: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of q, k and v.
+    """Computes the gradients of q, k and v.
 
     Probabilities come from ``lse``, so it may span more keys than these (one stage of several) and a sink.
 
     Args:
-        q: as in `attention_forward`, likewise k, v, bands, scale, soft_cap and implementation.
-        k: see there.
-        v: see there.
-        bands: see there.
+        q: as in `attention_forward`.
+        k: as in `attention_forward`.
+        v: as in `attention_forward`.
+        bands: as in `attention_forward`.
         dout: cotangent of the output [*B, T, N, Dv], in the dtype of q.
         lse: [*B, T, N] in accumulator dtype; rows with -inf get and give no gradient.
         delta: [*B, T, N] in accumulator dtype, rowsum(dout · out) minus the cotangent of lse.
-        scale: see there.
-        soft_cap: see there.
-        deterministic: ask for bitwise reproducible gradients, which only GPUs give up for speed.
+        scale: as in `attention_forward`.
+        soft_cap: as in `attention_forward`.
+        deterministic: whether gradients must be bitwise reproducible. On CPUs and with "xla" they always are.
         grad_dtype: dtype of the gradients, that of q or the accumulator dtype.
-        implementation: see there.
-        sm_margin: see there.
+        implementation: as in `attention_forward`.
+        sm_margin: as in `attention_forward`.
 
     Returns:
         The gradients of q, k and v.

@@ -1,4 +1,4 @@
-"""Dense fp64 attention on the host: the oracle that every implementation is compared with."""
+"""Computes dense fp64 attention on the host: the reference that every implementation is compared with."""
 
 from typing import NamedTuple
 
@@ -11,15 +11,15 @@ type _Float = NDArray[np.float64]
 
 
 class _Scores(NamedTuple):
-    """One head of one example: how often each cell counts, its logit, and the derivative of its soft cap."""
+    """The cells [q_len, kv_len] of one head of one example."""
 
-    counts: _Float
+    counts: _Float  # number of bands that cover the cell
     logits: _Float
-    slope: _Float
+    slope: _Float  # derivative of the soft cap
 
 
 def _counts(bands: NDArray[np.integer], q_len: int, kv_len: int) -> _Float:
-    """How many bands cover each cell [q_len, kv_len]."""
+    """Returns how many bands cover each cell [q_len, kv_len]."""
     count = np.zeros((q_len, kv_len))
     for q0, q1, k0, k1, lo, hi in np.asarray(bands, np.int64):
         offset = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
@@ -28,7 +28,7 @@ def _counts(bands: NDArray[np.integer], q_len: int, kv_len: int) -> _Float:
 
 
 def _scores(q: _Float, k: _Float, count: _Float, scale: float, soft_cap: float | None) -> _Scores:
-    with np.errstate(invalid="ignore"):  # 0 · inf in cells that the mask hides
+    with np.errstate(invalid="ignore"):  # 0 · inf in masked cells
         logits = np.where(count > 0, scale * (q @ k.T), -np.inf)
     slope = np.ones_like(logits)
     if soft_cap is not None:
@@ -38,11 +38,11 @@ def _scores(q: _Float, k: _Float, count: _Float, scale: float, soft_cap: float |
 
 
 def _log_sum_exp(scores: _Scores, sink: float) -> _Float:
-    """Per row, over the cells it sees and the sink; -inf where it sees nothing but logits of -inf."""
-    seen = ~np.isneginf(scores.logits).all(axis=1)
-    peak = np.maximum(np.where(seen, scores.logits.max(axis=1, initial=-np.inf), 0.0), sink)
-    total = (scores.counts * np.exp(scores.logits - peak[:, None])).sum(axis=1) + np.exp(sink - peak)
-    return np.where(seen, peak + np.log(np.where(seen, total, 1.0)), -np.inf)
+    """Returns the log-sum-exp of each row and its sink; -inf for rows without a finite logit."""
+    visible = ~np.isneginf(scores.logits).all(axis=1)
+    row_max = np.maximum(np.where(visible, scores.logits.max(axis=1, initial=-np.inf), 0.0), sink)
+    row_sum = (scores.counts * np.exp(scores.logits - row_max[:, None])).sum(axis=1) + np.exp(sink - row_max)
+    return np.where(visible, row_max + np.log(np.where(visible, row_sum, 1.0)), -np.inf)
 
 
 def _probabilities(scores: _Scores, lse: _Float) -> _Float:
@@ -51,7 +51,7 @@ def _probabilities(scores: _Scores, lse: _Float) -> _Float:
 
 
 class _Problem:
-    """Operands in fp64 with a batch axis; what the mask hides is zero, so that NaN there stays there."""
+    """Holds operands in fp64 with a batch axis. Fully masked rows and keys are 0: NaN does not spread."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class _Problem:
         return x if self.batched else x[0]
 
     def heads(self) -> list[tuple[int, int, int]]:
-        """(example, query head, key head), in order."""
+        """Returns all (example, query head, key head)."""
         batch, heads = self.q.shape[0], self.q.shape[2]
         return [(b, n, n // self.group) for b in range(batch) for n in range(heads)]
 
@@ -105,7 +105,7 @@ def attention_reference(
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Dense attention in fp64 on the host, for tests.
+    """Computes dense attention in fp64 on the host, for tests.
 
     Args:
         query: [T, N, D] or [B, T, N, D].
@@ -152,18 +152,18 @@ def attention_reference_vjp(
     logits_soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
 ) -> ReferenceGradients:
-    """The gradients of `attention_reference` for cotangents of its output and its log-sum-exp.
+    """Computes the gradients of `attention_reference` for cotangents of its output and its log-sum-exp.
 
     Args:
-        query: as in `attention_reference`, likewise key, value, mask, scale, logits_soft_cap and sinks.
-        key: see there.
-        value: see there.
-        mask: see there.
+        query: as in `attention_reference`.
+        key: as in `attention_reference`.
+        value: as in `attention_reference`.
+        mask: as in `attention_reference`.
         dout: cotangent of the output [..., T, N, Dv].
         dlse: cotangent of the log-sum-exp [..., T, N]; None for zero.
-        scale: see there.
-        logits_soft_cap: see there.
-        sinks: see there.
+        scale: as in `attention_reference`.
+        logits_soft_cap: as in `attention_reference`.
+        sinks: as in `attention_reference`.
 
     Returns:
         The gradients; that of the sinks is zero where there are none. Rows that see nothing and keys that

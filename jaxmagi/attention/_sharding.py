@@ -1,7 +1,7 @@
-"""Types of sharded attention: Explicit axes in those of results, and varying axes in those of gradients.
+"""Finds how results and gradients are sharded over Explicit mesh axes, and what they vary over.
 
-Batch and heads are independent, so results and gradients are sharded like operands. What each device then
-runs is in `_partitioning`.
+Batch and heads are independent, so results and gradients are sharded like operands. `_partitioning` decides
+what each device then runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,9 +60,10 @@ def like_operand(gradient: jax.Array | None, operand: jax.Array | None) -> jax.A
     if gradient is None or operand is None:
         return None
     shared = tuple(sorted(varying_axes(gradient) - varying_axes(operand)))
-    total: jax.Array = jax.lax.psum(gradient, shared) if shared else gradient
+    gradient = jax.lax.psum(gradient, shared) if shared else gradient
     wanted = jax.typeof(operand).sharding
-    return total if jax.typeof(total).sharding.spec == wanted.spec else jax.sharding.reshard(total, wanted)
+    same = jax.typeof(gradient).sharding.spec == wanted.spec
+    return gradient if same else jax.sharding.reshard(gradient, wanted)
 
 
 def axis_names(axes: MeshAxes | Sequence[str]) -> tuple[str, ...]:

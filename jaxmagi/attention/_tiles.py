@@ -1,4 +1,4 @@
-"""Which tiles of the attention matrix a mask touches, found on device with static shapes."""
+"""Finds the visible tiles of the attention matrix, on the device and with static shapes."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ _MAX_TILE_CELLS = 2**24  # logits of one tile over all examples and heads: 64 Mi
 
 
 class Blocks(NamedTuple):
-    """Static cut of the attention matrix into blocks of query rows and of keys."""
+    """Sizes and numbers of the blocks of query rows and of keys; static."""
 
     q_size: int
     k_size: int
@@ -20,14 +20,14 @@ class Blocks(NamedTuple):
 
 
 class KeyBlocks(NamedTuple):
-    """The key blocks that one block of query rows has to visit."""
+    """The key blocks that are visible from one block of query rows."""
 
     bands: jax.Array  # int32[C, 6]
     q_begin: jax.Array  # first query row of the block
-    first: jax.Array  # int32[C], first and last key block each band reaches from these rows;
-    last: jax.Array  # last < first where it reaches none
-    indices: jax.Array  # int32[num_k], the key blocks to visit, in order, then filling
-    num_visits: jax.Array  # how many there are
+    first: jax.Array  # int32[C], first key block that each band makes visible
+    last: jax.Array  # int32[C], last one; smaller than the first where there is none
+    indices: jax.Array  # int32[num_k], the key blocks to visit, in order and then padding
+    num_visits: jax.Array  # number of blocks to visit
 
 
 def _block_size(length: int, rows: int) -> int:
@@ -38,47 +38,46 @@ def _block_size(length: int, rows: int) -> int:
 
 
 def cut(q_len: int, kv_len: int, rows: int) -> Blocks:
-    """Block sizes for [q_len, kv_len] cells, each held ``rows`` (batch times heads) times."""
+    """Returns the blocks of a [q_len, kv_len] matrix, of which there are ``rows`` (batch times heads)."""
     q_size, k_size = _block_size(q_len, rows), _block_size(kv_len, rows)
     return Blocks(q_size, k_size, max(1, -(-q_len // q_size)), max(1, -(-kv_len // k_size)))
 
 
 def _key_ranges(bands: jax.Array, q_begin: jax.Array, q_size: int) -> tuple[jax.Array, jax.Array]:
-    """First and last key that each band shows to rows [q_begin, q_begin + q_size); last < first if none."""
+    """Returns the first and last key of each band visible from rows [q_begin, q_begin + q_size).
+
+    The last key is smaller than the first where there is none.
+    """
     q0, q1, k0, k1, lo, hi = bands.T
     first_row = jnp.maximum(q0, q_begin)
     last_row = jnp.minimum(q1, q_begin + q_size) - 1
     first = jnp.maximum(k0, first_row + lo)
     last = jnp.minimum(k1 - 1, last_row + hi)
-    seen = (first_row <= last_row) & (first <= last) & (lo <= hi)
-    return jnp.where(seen, first, 0), jnp.where(seen, last, -1)
+    visible = (first_row <= last_row) & (first <= last) & (lo <= hi)
+    return jnp.where(visible, first, 0), jnp.where(visible, last, -1)
 
 
 def key_blocks(bands: jax.Array, q_begin: jax.Array, blocks: Blocks) -> KeyBlocks:
-    """The key blocks that bands [C, 6] make the block of rows at ``q_begin`` visit."""
+    """Returns the key blocks that bands [C, 6] make visible from the block of rows at ``q_begin``."""
     first, last = _key_ranges(bands, q_begin, blocks.q_size)
-    seen = first <= last
-    first = jnp.where(seen, first // blocks.k_size, 0)
-    last = jnp.where(seen, last // blocks.k_size, -1)
-    # A counter that each band raises at its first block and lowers after its last one.
-    step = seen.astype(jnp.int32)
+    visible = first <= last
+    first = jnp.where(visible, first // blocks.k_size, 0)
+    last = jnp.where(visible, last // blocks.k_size, -1)
+    # Each band adds 1 to a running sum at its first block and subtracts it after its last one.
+    step = visible.astype(jnp.int32)
     counter = jax.lax.full_like(first, 0, shape=(blocks.num_k + 1,))
     counter = jnp.cumsum(counter.at[first].add(step).at[last + 1].add(-step))
     touched = counter[: blocks.num_k] > 0
-    return KeyBlocks(bands, q_begin, first, last, _positions(touched), _how_many(touched))
+    return KeyBlocks(bands, q_begin, first, last, _positions(touched), jnp.sum(touched, dtype=jnp.int32))
 
 
 def _positions(flags: jax.Array) -> jax.Array:
-    """Indices of the true flags, in order, at the front of an array of the same length."""
+    """Returns the indices of the true flags, in order, padded to the number of flags."""
     return jnp.flatnonzero(flags, size=flags.shape[0], fill_value=0).astype(jnp.int32)
 
 
-def _how_many(flags: jax.Array) -> jax.Array:
-    return jnp.sum(flags, dtype=jnp.int32)
-
-
 def tile_counts(todo: KeyBlocks, key_block: jax.Array, blocks: Blocks) -> jax.Array:
-    """How many bands cover each cell of a tile: int32[q_size, k_size]."""
+    """Returns how many bands cover each cell of a tile, int32[q_size, k_size]."""
     shape = (blocks.q_size, blocks.k_size)
     q = todo.q_begin + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
     k = key_block * blocks.k_size + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -91,4 +90,4 @@ def tile_counts(todo: KeyBlocks, key_block: jax.Array, blocks: Blocks) -> jax.Ar
         return count + inside.astype(jnp.int32)
 
     empty = jax.lax.full_like(todo.bands, 0, shape=shape)
-    return jax.lax.fori_loop(jnp.int32(0), _how_many(reaching), add_band, empty)
+    return jax.lax.fori_loop(jnp.int32(0), jnp.sum(reaching, dtype=jnp.int32), add_band, empty)

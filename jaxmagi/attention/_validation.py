@@ -1,13 +1,13 @@
-"""What `attention` asks of its arguments."""
+"""Checks the arguments of `attention`."""
 
 from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
+from .._checks import check_one_of, is_traced
+from .._dtypes import DTYPES, is_positive_normal
 from ..masks import AttnMask
-from ._dtypes import DTYPES, is_positive_normal
 from ._primitive import IMPLEMENTATIONS
 
 
@@ -89,7 +89,7 @@ def _check_mask_fits(mask: AttnMask, query: jax.Array, key: jax.Array) -> None:
 
 def _check_options(scale: float | None, soft_cap: float | None, implementation: str | None) -> None:
     for name, number in (("scale", scale), ("logits_soft_cap", soft_cap)):
-        if isinstance(number, Tracer):
+        if is_traced(number):
             raise ValueError(
                 f"{name} is static, a number that gets compiled into the program, but it is traced: "
                 f"{number}. Give a Python number, or make it a static argument of jax.jit."
@@ -101,8 +101,7 @@ def _check_options(scale: float | None, soft_cap: float | None, implementation: 
             "logits_soft_cap must be positive and a normal number of float32, or None for none, but is "
             f"{soft_cap}."
         )
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, but is {implementation!r}.")
+    check_one_of("implementation", implementation, IMPLEMENTATIONS)
 
 
 def _check_sinks(sinks: jax.Array, heads: int) -> None:

@@ -1,8 +1,8 @@
-"""Blockwise attention in plain JAX, for every backend: memory O(T · block), work only where the mask is.
+"""Computes attention in plain JAX on every platform, in O(T · block) memory and skipping masked blocks.
 
-Blocks of query rows are scanned; each visits the key blocks that some band reaches from it. Within a tile the
-bands are added up to a count per cell, which is the mask and, where bands overlap, the weight.
-Operands are padded to whole blocks; padding is covered by no band, so it is like any cell outside the mask.
+Blocks of query rows are scanned, and each visits the key blocks that are visible from it. Within a tile the
+number of bands that cover a cell is its weight, 0 for masked cells. Operands are padded to whole blocks, and
+padding is masked, since no band covers it.
 """
 
 import functools
@@ -12,23 +12,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._dtypes import accumulator_dtype
+from .._dtypes import accumulator_dtype
+from .._softmax import SoftmaxState, add_sinks_to_state, finite_or_zero, normalize, rescale
 from ._tiles import Blocks, KeyBlocks, cut, key_blocks, tile_counts
 
 
 class Logits(NamedTuple):
-    """What turns q·k into logits; static."""
+    """The parameters that turn q·k into logits; static."""
 
     scale: float
     soft_cap: float  # 0 for none
-
-
-class _Softmax(NamedTuple):
-    """Running softmax of a block of rows [B, K, G, q]."""
-
-    out: jax.Array  # [..., Dv], not normalised
-    peak: jax.Array
-    total: jax.Array
 
 
 def _einsum(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -53,28 +46,28 @@ def _split_rows(x: jax.Array, kv_heads: int, blocks: Blocks) -> jax.Array:
 
 
 def _join_rows(x: jax.Array, q_len: int) -> jax.Array:
-    """The inverse of `_split_rows`."""
+    """Inverts `_split_rows`."""
     num_q, b, k, g, q, *rest = x.shape
     x = jnp.moveaxis(x, (0, 1, 2, 3, 4), (1, 0, 3, 4, 2))
     return x.reshape(b, num_q * q, k * g, *rest)[:, :q_len]
 
 
-def _keys_outside(x: jax.Array, blocks: Blocks) -> jax.Array:
+def _heads_first(x: jax.Array, blocks: Blocks) -> jax.Array:
     """[B, S, K, D] → [B, K, padded S, D]."""
     return _pad(jnp.moveaxis(x, 2, 1), blocks.num_k * blocks.k_size, 2)
 
 
-def _keys_inside(x: jax.Array, kv_len: int) -> jax.Array:
-    """The inverse of `_keys_outside`."""
+def _heads_last(x: jax.Array, kv_len: int) -> jax.Array:
+    """Inverts `_heads_first`."""
     return jnp.moveaxis(x[:, :, :kv_len], 1, 2)
 
 
 def _visible_keys(x: jax.Array, key_block: jax.Array, count: jax.Array) -> jax.Array:
-    """A block of keys or values; those no row of the tile sees are 0, for NaN in them must not spread."""
+    """Returns a block of keys or values, 0 where fully masked in the tile, so that NaN does not spread."""
     size = count.shape[1]
     tile = jax.lax.dynamic_slice_in_dim(x, key_block * size, size, axis=2)
-    seen = jax.lax.broadcast_to_rank((count > 0).any(axis=0)[:, None], x.ndim)
-    return jnp.where(seen, tile, jnp.zeros((), x.dtype))
+    visible = jax.lax.broadcast_to_rank((count > 0).any(axis=0)[:, None], x.ndim)
+    return jnp.where(visible, tile, jnp.zeros((), x.dtype))
 
 
 def _logits(q: jax.Array, k: jax.Array, count: jax.Array, how: Logits) -> jax.Array:
@@ -84,30 +77,14 @@ def _logits(q: jax.Array, k: jax.Array, count: jax.Array, how: Logits) -> jax.Ar
     return jnp.where(jax.lax.broadcast_to_rank(count > 0, s.ndim), s, -jnp.inf)
 
 
-def _finite(x: jax.Array) -> jax.Array:
-    """0 for -inf, so that -inf - x is -inf and not NaN."""
-    return jnp.where(jnp.isneginf(x), 0, x)
-
-
-def _visit(state: _Softmax, s: jax.Array, v: jax.Array, count: jax.Array) -> _Softmax:
-    """Takes one tile of logits and values into the running softmax."""
-    peak = jnp.maximum(state.peak, s.max(axis=-1))
-    shift = _finite(peak)
-    p = jax.lax.broadcast_to_rank(count.astype(s.dtype), s.ndim) * jnp.exp(s - shift[..., None])
-    fade = jnp.exp(state.peak - shift)
-    out = fade[..., None] * state.out + _einsum("bkgqs,bksd->bkgqd", p.astype(v.dtype), v)
-    return _Softmax(out, peak, fade * state.total + p.sum(axis=-1))
-
-
-def _finish(state: _Softmax, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Output and log-sum-exp of a block of rows; sinks [1, K, G, 1]."""
-    # XLA's max on CPU may drop NaN, and leave a row of NaN with the peak -inf: the total has the NaN.
-    blind = jnp.isneginf(state.peak) & (state.total == 0)
-    peak = jnp.where(blind, 0, jnp.maximum(state.peak, sinks))
-    fade = jnp.exp(state.peak - peak)
-    total = jnp.where(blind, 1, fade * state.total + jnp.exp(sinks - peak))
-    out = jnp.where(blind[..., None], 0, (fade / total)[..., None] * state.out)
-    return out, jnp.where(blind, -jnp.inf, peak + jnp.log(total))
+def _add_tile(state: SoftmaxState, s: jax.Array, v: jax.Array, count: jax.Array) -> SoftmaxState:
+    """Adds one tile of logits and values to the softmax."""
+    row_max = jnp.maximum(state.row_max, s.max(axis=-1))
+    state = rescale(state, row_max)
+    p = jax.lax.broadcast_to_rank(count.astype(s.dtype), s.ndim)
+    p *= jnp.exp(s - finite_or_zero(row_max)[..., None])
+    out = state.out + _einsum("bkgqs,bksd->bkgqd", p.astype(v.dtype), v)
+    return SoftmaxState(out, row_max, state.row_sum + p.sum(axis=-1))
 
 
 def _visit_key_blocks[State](
@@ -122,18 +99,18 @@ def _visit_key_blocks[State](
 def _per_example[Results](
     function: Callable[..., Results], bands: jax.Array, *operands: jax.Array
 ) -> Results:
-    """Runs ``function(bands[C, 6], *operands)`` once for shared bands, else example by example.
+    """Runs ``function(bands[C, 6], *operands)`` once for shared bands, and otherwise example by example.
 
-    Examples with different bands visit different tiles: side by side, each would wait for the longest.
+    Examples with different bands visit different tiles, and in one batch each would wait for the longest.
     """
-    if bands.shape[1] == 0:  # no bands at all are as good as an empty one, and that can be indexed
+    if bands.shape[1] == 0:  # an empty band can be indexed
         bands = jax.lax.full_like(bands, 0, shape=(bands.shape[0], 1, 6))
     if bands.shape[0] == 1:
         return function(bands[0], *operands)
 
     def one(example: tuple[jax.Array, ...]) -> Results:
-        own_bands, *own = example
-        return jax.tree.map(lambda x: x[0], function(own_bands, *(x[None] for x in own)))
+        bands, *operands = example
+        return jax.tree.map(lambda x: x[0], function(bands, *(x[None] for x in operands)))
 
     return jax.lax.map(one, (bands, *operands))
 
@@ -149,7 +126,7 @@ def forward(
     soft_cap: float,
     out_dtype: jax.typing.DTypeLike,
 ) -> tuple[jax.Array, jax.Array]:
-    """Output [B, T, N, Dv] and log-sum-exp [B, T, N]; operands as in `attention_forward`."""
+    """Computes `attention_forward` for one batch dimension."""
     function = functools.partial(
         _forward, sinks=sinks, how=Logits(scale, soft_cap), out_dtype=jnp.dtype(out_dtype)
     )
@@ -168,26 +145,26 @@ def _forward(
     b, q_len, n, _ = q.shape
     _, kv_len, kv_heads, v_dim = v.shape
     blocks = cut(q_len, kv_len, b * n)
-    k, v = _keys_outside(k, blocks), _keys_outside(v, blocks)
+    k, v = _heads_first(k, blocks), _heads_first(v, blocks)
     sinks = sinks.reshape(1, kv_heads, n // kv_heads, 1)
 
     def rows(block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         index, q_rows = block
         todo = key_blocks(bands, index * blocks.q_size, blocks)
 
-        def tile(key_block: jax.Array, state: _Softmax) -> _Softmax:
+        def tile(key_block: jax.Array, state: SoftmaxState) -> SoftmaxState:
             count = tile_counts(todo, key_block, blocks)
             s = _logits(q_rows, _visible_keys(k, key_block, count), count, how)
-            return _visit(state, s, _visible_keys(v, key_block, count), count)
+            return _add_tile(state, s, _visible_keys(v, key_block, count), count)
 
         # full_like keeps the type of the operand (its varying mesh axes), which zeros would not have.
         zero = functools.partial(jax.lax.full_like, q_rows, dtype=accumulator_dtype(q.dtype))
-        start = _Softmax(
+        start = SoftmaxState(
             out=zero(0, shape=(*q_rows.shape[:-1], v_dim)),
-            peak=zero(-jnp.inf, shape=q_rows.shape[:-1]),
-            total=zero(0, shape=q_rows.shape[:-1]),
+            row_max=zero(-jnp.inf, shape=q_rows.shape[:-1]),
+            row_sum=zero(0, shape=q_rows.shape[:-1]),
         )
-        out, lse = _finish(_visit_key_blocks(todo, tile, start), sinks)
+        out, lse = normalize(add_sinks_to_state(_visit_key_blocks(todo, tile, start), sinks))
         return out.astype(out_dtype), lse
 
     indices = jnp.arange(blocks.num_q, dtype=jnp.int32)
@@ -196,7 +173,7 @@ def _forward(
 
 
 class _Rows(NamedTuple):
-    """The operands of the backward pass that go by query row, one block [B, K, G, q, ...]."""
+    """A block [B, K, G, q, ...] of the operands of the backward pass that have query rows."""
 
     q: jax.Array
     dout: jax.Array
@@ -204,35 +181,35 @@ class _Rows(NamedTuple):
     delta: jax.Array
 
 
-def _hide_blind_rows(rows: _Rows) -> _Rows:
-    """Zeroes what belongs to rows that see nothing or only logits of -inf: NaN in it must not spread."""
-    blind = jnp.isneginf(rows.lse)
+def _zero_masked_rows(rows: _Rows) -> _Rows:
+    """Zeroes rows that are fully masked or have only logits of -inf, so that NaN in them does not spread."""
+    masked = jnp.isneginf(rows.lse)
 
-    def hide(x: jax.Array) -> jax.Array:
-        return jnp.where(blind.reshape(blind.shape + (1,) * (x.ndim - blind.ndim)), 0, x)
+    def zero(x: jax.Array) -> jax.Array:
+        return jnp.where(masked.reshape(masked.shape + (1,) * (x.ndim - masked.ndim)), 0, x)
 
-    return _Rows(hide(rows.q), hide(rows.dout), rows.lse, hide(rows.delta))
+    return _Rows(zero(rows.q), zero(rows.dout), rows.lse, zero(rows.delta))
 
 
 def _logit_gradients(
     rows: _Rows, k: jax.Array, v: jax.Array, count: jax.Array, how: Logits
 ) -> tuple[jax.Array, jax.Array]:
-    """Probabilities and the gradients of scale · q·k of one tile [B, K, G, q, s], in the input dtype."""
+    """Returns P and dS [B, K, G, q, s] of one tile, in the input dtype."""
     s = _logits(rows.q, k, count, how)
-    # A row with lse = -inf has no finite logit, even where the bands say that it sees something.
+    # A row with lse = -inf has no finite logit, even where bands make cells visible.
     count = jax.lax.broadcast_to_rank(count, s.ndim)
     visible = (count > 0) & ~jnp.isneginf(rows.lse)[..., None]
-    p = jnp.where(visible, count.astype(s.dtype) * jnp.exp(s - _finite(rows.lse)[..., None]), 0)
+    p = jnp.where(visible, count.astype(s.dtype) * jnp.exp(s - finite_or_zero(rows.lse)[..., None]), 0)
     ds = p * (_einsum("bkgqd,bksd->bkgqs", rows.dout, v) - rows.delta[..., None])
     if how.soft_cap > 0:
         ds = ds * (1 - jnp.where(visible, s / how.soft_cap, 0) ** 2)
     return p.astype(k.dtype), jnp.where(visible, ds, 0).astype(k.dtype)
 
 
-def _add_keys(total: jax.Array, key_block: jax.Array, part: jax.Array) -> jax.Array:
+def _add_keys(gradient: jax.Array, key_block: jax.Array, part: jax.Array) -> jax.Array:
     start = key_block * part.shape[2]
-    old = jax.lax.dynamic_slice_in_dim(total, start, part.shape[2], axis=2)
-    return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, axis=2)
+    old = jax.lax.dynamic_slice_in_dim(gradient, start, part.shape[2], axis=2)
+    return jax.lax.dynamic_update_slice_in_dim(gradient, old + part, start, axis=2)
 
 
 def backward(
@@ -248,7 +225,7 @@ def backward(
     soft_cap: float,
     grad_dtype: jax.typing.DTypeLike,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of q, k and v; operands as in `attention_backward`. Always deterministic."""
+    """Computes `attention_backward` for one batch dimension, always deterministically."""
     function = functools.partial(_backward, how=Logits(scale, soft_cap), grad_dtype=jnp.dtype(grad_dtype))
     return _per_example(function, bands, q, k, v, dout, lse, delta)
 
@@ -267,14 +244,14 @@ def _backward(
     b, q_len, n, _ = q.shape
     _, kv_len, kv_heads, _ = k.shape
     blocks = cut(q_len, kv_len, b * n)
-    keys, values = _keys_outside(k, blocks), _keys_outside(v, blocks)
+    keys, values = _heads_first(k, blocks), _heads_first(v, blocks)
     zero = functools.partial(jax.lax.full_like, fill_value=0, dtype=accumulator_dtype(q.dtype))
 
     def one_block(
         carry: tuple[jax.Array, jax.Array], block: tuple[jax.Array, _Rows]
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         index, operands = block
-        rows = _hide_blind_rows(operands)
+        rows = _zero_masked_rows(operands)
         todo = key_blocks(bands, index * blocks.q_size, blocks)
 
         def tile(key_block: jax.Array, grads: tuple[jax.Array, jax.Array, jax.Array]):
@@ -298,5 +275,5 @@ def _backward(
     (dk, dv), dq = jax.lax.scan(
         one_block, (zero(keys), zero(values)), (jnp.arange(blocks.num_q, dtype=jnp.int32), row_operands)
     )
-    dk = (how.scale * _keys_inside(dk, kv_len)).astype(grad_dtype)
-    return _join_rows(dq, q_len), dk, _keys_inside(dv, kv_len).astype(grad_dtype)
+    dk = (how.scale * _heads_last(dk, kv_len)).astype(grad_dtype)
+    return _join_rows(dq, q_len), dk, _heads_last(dv, kv_len).astype(grad_dtype)

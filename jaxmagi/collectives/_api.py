@@ -1,4 +1,4 @@
-"""Group cast and group reduce, as users call them inside ``shard_map``."""
+"""Defines group cast and group reduce as users call them inside ``shard_map``."""
 
 from typing import Any, Literal
 
@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree, Shaped
 
+from .._checks import check_one_of
+from .._dtypes import accumulator_dtype
+from .._softmax import Partial
 from ..planning import GroupCastSpec, RelayedSpec
 from ._arguments import check_rows, make_transfer
-from ._portable import accumulator_dtype
 from ._route import NUM_SMS, Implementation
 from ._transfer import Transfer
 
@@ -110,8 +112,7 @@ def group_reduce(
             missing or superfluous, or shapes do not fit.
         NotImplementedError: as in `group_cast`.
     """
-    if op not in _OPS:
-        raise ValueError(f"op must be one of {_OPS}, but it is {op!r}.")
+    check_one_of("op", op, _OPS)
     if (lse is None) == (op == "lse"):
         given = "None" if lse is None else f"an array of shape {jnp.shape(lse)}"
         raise ValueError(f"lse goes with op='lse' and only with it, but op={op!r} and lse is {given}.")
@@ -131,7 +132,7 @@ def group_reduce(
 def _own_leaves(
     accumulate: Any, leaves: list[jax.Array], structure: Any, transfer: Transfer
 ) -> list[jax.Array | None]:
-    """The leaves of ``accumulate``, checked; None for each when there is none."""
+    """Returns the leaves of ``accumulate``, checked; None for each when there is none."""
     if accumulate is None:
         return [None] * len(leaves)
     own, own_structure = jax.tree.flatten(jax.tree.map(jnp.asarray, accumulate))
@@ -185,9 +186,10 @@ def _reduce_lse(
         )
     own = None
     if accumulate is not None:
-        own = (jnp.asarray(accumulate[0]), jnp.asarray(accumulate[1]))
-        _check_accumulate(own[0], (transfer.input_rows, *x.shape[1:]), x.dtype)
-        _check_accumulate(own[1], (transfer.input_rows, *lse.shape[1:]), lse.dtype)
-    out, total = transfer.merge((x, lse), own)
-    like = (x, lse) if own is None else own
-    return out.astype(like[0].dtype), total.astype(like[1].dtype)
+        own = Partial(*map(jnp.asarray, accumulate))
+        _check_accumulate(own.out, (transfer.input_rows, *x.shape[1:]), x.dtype)
+        _check_accumulate(own.lse, (transfer.input_rows, *lse.shape[1:]), lse.dtype)
+    part = Partial(x, lse)
+    out, total = transfer.merge(part, own)
+    like = part if own is None else own
+    return out.astype(like.out.dtype), total.astype(like.lse.dtype)

@@ -1,20 +1,19 @@
-"""From a spec and options to a rank's transfer: the mesh axis, and its part of what leads with the ranks."""
+"""Checks the arguments of collectives, and makes the calling rank's transfer of a spec and options."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
-from .._checks import integer
+from .._checks import check_one_of, integer, is_traced
 from .._varying import varying_axes
 from ..planning import GroupCastSpec, RelayedSpec
-from ._route import IMPLEMENTATIONS, MOST_SMS, NUM_SMS, Route
+from ._route import IMPLEMENTATIONS, MAX_SMS, NUM_SMS, Route
 from ._transfer import OneStep, Transfer, TwoSteps
 
 
 def axis_size(axis_name: str) -> int:
-    """The number of ranks along a mesh axis that the surrounding ``shard_map`` maps over.
+    """Returns the number of ranks along a mesh axis that the surrounding ``shard_map`` maps over.
 
     Raises:
         ValueError: there is no such axis.
@@ -29,7 +28,7 @@ def axis_size(axis_name: str) -> int:
 
 
 def on_this_rank[Tree](tree: Tree, axis_name: str, what: str) -> Tree:
-    """The calling rank's part, with leading axis 1, of arrays that lead with the ranks or are that part.
+    """Returns the calling rank's part, with leading axis 1, of arrays that lead with ranks or are the part.
 
     Args:
         tree: pytree of arrays, whole ``[cp, ...]`` or sharded over ``axis_name`` to ``[1, ...]``.
@@ -54,11 +53,11 @@ def on_this_rank[Tree](tree: Tree, axis_name: str, what: str) -> Tree:
 
 
 def _may_be_sharded(leaf: Any, axis_name: str, size: int) -> bool:
-    """Whether a leaf [1, ...] can be one of ``size`` parts: a constant or replicated one cannot."""
+    """Returns whether a leaf [1, ...] can be one of ``size`` parts: a constant or replicated one cannot."""
     if size == 1:
         return True
     checked = axis_name in varying_axes(jax.lax.axis_index(axis_name))
-    return axis_name in varying_axes(leaf) if checked else isinstance(leaf, Tracer)
+    return axis_name in varying_axes(leaf) if checked else is_traced(leaf)
 
 
 def make_transfer(
@@ -68,15 +67,14 @@ def make_transfer(
     num_sms: Any = NUM_SMS,
     ranks_per_host: Any = None,
 ) -> Transfer:
-    """This rank's view of a spec.
+    """Returns the calling rank's transfer by a spec.
 
     Raises:
         ValueError: it is no spec, or for other ranks, or an option is one that no collective has.
         NotImplementedError: the implementation is not for specs by `GroupCastSpec.by_host`.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, but it is {implementation!r}.")
-    num_sms = integer(num_sms, "num_sms", minimum=1, maximum=MOST_SMS)
+    check_one_of("implementation", implementation, IMPLEMENTATIONS)
+    num_sms = integer(num_sms, "num_sms", minimum=1, maximum=MAX_SMS)
     if ranks_per_host is not None:
         ranks_per_host = integer(ranks_per_host, "ranks_per_host", minimum=1)
     options = {"implementation": implementation, "num_sms": num_sms}
@@ -101,7 +99,7 @@ def _one_step(
 
 
 def _number_in_groups(table: jax.Array, group_size: int) -> jax.Array:
-    """A table whose peers are numbered by their places in groups of consecutive ranks."""
+    """Returns a table whose peers are numbered by their places in groups of consecutive ranks."""
     return jnp.concatenate([table[..., :1] % group_size, table[..., 1:]], axis=-1)
 
 
@@ -134,7 +132,7 @@ def _check_relayed(
     if implementation == "native":
         raise NotImplementedError(
             'implementation="native" is for ranks of one host, but a spec by by_host brings rows across '
-            "hosts: use None, with which rows inside a host travel so."
+            "hosts: use None, which uses it inside a host."
         )
 
 

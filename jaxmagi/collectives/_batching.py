@@ -1,32 +1,33 @@
-"""Batches of transfers: with shared tables the new axis travels in the rows, else it becomes more transfers.
+"""Batches transfers: with shared tables the new axis becomes part of rows, otherwise more transfers.
 
-Of operands that lead with G transfers, the last two being sends and receives.
+Operands lead with G transfers, and the last two are sends and receives.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from .._folding import fold, unfold
+
 type Axes = Sequence[int | None]
 
 
-def share_tables(axes: Axes) -> bool:
-    """Whether the examples have the same tables."""
-    return axes[-1] is None and axes[-2] is None
+def batch(
+    bind: Callable[..., Sequence[Any]], operands: Sequence[Any], axes: Axes
+) -> tuple[list[Any], list[int | None]]:
+    """Binds a primitive to operands with a mapped axis A at ``axes``.
 
-
-def carry(operands: Sequence[Any], axes: Axes) -> list[Any]:
-    """[..., A, ...] with A at their axes → [G, rows, A, ...]; the others as they are."""
-    return [x if axis is None else jnp.moveaxis(x, axis, 2) for x, axis in zip(operands, axes, strict=True)]
-
-
-def carried_axes(axes: Axes) -> list[int | None]:
-    """Of the results, by those of the arrays."""
-    return [None if axis is None else 2 for axis in axes]
-
-
-def batch_shape(operands: Sequence[Any], axes: Axes) -> tuple[int, int]:
-    """A and G."""
+    Returns:
+        The results, and for each operand the place of A in results like it: 2 in arrays [G, rows, A, ...],
+        None where there is no A, and 0 in all where tables differ.
+    """
+    if axes[-1] is None and axes[-2] is None:
+        moved = [
+            x if axis is None else jnp.moveaxis(x, axis, 2) for x, axis in zip(operands, axes, strict=True)
+        ]
+        return [*bind(*moved)], [None if axis is None else 2 for axis in axes]
     x, axis = next((x, axis) for x, axis in zip(operands, axes, strict=True) if axis is not None)
-    return x.shape[axis], x.shape[1 if axis == 0 else 0]
+    lead = (x.shape[axis], x.shape[1 if axis == 0 else 0])
+    folded = [fold(x, axis, lead[0]) for x, axis in zip(operands, axes, strict=True)]
+    return [unfold(x, lead) for x in bind(*folded)], [0] * len(axes)

@@ -1,4 +1,4 @@
-"""Which devices exchange rows: the one place that asks JAX's internals for the groups of a mesh axis."""
+"""Finds the devices that exchange rows, through JAX's internals."""
 
 from typing import Any
 
@@ -8,10 +8,9 @@ from jax.interpreters import mlir
 
 
 def replica_groups(ctx: mlir.LoweringRuleContext, axis_name: str) -> np.ndarray:
-    """The groups of devices along a mesh axis, for a lowering rule inside ``shard_map``.
+    """Returns the groups of devices along a mesh axis, for a lowering rule inside ``shard_map``.
 
-    Devices are numbered by their position in ``mesh.devices.flat``, whatever their ids, as custom calls know
-    them.
+    Devices are numbered by their position in ``mesh.devices.flat``, whatever their ids, as in custom calls.
 
     Returns:
         int64 ``[groups, size of the axis]``, each in the order of its ranks.

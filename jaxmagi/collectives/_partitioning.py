@@ -1,22 +1,28 @@
-"""Splits transfers over the mesh axes that a shard_map leaves to XLA's partitioner, which would gather rows.
+"""Splits collectives over mesh axes that a shard_map leaves to XLA's partitioner, which would gather rows.
 
 A transfer treats all elements of a row alike, so every dimension but the rows may be split: a device
 exchanges its part of the rows with the same parts of its peers.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from .._partitioning import Partition, Rule, Tiled, Tiles, is_partitioned, lower_partitioned, make_rule
+from .._lowering import Function
+from .._partitioning import (
+    Partition,
+    ShardingRule,
+    Tiled,
+    Tiles,
+    is_partitioned,
+    lower_partitioned,
+    make_rule,
+)
 from ._process import timeout_ms
-
-type _Function = Callable[..., Sequence[jax.Array]]
 
 _ROWS = 1  # the dimension of rows of an array [G, rows, ...]
 
@@ -24,20 +30,20 @@ _ROWS = 1  # the dimension of rows of an array [G, rows, ...]
 def lower(
     ctx: mlir.LoweringRuleContext,
     primitive: Primitive,
-    function: _Function,
+    function: Function,
     variant: Literal["portable", "compiled"],
     /,
     *operands: Any,
     **params: Any,
 ) -> Any:
-    """Lowers a primitive, split over devices where the program is.
+    """Lowers a primitive, which is split over devices where the program is.
 
     Args:
-        ctx: the context that the lowering rule has got.
-        primitive: a cast or a reduction. The halves of one are never split: see `OneStep.start_cast`.
+        ctx: the context of the lowering rule.
+        primitive: a cast or a reduction, or a half of one, which is never split (`OneStep._is_async`).
         function: computes the primitive on one device.
-        variant: what the function is.
-        operands: the values that the lowering rule has got.
+        variant: the implementation that ``function`` is.
+        operands: the operands of the lowering rule.
         params: the parameters of the primitive.
     """
     if not is_partitioned(ctx):
@@ -52,7 +58,7 @@ def lower(
     )
 
 
-def _rule(ranks: Sequence[int]) -> Rule:
+def _rule(ranks: Sequence[int]) -> ShardingRule:
     """Returns how shardings propagate from arrays of these ranks to the results."""
     others = [[f"x{i}d{dim}" for dim in range(_ROWS + 1, rank)] for i, rank in enumerate(ranks)]
     arrays, results = ([["g", rows, *dims] for dims in others] for rows in ("rows", "out_rows"))
@@ -60,7 +66,7 @@ def _rule(ranks: Sequence[int]) -> Rule:
     return make_rule([*arrays, *tables], results, is_replicated=lambda factor: factor[0] not in "gx")
 
 
-def _choose(function: _Function, operands: Sequence[Tiled], results: Sequence[Tiled]) -> Partition:
+def _choose(function: Function, operands: Sequence[Tiled], results: Sequence[Tiled]) -> Partition:
     """Splits each array like its operand or its result, whichever is cut into more tiles."""
     *xs, sends, receives = operands
     tiles = [

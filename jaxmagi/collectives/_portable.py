@@ -1,8 +1,8 @@
-"""Group casts in plain JAX: range tables are expanded to indices, buffers go through ``lax.all_to_all``.
+"""Computes group casts in plain JAX: tables of ranges become indices, buffers go through ``lax.all_to_all``.
 
-Everything here is the view of one rank: sends are [M, 5], receives [M, 4], and the rows of an array are its
-first axis. The slots of all pair buffers of a rank are numbered ``peer * pair_rows + slot``. Only `cast` and
-`reduce_sum` are for several transfers, with the axis G in front of all that.
+Functions compute on one rank: sends are [M, 5], receives [M, 4], and the rows of an array are its first axis.
+The slots of all pair buffers of a rank are numbered ``peer * pair_rows + slot``. `cast` and `reduce_sum` are
+for several transfers, with an axis G in front of these.
 """
 
 import functools
@@ -11,22 +11,16 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from .._dtypes import accumulator_dtype
 from ._route import Route
 
 NONE = -1
 
 
-def accumulator_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """The dtype in which numbers are added up: float32 for smaller floats, else their own."""
-    dtype = jnp.dtype(dtype)
-    small = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-    return jnp.dtype(jnp.float32) if small else dtype
-
-
 def _expand(start: jax.Array, length: jax.Array, value: jax.Array, count: int) -> jax.Array:
-    """int32 [count]: ``value + i - start`` where an entry ``[start, start + length)`` covers i, else NONE.
+    """Returns [count]: ``value + i - start`` where a range ``[start, start + length)`` has i, otherwise NONE.
 
-    Entries are sorted by ``start``, but for those of length 0, which come last.
+    Ranges are sorted by ``start``, and those of length 0 come last.
     """
     start = jnp.where(length > 0, start, count)
     place = jnp.arange(count, dtype=jnp.int32)
@@ -37,10 +31,10 @@ def _expand(start: jax.Array, length: jax.Array, value: jax.Array, count: int) -
 
 
 def _last_at_most(sorted_: jax.Array, values: jax.Array) -> jax.Array:
-    """The last index with ``sorted_[i] <= value``, -1 where there is none.
+    """Returns the last index with ``sorted_[i] <= value``, -1 where there is none.
 
-    By bisection, as ``jnp.searchsorted`` fails in a shard_map that leaves some axes to the compiler (jax
-    0.11.2).
+    It bisects by itself because ``jnp.searchsorted`` fails in a shard_map that leaves some axes to the
+    compiler (jax 0.11.2).
     """
     size = sorted_.shape[0]
     count = jax.lax.full_like(values, 0)
@@ -52,19 +46,19 @@ def _last_at_most(sorted_: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def input_row_of_slot(sends: jax.Array, route: Route) -> jax.Array:
-    """int32 [slots]: the input row that is sent from each slot, NONE for unused slots."""
+    """Returns int32 [slots]: the input row that is sent from each slot, NONE for unused slots."""
     dst, slot, row, length, _ = sends.T
     return _expand(dst * route.pair_rows + slot, length, row, route.slots)
 
 
 def _slot_of_output_row(receives: jax.Array, route: Route) -> jax.Array:
-    """int32 [output_rows]: the slot that each output row comes from, NONE where nothing comes."""
+    """Returns int32 [output_rows]: the slot that each output row comes from, NONE where nothing comes."""
     src, slot, row, length = receives.T
     return _expand(row, length, src * route.pair_rows + slot, route.output_rows)
 
 
 def _output_row_of_slot(receives: jax.Array, route: Route) -> jax.Array:
-    """int32 [slots]: the output row that each slot goes to, NONE for unused slots."""
+    """Returns int32 [slots]: the output row that each slot goes to, NONE for unused slots."""
     src, slot, row, length = receives.T
     start = src * route.pair_rows + slot
     order = jnp.argsort(jnp.where(length > 0, start, route.slots))
@@ -72,7 +66,7 @@ def _output_row_of_slot(receives: jax.Array, route: Route) -> jax.Array:
 
 
 def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows of x; NONE takes some row."""
+    """Returns these rows of x; for NONE, any row."""
     if x.shape[0] == 0:
         return jax.lax.full_like(x, 0, shape=(*rows.shape, *x.shape[1:]))
     return x.at[jnp.maximum(rows, 0)].get(mode="promise_in_bounds")
@@ -84,7 +78,7 @@ def _take_or_zero(x: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _exchange(buffers: Sequence[jax.Array], route: Route) -> list[jax.Array]:
-    """All pair buffers [G, slots, ...] to their peers.
+    """Sends all pair buffers [G, slots, ...] to their peers.
 
     Arrays that differ in their last axis only (keys and values) share one collective.
     """
@@ -95,7 +89,7 @@ def _exchange(buffers: Sequence[jax.Array], route: Route) -> list[jax.Array]:
     for members in groups.values():
         parts = [buffers[i] for i in members]
         together = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
-        # Not under jax.vmap, which has no rule for groups of ranks (jax 0.11.2).
+        # It is not under jax.vmap, which has no rule for groups of ranks (jax 0.11.2).
         together = jax.lax.all_to_all(
             together, route.axis_name, 1, 1, axis_index_groups=route.groups, tiled=True
         )
@@ -109,7 +103,7 @@ def _exchange(buffers: Sequence[jax.Array], route: Route) -> list[jax.Array]:
 
 
 def cast(xs: Sequence[jax.Array], sends: jax.Array, receives: jax.Array, route: Route) -> list[jax.Array]:
-    """[G, input_rows, ...] → [G, output_rows, ...]; rows that nobody sends are zero."""
+    """Casts [G, input_rows, ...] → [G, output_rows, ...]; rows that nobody sends are zero."""
     rows = jax.vmap(functools.partial(input_row_of_slot, route=route))(sends)
     slots = jax.vmap(functools.partial(_slot_of_output_row, route=route))(receives)
     received = _exchange([jax.vmap(_take)(x, rows) for x in xs], route)
@@ -140,7 +134,7 @@ def reduce_sum(
     route: Route,
     out_dtypes: Sequence[jnp.dtype],
 ) -> list[jax.Array]:
-    """[G, output_rows, ...] → [G, input_rows, ...], added up in `accumulator_dtype`: `cast` transposed."""
+    """Adds up [G, output_rows, ...] → [G, input_rows, ...] in accumulator dtype; it transposes `cast`."""
     rows = jax.vmap(functools.partial(input_row_of_slot, route=route))(sends)
     places = jax.vmap(functools.partial(_output_row_of_slot, route=route))(receives)
     received = _exchange([jax.vmap(_take)(x, places) for x in xs], route)  # unused slots hold anything

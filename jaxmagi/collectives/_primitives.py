@@ -1,9 +1,10 @@
-"""The two linear primitives, each the transpose of the other.
+"""Defines the two linear primitives, each the transpose of the other.
 
 Operands are any number of arrays x [G, rows, ...] and a rank's tables, sends int32 [G, M, 5] and receives
 int32 [G, M, 4]: G independent transfers, which travel together. All operands vary over the mesh axis.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,13 +13,12 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from .._folding import fold, unfold
 from . import _cuda
-from ._batching import Axes, batch_shape, carried_axes, carry, share_tables
+from ._batching import Axes, batch
 from ._lowering import register
-from ._misfit import cast_misfit, reduce_misfit
 from ._portable import cast, reduce_sum
 from ._route import Route
+from ._support import cast_unsupported_reason, reduce_unsupported_reason
 
 group_cast_p = Primitive("jaxmagi_group_cast")
 group_reduce_p = Primitive("jaxmagi_group_reduce")
@@ -42,7 +42,7 @@ def _reduce_types(*operands: Any, route: Route, out_dtypes: tuple[jnp.dtype, ...
 def _bind_some(
     primitive: Primitive, xs: Sequence[Any], tables: Sequence[Any], chosen: Sequence[int], **params: Any
 ) -> dict[int, Any]:
-    """Results by index for the operands that are chosen."""
+    """Binds the primitive to the chosen operands. Returns the results by index."""
     if not chosen:
         return {}
     if "out_dtypes" in params:
@@ -62,7 +62,7 @@ def _jvp(primitive: Primitive) -> Callable[..., tuple[list[Any], list[Any]]]:
 
 
 def _wanted(cotangents: Sequence[Any], operands: Sequence[Any]) -> list[int]:
-    """The operands that get a cotangent."""
+    """Returns the indices of operands that get a cotangent."""
     return [
         i
         for i, (cotangent, x) in enumerate(zip(cotangents, operands[:-2], strict=True))
@@ -80,7 +80,7 @@ def _transpose_cast(cotangents: Sequence[Any], *operands: Any, route: Route) -> 
 def _transpose_reduce(cotangents: Sequence[Any], *operands: Any, route: Route, out_dtypes: Any) -> list[Any]:
     del out_dtypes
     wanted = _wanted(cotangents, operands)
-    # Cast before they travel: the payload's dtype is the narrower one.
+    # They are cast before they are sent, since the dtype of the operands is the narrower one.
     narrow = {i: cotangents[i].astype(operands[i].aval.dtype) for i in wanted}
     values = [narrow.get(i) for i in range(len(cotangents))]
     results = _bind_some(group_cast_p, values, operands[-2:], wanted, route=route)
@@ -92,12 +92,8 @@ def _transpose_reduce(cotangents: Sequence[Any], *operands: Any, route: Route, o
 
 def _batch(primitive: Primitive) -> Callable[..., tuple[list[Any], list[int | None]]]:
     def rule(operands: Sequence[Any], axes: Axes, **params: Any) -> tuple[list[Any], list[int | None]]:
-        if share_tables(axes):
-            return primitive.bind(*carry(operands, axes), **params), carried_axes(axes[:-2])
-        lead = batch_shape(operands, axes)
-        folded = [fold(x, axis, lead[0]) for x, axis in zip(operands, axes, strict=True)]
-        out = [unfold(x, lead) for x in primitive.bind(*folded, **params)]
-        return out, [0] * len(out)
+        out, dims = batch(functools.partial(primitive.bind, **params), operands, axes)
+        return out, dims[:-2]
 
     return rule
 
@@ -131,5 +127,5 @@ def _define(
 
 _define(group_cast_p, _cast_types, _transpose_cast, ("route",))
 _define(group_reduce_p, _reduce_types, _transpose_reduce, ("route", "out_dtypes"))
-register(group_cast_p, _portable_cast, _cuda.cast, cast_misfit)
-register(group_reduce_p, _portable_reduce, _cuda.reduce, reduce_misfit)
+register(group_cast_p, _portable_cast, _cuda.cast, cast_unsupported_reason)
+register(group_reduce_p, _portable_reduce, _cuda.reduce, reduce_unsupported_reason)

@@ -1,4 +1,4 @@
-"""What the collectives on GPUs have for the whole process: a time limit, and memory."""
+"""Manages what the collectives on GPUs have per process: a time limit, and memory."""
 
 import math
 
@@ -13,9 +13,12 @@ _timeout_ms = 300_000
 def set_timeout(seconds: float) -> None:
     """Sets how long a collective on GPUs waits for its peers before it reports an error: 300 s by default.
 
-    It holds for what is compiled from now on, and must be the same in all processes. The limit is also for
-    ranks that come together for their first transfer, or for a larger one, before the program runs: it should
-    be longer than one process may compile while another has begun. A process whose rank waits in NCCL ends.
+    The limit becomes part of a program when that is compiled: programs that are compiled already keep theirs,
+    ``jax.jit`` does not compile them again, and a saved program (`jax.export`) keeps the limit of the process
+    that compiled it. So call this first, and with the same number in all processes.
+
+    The limit also holds where ranks come together before their first transfer, or a larger one: it should be
+    longer than one process may compile while another has begun. A process whose rank waits in NCCL ends.
 
     Args:
         seconds: from 0.001 to 1,000,000.
@@ -30,16 +33,17 @@ def set_timeout(seconds: float) -> None:
 
 
 def timeout_ms() -> int:
-    """The time limit in milliseconds."""
+    """Returns the time limit in milliseconds."""
     return _timeout_ms
 
 
-def tell_memory_limits() -> None:
+def set_memory_limits() -> None:
     """Tells the compiled collectives how much memory JAX's allocator may take of each GPU of this process.
 
-    By that they know JAX's memory pool, which processes of one host share; where a program was lowered by
-    another process (`jax.export`), they do not, and rows are copied. It does nothing in a program of one
-    process, and where there are no GPUs: a program may be compiled for others.
+    By its size they recognise JAX's memory pool, whose rows processes of one host read directly. Lowering a
+    collective calls this, since JAX's backends are up then, and this process is likely to run the program.
+    A process that runs a program which another one lowered (`jax.export`) has not called it, and copies rows.
+    It does nothing in a program of one process, and where there are no GPUs.
     """
     compiled = _native.extension("cuda")
     if compiled is None or jax.process_count() == 1:
@@ -50,9 +54,9 @@ def tell_memory_limits() -> None:
 
 
 def finalize() -> None:
-    """Frees the memory that collectives on GPUs keep between calls, and lets go of other processes' memory.
+    """Frees the memory that collectives on GPUs keep between calls, and closes that of other processes.
 
-    Call it on every process, when nothing that uses them runs any more, and before JAX's backends are
+    Call it on every process, when no program with collectives runs any more, and before JAX's backends are
     cleared. It does nothing where jaxmagi was built without CUDA.
     """
     compiled = _native.extension("cuda")

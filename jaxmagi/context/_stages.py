@@ -19,7 +19,7 @@ from ..attention import (
     sink_gradient,
 )
 from ..collectives import (
-    Flight,
+    AsyncTransfer,
     GroupCastSpec,
     RelayedSpec,
     group_cast,
@@ -100,7 +100,7 @@ def _attend_in_stages(
             query, buffer, bands, sinks=no_sinks, out_dtype=wide, previous=result, options=options
         )
         (result, transfers), flights = in_order((result, transfers), flights)
-        buffer = next((KeyValue(*flight.land()) for flight in flights), buffer)
+        buffer = next((KeyValue(*flight.wait()) for flight in flights), buffer)
     assert result is not None
     return Partial(result.out[0], result.lse[0])
 
@@ -110,10 +110,10 @@ def _tie_together[Tree](tree: Tree) -> Tree:
     return jax.lax.optimization_barrier(tree)
 
 
-def _start_cast(local: KeyValue, specs: Specs, stage: int, options: ContextOptions) -> list[Flight]:
+def _start_cast(local: KeyValue, specs: Specs, stage: int, options: ContextOptions) -> list[AsyncTransfer]:
     """Starts the transfer of the keys of the next stage, if there is one."""
     transfers = [make_transfer(spec, options.axis_name) for spec in specs[stage : stage + 1]]
-    return [transfer.start_cast(local, number=2 * stage, goes_first=True) for transfer in transfers]
+    return [transfer.start_cast(local, transfer_id=2 * stage, goes_first=True) for transfer in transfers]
 
 
 def _attend(
@@ -187,15 +187,15 @@ def _gradients_in_stages(
         rows, flights = in_order(rows, [*casts, *returns])
         results = _stage_gradients(rows, buffer, stages.bands[:, stage], options)
         ((dq, part), transfers), flights = in_order((results, transfers), flights)
-        buffer = next((KeyValue(*flight.land()) for flight in flights[: len(casts)]), buffer)
-        returned += [flight.land() for flight in flights[len(casts) :]]
+        buffer = next((KeyValue(*flight.wait()) for flight in flights[: len(casts)]), buffer)
+        returned += [flight.wait() for flight in flights[len(casts) :]]
         dqs.append(dq)
         parts.append(part)
     # The last gradients of keys are returned while those of the queries are summed.
     dqs, flights = in_order(dqs, _start_return(parts, transfers, options, goes_first=False))
     dq = functools.reduce(jnp.add, dqs).astype(rows[0].dtype)
     dq, flights = in_order(dq, flights)
-    returned += [flight.land() for flight in flights]
+    returned += [flight.wait() for flight in flights]
     # The barrier keeps the ends of all started transfers, even if only the gradients of queries are used.
     dq, returned = jax.lax.optimization_barrier((dq, returned))
     sums = [functools.reduce(jnp.add, addends) for addends in zip(parts[0], *returned, strict=True)]
@@ -204,14 +204,14 @@ def _gradients_in_stages(
 
 def _start_return(
     parts: list[KeyValue], specs: Specs, options: ContextOptions, *, goes_first: bool
-) -> list[Flight]:
+) -> list[AsyncTransfer]:
     """Starts to return the gradients of the last stage, unless they are those of the local keys."""
     if len(parts) < 2:
         return []
     index = len(parts) - 2
     transfer = make_transfer(specs[index], options.axis_name)
     dtypes = [x.dtype for x in parts[-1]]
-    return [transfer.start_reduce(parts[-1], dtypes, number=2 * index + 1, goes_first=goes_first)]
+    return [transfer.start_reduce(parts[-1], dtypes, transfer_id=2 * index + 1, goes_first=goes_first)]
 
 
 def _stage_gradients(

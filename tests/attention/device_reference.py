@@ -1,7 +1,7 @@
 """Attention in fp64 on the device, a block of rows at a time, and how far a result is from it.
 
-The rows of all query heads of a key head go side by side, and every size is padded to one of a few, so that
-all tests of a session share a handful of compiled programs. Only `_take_block` is compiled anew per shape.
+A block has the rows of all query heads of a key head, and every size is padded to one of a few, so that all
+tests of a session share a handful of compiled programs. Only `_take_block` is compiled for each shape.
 """
 
 import functools
@@ -16,8 +16,8 @@ from .helpers import Operands
 
 LSE_TOLERANCE = 1e-4
 
-# Of every row alone, in units of `Exact.unit`. Simulated kernels (blocks of keys, probabilities relative to a
-# maximum that lags, fp32 sums) reach 1.54 over a million rows of 2 to 1024 keys in 8 to 128 dimensions.
+# The largest error of a row, in units of `Exact.unit`. Simulated kernels (blocks of keys, lazy rescale, fp32
+# sums) reach 1.54 over a million rows of 2 to 1024 keys in 8 to 128 dimensions.
 ROW_TOLERANCE = 2.25
 
 _DIM = 256  # all head dimensions are padded to it
@@ -32,7 +32,7 @@ _QUICK_TO_COMPILE: dict[str, str | bool] = {
 
 
 class Logits(NamedTuple):
-    """What turns q·k into logits; soft_cap 0 for none."""
+    """The parameters that turn q·k into logits; soft_cap 0 for none."""
 
     scale: float
     soft_cap: float = 0.0
@@ -46,7 +46,7 @@ class Deviation(NamedTuple):
 
 
 class Report(NamedTuple):
-    """How far a result is from fp64, and how far one is that only rounds as it has to.
+    """The distance of a result from fp64, and of one that only rounds where it must.
 
     ``rounded`` rounds the probabilities, normalised as a plain implementation has them, and the output to the
     operands' dtype and does the rest in fp64.
@@ -58,8 +58,8 @@ class Report(NamedTuple):
     largest_out: float
     rms_out: float
     worst_row: float  # largest error of a row, in units of `Exact.unit`
-    seen: int  # rows that see something
-    wrong_blind: int  # numbers of blind rows that are not exactly 0 (output) or -inf (log-sum-exp)
+    visible: int  # rows that see something
+    wrong_masked: int  # numbers of fully masked rows that are not exactly 0 (output) or -inf (log-sum-exp)
 
 
 class _Block(NamedTuple):
@@ -81,6 +81,21 @@ class _Size(NamedTuple):
     rows: int
     keys: int
     bands: int
+
+
+class Softmax(NamedTuple):
+    """The fp64 softmax of a block, and operands in fp64 in which fully masked rows and keys are 0."""
+
+    query: jax.Array  # [R, _DIM]
+    key: jax.Array  # [S, _DIM]
+    value: jax.Array  # [S, _DIM]
+    p: jax.Array  # [R, S], probabilities
+    slope: jax.Array  # [R, S], derivative of the soft cap
+    sink: jax.Array  # [R], probability of the sink
+    row_max: jax.Array  # [R], 0 for masked rows
+    lse: jax.Array  # [R]
+    masked: jax.Array  # [R], rows without a finite logit
+    visible_keys: jax.Array  # [S]
 
 
 class Exact(NamedTuple):
@@ -152,86 +167,100 @@ def _running_sum(x: jax.Array) -> jax.Array:
 
 
 def _counts(bands: jax.Array, rows: jax.Array, length: int) -> jax.Array:
-    """How many bands let each row see each key: float64 [R, length]."""
+    """The number of bands that make each key visible from each row, float64 [R, length]."""
     q0, q1, k0, k1, lo, hi = (column[None] for column in bands.T)
     row = rows[:, None]
     first, end = jnp.maximum(k0, row + lo), jnp.minimum(k1, row + hi + 1)
-    seen = (q0 <= row) & (row < q1) & (first < end)
-    index = jax.lax.broadcasted_iota(jnp.int32, seen.shape, 0)
+    visible = (q0 <= row) & (row < q1) & (first < end)
+    index = jax.lax.broadcasted_iota(jnp.int32, visible.shape, 0)
     steps = jnp.zeros((rows.shape[0], length + 1))
     nowhere = length + 1
-    steps = steps.at[index, jnp.where(seen, first, nowhere)].add(1, mode="drop")
-    steps = steps.at[index, jnp.where(seen, end, nowhere)].add(-1, mode="drop")
+    steps = steps.at[index, jnp.where(visible, first, nowhere)].add(1, mode="drop")
+    steps = steps.at[index, jnp.where(visible, end, nowhere)].add(-1, mode="drop")
     return _running_sum(steps[:, :length])
 
 
 def _round(x: jax.Array, to_half: jax.Array) -> jax.Array:
-    """To float16 or to bfloat16. Not by astype there and back, which XLA may leave out."""
+    """Rounds to float16 or bfloat16. XLA might leave out an astype there and back."""
     normal = jax.lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10)  # flushes what is below 2^-14
     as_half = jnp.where(jnp.abs(x) < 2.0**-14, jnp.round(x * 2.0**24) * 2.0**-24, normal)
     return jnp.where(to_half, as_half, jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7))
 
 
-@functools.partial(jax.jit, compiler_options=_QUICK_TO_COMPILE)
-def _exact(block: _Block, logits: Logits, is_half: jax.Array) -> Exact:
+def softmax(block: _Block, logits: Logits) -> Softmax:
+    """The softmax of a block, under x64."""
     counts = _counts(block.bands, block.rows, block.key.shape[0])
-    seen, seen_keys = counts > 0, (counts > 0).any(axis=0)[:, None]
-    query, key, value = (x.astype(jnp.float64) for x in (block.query, block.key, block.value))
-    query = jnp.where(seen.any(axis=1)[:, None], query, 0)
-    key, value = jnp.where(seen_keys, key, 0), jnp.where(seen_keys, value, 0)
+    visible, visible_keys = counts > 0, (counts > 0).any(axis=0)
+
+    def wide(x: jax.Array, keep: jax.Array) -> jax.Array:
+        return jnp.where(keep[:, None], x.astype(jnp.float64), 0)
+
+    query = wide(block.query, visible.any(axis=1))
+    key, value = wide(block.key, visible_keys), wide(block.value, visible_keys)
     s = logits.scale * (query @ key.T)
     cap = jnp.where(logits.soft_cap > 0, logits.soft_cap, 1)
     s = jnp.where(logits.soft_cap > 0, cap * jnp.tanh(s / cap), s)
-    s = jnp.where(seen, s, -jnp.inf)
-    peak = s.max(axis=1)
-    blind = jnp.isneginf(peak)
-    peak = jnp.where(blind, 0, peak)
-    p = counts * jnp.exp(s - peak[:, None])
-    total = jnp.where(blind, 1, p.sum(axis=1) + jnp.exp(block.sinks.astype(jnp.float64) - peak))
-    out = (p @ value) / total[:, None]
+    slope = jnp.where(logits.soft_cap > 0, 1 - (s / cap) ** 2, 1)
+    row_max = jnp.where(visible, s, -jnp.inf).max(axis=1)
+    masked = jnp.isneginf(row_max)
+    row_max = jnp.where(masked, 0, row_max)
+    p = jnp.where(visible, counts * jnp.exp(s - row_max[:, None]), 0)
+    sink = jnp.exp(block.sinks.astype(jnp.float64) - row_max)
+    row_sum = jnp.where(masked, 1, p.sum(axis=1) + sink)
+    lse = jnp.where(masked, -jnp.inf, row_max + jnp.log(row_sum))
+    p, sink = p / row_sum[:, None], sink / row_sum
+    return Softmax(query, key, value, p, slope, sink, row_max, lse, masked, visible_keys)
+
+
+@functools.partial(jax.jit, compiler_options=_QUICK_TO_COMPILE)
+def _exact(block: _Block, logits: Logits, is_half: jax.Array) -> Exact:
+    x = softmax(block, logits)
+    out = x.p @ x.value
     return Exact(
         out=out,
-        rounded=_round(_round(p / total[:, None], is_half) @ value, is_half),
-        lse=jnp.where(blind, -jnp.inf, peak + jnp.log(total)),
-        unit=_unit(out, jnp.sqrt(p**2 @ value**2) / total[:, None], peak, is_half),
+        rounded=_round(_round(x.p, is_half) @ x.value, is_half),
+        lse=x.lse,
+        unit=_unit(out, jnp.sqrt(x.p**2 @ x.value**2), x.row_max, is_half),
     )
 
 
-def _unit(out: jax.Array, noise: jax.Array, peak: jax.Array, is_half: jax.Array) -> jax.Array:
-    """Half an ulp of a row's largest number and of what its probabilities' roundings sum up to, as they are
-    independent; and what rounding large logits to fp32 makes of the latter.
+def _unit(out: jax.Array, noise: jax.Array, row_max: jax.Array, is_half: jax.Array) -> jax.Array:
+    """The error of a row that rounding explains.
+
+    It is half an ulp of the row's largest number and of the independent roundings of its probabilities, and
+    the error that rounding large logits to fp32 makes in these.
 
     Output below the dtype's normal numbers is rounded to a multiple of the smallest, or flushed in bfloat16.
     """
     half_ulp = jnp.where(is_half, 2.0**-11, 2.0**-8)
     least = jnp.where(is_half, 2.0**-14, 2.0**-118)
     largest, noise = jnp.abs(out).max(axis=1), noise.max(axis=1)
-    return half_ulp * jnp.maximum(least, jnp.hypot(largest, noise)) + 2.0**-22 * jnp.abs(peak) * noise
+    return half_ulp * jnp.maximum(least, jnp.hypot(largest, noise)) + 2.0**-22 * jnp.abs(row_max) * noise
 
 
 @jax.jit
 def _measure(block: _Block, exact: Exact) -> jax.Array:
     """Largest and summed square errors of the output and of the rounded one, and so on: see `_report`."""
     rows = block.rows >= 0
-    blind = rows & jnp.isneginf(exact.lse)
-    seen = rows & ~blind
+    masked = rows & jnp.isneginf(exact.lse)
+    visible = rows & ~masked
     out, lse = block.out.astype(jnp.float64), block.lse.astype(jnp.float64)
     errors = [jnp.where(rows[:, None], x - exact.out, 0) for x in (out, exact.rounded)]
-    exact_lse = jnp.where(seen, exact.lse, 0)
+    exact_lse = jnp.where(visible, exact.lse, 0)
     # Beyond 128, the rounding of float32 itself comes near the tolerance.
-    lse_error = jnp.where(seen, lse - exact_lse, 0) / jnp.maximum(1, jnp.abs(exact_lse) / 128)
-    wrong_blind = jnp.sum(jnp.where(blind[:, None], out != 0, False))
-    wrong_blind += jnp.sum(jnp.where(blind, ~jnp.isneginf(lse), False))
+    lse_error = jnp.where(visible, lse - exact_lse, 0) / jnp.maximum(1, jnp.abs(exact_lse) / 128)
+    wrong_masked = jnp.sum(jnp.where(masked[:, None], out != 0, False))
+    wrong_masked += jnp.sum(jnp.where(masked, ~jnp.isneginf(lse), False))
     exact_out = jnp.where(rows[:, None], exact.out, 0)
-    of_rows = jnp.where(seen, jnp.abs(errors[0]).max(axis=1) / exact.unit, 0)
+    of_rows = jnp.where(visible, jnp.abs(errors[0]).max(axis=1) / exact.unit, 0)
     largest = [jnp.abs(x).max() for x in (*errors, lse_error, exact_out, of_rows)]
-    sums = [*(jnp.sum(x**2) for x in (*errors, exact_out)), jnp.sum(seen), wrong_blind]
+    sums = [*(jnp.sum(x**2) for x in (*errors, exact_out)), jnp.sum(visible), wrong_masked]
     # max may drop NaN, sums do not.
     return jnp.stack([*largest, jnp.sum(lse_error), *(x.astype(jnp.float64) for x in sums)])
 
 
 def _report(measured: np.ndarray, numbers: int) -> Report:
-    """From the rows of `_measure`, for an output of so many numbers."""
+    """The report on an output of so many numbers, from the rows of `_measure`."""
     largest, sums = measured[:, :5].max(axis=0), measured[:, 6:].sum(axis=0)
     lse = largest[2] if np.isfinite(measured[:, 5]).all() else np.nan
     rms = np.sqrt(sums[:3] / max(1, numbers))
@@ -244,8 +273,8 @@ def _report(measured: np.ndarray, numbers: int) -> Report:
         largest_out=largest[3],
         rms_out=rms[2],
         worst_row=largest[4],
-        seen=int(sums[3]),
-        wrong_blind=int(sums[4]),
+        visible=int(sums[3]),
+        wrong_masked=int(sums[4]),
     )
 
 
@@ -290,7 +319,7 @@ def check(report: Report, dtype: jax.typing.DTypeLike) -> None:
         report.worst_row,
     )
     assert np.isfinite(compared).all(), f"not finite: {report}"
-    assert report.wrong_blind == 0, f"rows that see nothing: {report}"
+    assert report.wrong_masked == 0, f"rows that see nothing: {report}"
     assert report.out.largest <= 2 * max(report.rounded.largest, half_ulp), f"output: {report}"
     assert report.out.rms <= 2 * report.rounded.rms + eps / 8 * report.rms_out, f"output: {report}"
     assert report.worst_row <= ROW_TOLERANCE, f"a row of the output: {report}"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmagi.attention import attention, attention_forward
+from jaxmagi.attention import attention
 from jaxmagi.masks import AttnMask
 from tests.cases import random_bands, tile_edge_bands
 
@@ -111,17 +111,17 @@ def as_mask(operands: Operands) -> AttnMask:
     return AttnMask(bands, operands.query.shape[1], operands.key.shape[1])
 
 
-def poison_unseen(operands: Operands, poison: float) -> tuple[Operands, jax.Array]:
-    """With ``poison`` in keys and values that no query sees, and in the blind queries, which come with it."""
+def poison_masked(operands: Operands, poison: float) -> tuple[Operands, jax.Array]:
+    """Puts ``poison`` into fully masked keys, values and queries. Also returns which queries these are."""
     dense = as_mask(operands).to_dense()
-    hidden_keys = jnp.asarray(~dense.any(axis=0))[None, :, None, None]
-    blind_queries = jnp.asarray(~dense.any(axis=1))[None, :, None, None]
+    masked_keys = jnp.asarray(~dense.any(axis=0))[None, :, None, None]
+    masked_queries = jnp.asarray(~dense.any(axis=1))[None, :, None, None]
     poisoned = operands._replace(
-        query=jnp.where(blind_queries, poison, operands.query),
-        key=jnp.where(hidden_keys, poison, operands.key),
-        value=jnp.where(hidden_keys, poison, operands.value),
+        query=jnp.where(masked_queries, poison, operands.query),
+        key=jnp.where(masked_keys, poison, operands.key),
+        value=jnp.where(masked_keys, poison, operands.value),
     )
-    return poisoned, blind_queries
+    return poisoned, masked_queries
 
 
 @functools.partial(jax.jit, static_argnames="logits")
@@ -138,17 +138,6 @@ def run(operands: Operands, logits: Logits) -> tuple[jax.Array, jax.Array]:
         return_residual=True,
         implementation="ffi",
     )
-
-
-def forward(operands: Operands, **options: Any) -> tuple[jax.Array, jax.Array]:
-    """The primitive, which can do more than the public function."""
-    defaults: dict[str, Any] = {
-        "scale": operands.query.shape[-1] ** -0.5,
-        "soft_cap": 0.0,
-        "out_dtype": operands.query.dtype,
-        "implementation": "ffi",
-    }
-    return attention_forward(*operands, **(defaults | options))
 
 
 def run_and_check(operands: Operands, logits: Logits | None = None, rows: Any = None) -> Report:
@@ -172,7 +161,7 @@ def with_command_buffers(function: Callable[..., Any], kinds: str, dump: Path) -
 
 
 def has_command_buffers(dump: Path) -> bool:
-    """Whether a program compiled by `with_command_buffers` runs any."""
+    """True if a program compiled by `with_command_buffers` runs any."""
     sequences = list(dump.glob("*thunk_sequence*.txt"))
     assert sequences, f"XLA left no list of what it runs among {sorted(x.name for x in dump.iterdir())}"
     return any("kCommandBuffer" in path.read_text() for path in sequences)

@@ -1,15 +1,14 @@
-"""Gradients of the kernels on the GPU, judged against fp64."""
+"""Both passes of the kernels on the GPU, judged against fp64."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmagi.attention import attention, attention_backward
+from jaxmagi.attention import attention
 
-from .device_reference import Logits
+from .device_reference import Logits, Report, check, judge
 from .gpu_harness import Shape, as_mask, default_logits
 from .gradient_reference import Cotangents, Gradients, check_gradients, judge_gradients
 from .helpers import Operands
@@ -27,8 +26,8 @@ def make_cotangents(shape: Shape) -> Cotangents:
 @functools.partial(jax.jit, static_argnames=("logits", "deterministic"))
 def gradients(
     operands: Operands, logits: Logits, cotangents: Cotangents, deterministic: bool = False
-) -> tuple[Gradients[jax.Array], jax.Array]:
-    """Through the public function, and that of the sinks."""
+) -> tuple[tuple[jax.Array, jax.Array], Gradients[jax.Array], jax.Array]:
+    """Results and gradients of the public function, and the gradient of the sinks."""
 
     def op(
         query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array
@@ -46,39 +45,27 @@ def gradients(
             implementation="ffi",
         )
 
-    _, pull = jax.vjp(op, operands.query, operands.key, operands.value, operands.sinks)
+    results, pull = jax.vjp(op, operands.query, operands.key, operands.value, operands.sinks)
     *tensors, dsinks = pull(tuple(cotangents))
-    return Gradients(*tensors), dsinks
+    return results, Gradients(*tensors), dsinks
 
 
-def backward(
-    operands: Operands, cotangents: Cotangents, lse: jax.Array, delta: jax.Array, **options: Any
-) -> Gradients[jax.Array]:
-    """The primitive, which can do more than the public function."""
-    defaults: dict[str, Any] = {
-        "scale": operands.query.shape[-1] ** -0.5,
-        "soft_cap": 0.0,
-        "deterministic": False,
-        "grad_dtype": operands.query.dtype,
-        "implementation": "ffi",
-    }
-    return Gradients(*attention_backward(*operands[:4], cotangents.out, lse, delta, **(defaults | options)))
-
-
-def run_and_check_gradients(
+def run_and_check_both(
     operands: Operands,
     shape: Shape,
     logits: Logits | None = None,
     *,
     cotangents: Cotangents | None = None,
     deterministic: bool = False,
-) -> Gradients[jax.Array]:
-    """Runs the kernels and asserts that all gradients are right."""
+) -> tuple[Report, Gradients[jax.Array]]:
+    """Runs the kernels and asserts that results and gradients are right."""
     logits = logits or default_logits(operands)
     cotangents = cotangents or make_cotangents(shape)
-    got, dsinks = gradients(operands, logits, cotangents, deterministic)
+    results, got, dsinks = gradients(operands, logits, cotangents, deterministic)
+    report = judge(operands, logits, *results)
+    check(report, operands.query.dtype)
     deviations, want_dsinks = judge_gradients(operands, logits, cotangents, got)
     check_gradients(deviations, operands.query.dtype)
     tolerance = 0.02 * np.abs(want_dsinks).max(initial=1)
     np.testing.assert_allclose(np.asarray(dsinks, np.float64), want_dsinks, rtol=0, atol=tolerance)
-    return got
+    return report, got

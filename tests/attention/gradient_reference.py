@@ -15,12 +15,12 @@ from .device_reference import (
     _QUICK_TO_COMPILE,
     Logits,
     _Block,
-    _counts,
     _pad,
     _round,
     _Size,
     _size,
     _take_block,
+    softmax,
 )
 from .helpers import Operands
 
@@ -29,7 +29,7 @@ _SCALES = 2.0 ** (np.arange(4) / 4)
 
 
 class Gradients[Leaf](NamedTuple):
-    """Of each tensor, or something for each."""
+    """Gradients of query, key and value, or something for each."""
 
     query: Leaf  # [B, T, N, D]
     key: Leaf  # [B, S, K, D]
@@ -45,9 +45,8 @@ class Deviation(NamedTuple):
     """Differences of a gradient from fp64, and of one that only rounds as it has to.
 
     That one rounds the probabilities, the output, the gradients of the logits and the result to the operands'
-    dtype, and does the rest in fp64. What probabilities are relative to when they are rounded is up to a
-    kernel, and what becomes of large ones is luck then: of `_SCALES`, the largest error of all and their
-    mean square count.
+    dtype, and does the rest in fp64. Kernels may scale probabilities before they round them, which changes
+    the error of large ones at random: the largest error over `_SCALES` and their mean square count.
     """
 
     largest: float
@@ -56,7 +55,7 @@ class Deviation(NamedTuple):
     rounded_rms: float
     largest_number: float
     rms_number: float
-    wrong_zeros: int  # numbers of what sees nothing, or is seen by nobody, that are not exactly 0
+    wrong_zeros: int  # numbers of fully masked rows or keys that are not exactly 0
 
 
 class _Sums(NamedTuple):
@@ -70,8 +69,8 @@ class _Sums(NamedTuple):
 class _Result(NamedTuple):
     exact: _Sums
     rounded: _Sums  # [_SCALES, ...]
-    blind: jax.Array  # [R]: rows that see nothing
-    seen: jax.Array  # [S]: keys that a row of the block sees
+    masked: jax.Array  # [R]: fully masked rows
+    visible_keys: jax.Array  # [S]
     sinks: jax.Array  # [R]: what each row adds to the gradient of its sink
 
 
@@ -79,68 +78,53 @@ class _Result(NamedTuple):
 def _differentiate(
     block: _Block, dout: jax.Array, dlse: jax.Array, logits: Logits, is_half: jax.Array
 ) -> _Result:
-    counts = _counts(block.bands, block.rows, block.key.shape[0])
-    visible, seen = counts > 0, (counts > 0).any(axis=0)
-    blind = ~visible.any(axis=1) | (block.rows < 0)
-
-    def wide(x: jax.Array, keep: jax.Array) -> jax.Array:
-        return jnp.where(keep.reshape(-1, *[1] * (x.ndim - 1)), x.astype(jnp.float64), 0)
-
-    query, dout, dlse = (wide(x, ~blind) for x in (block.query, dout, dlse))
-    key, value = wide(block.key, seen), wide(block.value, seen)
-    raw = logits.scale * (query @ key.T)
-    cap = jnp.where(logits.soft_cap > 0, logits.soft_cap, 1)
-    s = jnp.where(logits.soft_cap > 0, cap * jnp.tanh(raw / cap), raw)
-    peak = jnp.where(visible, s, -jnp.inf).max(axis=1)
-    peak = jnp.where(blind, 0, peak)
-    p = jnp.where(visible, counts * jnp.exp(s - peak[:, None]), 0)
-    sink = jnp.exp(block.sinks.astype(jnp.float64) - peak)
-    total = jnp.where(blind, 1, p.sum(axis=1) + sink)
-    p = p / total[:, None]
-    slope = jnp.where(logits.soft_cap > 0, 1 - (s / cap) ** 2, 1)
-    dp = dout @ value.T
+    x = softmax(block, logits)
+    dout, dlse = (
+        jnp.where(x.masked.reshape(-1, *[1] * (y.ndim - 1)), 0, y.astype(jnp.float64)) for y in (dout, dlse)
+    )
+    dp = dout @ x.value.T
 
     def sums(p: jax.Array, ds: jax.Array) -> _Sums:
-        return _Sums(logits.scale * (ds @ key), logits.scale * (ds.T @ query), p.T @ dout)
+        return _Sums(logits.scale * (ds @ x.key), logits.scale * (ds.T @ x.query), p.T @ dout)
 
     def gradients_of_logits(delta: jax.Array) -> jax.Array:
-        return p * slope * (dp - delta[:, None])
+        return x.p * x.slope * (dp - delta[:, None])
 
     def rounded(scale: jax.Array) -> _Sums:
-        near = _round(p * scale, is_half) / scale
-        delta = jnp.sum(_round(near @ value, is_half) * dout, axis=1) - dlse
-        return sums(near, _round(gradients_of_logits(delta), is_half))
+        p = _round(x.p * scale, is_half) / scale
+        delta = jnp.sum(_round(p @ x.value, is_half) * dout, axis=1) - dlse
+        return sums(p, _round(gradients_of_logits(delta), is_half))
 
-    delta = jnp.sum((p @ value) * dout, axis=1) - dlse
+    delta = jnp.sum((x.p @ x.value) * dout, axis=1) - dlse
     return _Result(
-        exact=sums(p, gradients_of_logits(delta)),
+        exact=sums(x.p, gradients_of_logits(delta)),
         rounded=jax.lax.map(rounded, jnp.asarray(_SCALES)),  # one by one: they are large
-        blind=blind,
-        seen=seen,
-        sinks=jnp.where(blind, 0, -sink / total * delta),
+        masked=x.masked,
+        visible_keys=x.visible_keys,
+        sinks=jnp.where(x.masked, 0, -x.sink * delta),
     )
 
 
 class _OfKeys(NamedTuple):
-    """What the rows of all blocks so far add up to: [S, _DIM], or [_SCALES, S, _DIM] where it is rounded."""
+    """The sums over the rows of all blocks so far, [S, _DIM], or [_SCALES, S, _DIM] of rounded ones."""
 
     key: jax.Array
     value: jax.Array
     rounded_key: jax.Array
     rounded_value: jax.Array
-    seen: jax.Array  # [S]
+    visible_keys: jax.Array  # [S]
 
 
 @jax.jit
 def _add_up(before: _OfKeys | None, result: _Result) -> _OfKeys:
     exact, rounded = result.exact, result.rounded
-    now = _OfKeys(exact.key, exact.value, rounded.key, rounded.value, result.seen)
+    now = _OfKeys(exact.key, exact.value, rounded.key, rounded.value, result.visible_keys)
     return now if before is None else jax.tree.map(jnp.add, before, now)  # of truth values: or
 
 
 @functools.partial(jax.jit, static_argnames="size")
 def _take_rows(x: jax.Array, place: tuple[int, int, int], group: int, size: _Size) -> jax.Array:
-    """Of x [B, T, N, ...], the rows that `_take_block` takes of all rows; 0 in padding."""
+    """The rows of x [B, T, N, ...] that `_take_block` takes of all rows; 0 in padding."""
     example, head, number = place
     flat = number * size.rows + jnp.arange(size.rows, dtype=jnp.int32)
     inside = flat < x.shape[1] * group
@@ -153,7 +137,7 @@ def _take_rows(x: jax.Array, place: tuple[int, int, int], group: int, size: _Siz
 
 @functools.partial(jax.jit, static_argnames="size")
 def _take_keys(x: jax.Array, place: tuple[int, int], size: _Size) -> jax.Array:
-    """Of x [B, S, K, D], what belongs to one key head of an example: [S, _DIM], 0 in padding."""
+    """One key head of an example of x [B, S, K, D]: [S, _DIM], 0 in padding."""
     example, head = place
     return _pad(x[example, :, head].astype(jnp.float32), size.keys, _DIM)
 
@@ -162,9 +146,9 @@ def _take_keys(x: jax.Array, place: tuple[int, int], size: _Size) -> jax.Array:
 def _measure(
     got: jax.Array, exact: jax.Array, rounded: jax.Array, is_zero: jax.Array, is_half: jax.Array
 ) -> jax.Array:
-    """Errors of a part of a gradient, [rows, _DIM], rounded [_SCALES, rows, _DIM]: see `_deviation`.
+    """Errors of a part of a gradient [rows, _DIM], rounded [_SCALES, rows, _DIM], for `_deviation`.
 
-    Rows that must be 0, as padding is, by ``is_zero``.
+    ``is_zero`` marks rows that must be 0, as padding is.
     """
     got = got.astype(jnp.float64)
     kept = jnp.where(is_zero[:, None], 0, exact)
@@ -177,7 +161,7 @@ def _measure(
 
 
 def _deviation(measured: np.ndarray, numbers: int) -> Deviation:
-    """From the rows of `_measure`, for a gradient of so many numbers."""
+    """The deviation of a gradient of so many numbers, from the rows of `_measure`."""
     largest, squares = measured[:, :3].max(axis=0), measured[:, 3:6].sum(axis=0)
     rms = np.sqrt(squares / max(1, numbers))
     if not np.isfinite(rms[0]):  # max may drop NaN, sums do not
@@ -207,15 +191,15 @@ def judge_gradients(
                 block = _take_block(operands, cotangents.out, cotangents.lse, rows, place, size)
                 dout, dlse, mine = (_take_rows(x, place, group, size) for x in (*cotangents, got.query))
                 result = _differentiate(block, dout, dlse, logits, is_half)
-                part = result.exact.query, result.rounded.query, result.blind
+                part = result.exact.query, result.rounded.query, result.masked
                 measured.query.append(_measure(mine, *part, is_half))
                 sinks.append(result.sinks)
                 of_keys = _add_up(of_keys, result)
             assert of_keys is not None, "no queries"
             key, value = (_take_keys(x, (example, head), size) for x in (got.key, got.value))
-            unseen = ~of_keys.seen
-            measured.key.append(_measure(key, of_keys.key, of_keys.rounded_key, unseen, is_half))
-            measured.value.append(_measure(value, of_keys.value, of_keys.rounded_value, unseen, is_half))
+            masked = ~of_keys.visible_keys
+            measured.key.append(_measure(key, of_keys.key, of_keys.rounded_key, masked, is_half))
+            measured.value.append(_measure(value, of_keys.value, of_keys.rounded_value, masked, is_half))
         stacked = Gradients(*(np.asarray(jnp.stack(x)) for x in measured))
         of_rows = np.asarray(jnp.stack(sinks)).reshape(batch, kv_heads, -1)
     of_rows = of_rows[..., : q_len * group].reshape(batch, kv_heads, q_len, group)
@@ -233,6 +217,6 @@ def check_gradients(deviations: Gradients[Deviation], dtype: jax.typing.DTypeLik
     for name, x in deviations._asdict().items():
         half_ulp = eps / 2 * 2.0 ** np.floor(np.log2(max(x.largest_number, _FLOOR)))
         assert np.isfinite(x).all(), f"d{name} is not finite: {x}"
-        assert x.wrong_zeros == 0, f"d{name} of what nothing sees: {x}"
+        assert x.wrong_zeros == 0, f"d{name} of fully masked rows or keys: {x}"
         assert x.largest <= 2 * max(x.rounded_largest, half_ulp), f"d{name}: {x}"
         assert x.rms <= 2 * x.rounded_rms + eps / 8 * max(x.rms_number, _FLOOR), f"d{name}: {x}"

@@ -1,4 +1,4 @@
-"""Inputs, the compiled op and comparisons, shared by the tests of attention."""
+"""Inputs, compiled attention and comparisons, shared by the tests of attention."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -10,15 +10,21 @@ import numpy as np
 from jax.extend.core import Jaxpr
 from numpy.typing import ArrayLike, NDArray
 
-from jaxmagi.attention import attention, attention_reference, attention_reference_vjp
+from jaxmagi.attention import (
+    attention,
+    attention_backward,
+    attention_forward,
+    attention_reference,
+    attention_reference_vjp,
+)
 from jaxmagi.masks import AttnMask
 
-# One size for most tests, so that they share compiled programs: unequal lengths that fill no block.
+# Most tests have one size, to share compiled programs: unequal lengths that fill no block.
 Q_LEN, KV_LEN, CAPACITY = 150, 170, 16
 
 
 class Inputs(NamedTuple):
-    """Operands and cotangents of the op."""
+    """Operands and cotangents of attention."""
 
     query: Any
     key: Any
@@ -42,7 +48,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The op's results and gradients."""
+    """Results and gradients of attention."""
 
     out: Any
     lse: Any
@@ -82,27 +88,66 @@ def make_inputs(
 
 @functools.partial(jax.jit, static_argnames=("with_sinks", "options"))
 def _run(inputs: Inputs, mask: AttnMask, with_sinks: bool, options: tuple[tuple[str, Any], ...]) -> Results:
-    def op(query: Any, key: Any, value: Any, sinks: Any) -> tuple[jax.Array, jax.Array]:
+    def attend(query: Any, key: Any, value: Any, sinks: Any) -> tuple[jax.Array, jax.Array]:
         sinks = sinks if with_sinks else None
         return attention(query, key, value, mask, sinks=sinks, return_residual=True, **dict(options))
 
-    (out, lse), pull = jax.vjp(op, *inputs[:4])
+    (out, lse), pull = jax.vjp(attend, *inputs[:4])
     return Results(out, lse, *pull((inputs.dout, inputs.dlse)))
 
 
 def run(inputs: Inputs, mask: AttnMask, *, with_sinks: bool = False, **options: Any) -> Results:
-    """The op and its gradients, compiled once per shape and options."""
+    """Results and gradients of attention, compiled once per shape and options."""
     results = _run(inputs, mask, with_sinks, tuple(sorted(options.items())))
     return Results(*map(np.asarray, results))
 
 
 def run_reference(inputs: Inputs, mask: AttnMask, *, with_sinks: bool = False, **options: Any) -> Results:
-    """The same in fp64 on the host."""
+    """Results and gradients of the fp64 reference on the host."""
     sinks = inputs.sinks if with_sinks else None
     operands = (inputs.query, inputs.key, inputs.value, mask)
     out, lse = attention_reference(*operands, sinks=sinks, **options)
     gradients = attention_reference_vjp(*operands, inputs.dout, inputs.dlse, sinks=sinks, **options)
     return Results(out, lse, *gradients)
+
+
+def forward(operands: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+    """`attention_forward` of a sequence of operands, by default with a scale of dim**-0.5."""
+    query = operands[0]
+    defaults = {"scale": query.shape[-1] ** -0.5, "soft_cap": 0.0, "out_dtype": query.dtype}
+    return attention_forward(*operands, **(defaults | {"implementation": "ffi"} | options))
+
+
+def backward(operands: Any, **options: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`attention_backward` of a sequence of operands, by default with a scale of dim**-0.5."""
+    query = operands[0]
+    defaults = {"scale": query.shape[-1] ** -0.5, "soft_cap": 0.0, "grad_dtype": query.dtype}
+    others = {"deterministic": False, "implementation": "ffi"}
+    return attention_backward(*operands, **(defaults | others | options))
+
+
+def attend(
+    query: Any, key: Any, value: Any, sinks: Any, *, mask: AttnMask, implementation: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Output and log-sum-exp of attention."""
+    return attention(
+        query, key, value, mask, sinks=sinks, return_residual=True, implementation=implementation
+    )
+
+
+def score(out: jax.Array, lse: jax.Array) -> jax.Array:
+    """A number that depends on all results."""
+    return (out * jnp.cos(out)).sum() + jnp.sin(lse).sum()
+
+
+def gradients(attend: Callable[..., Any]) -> Any:
+    """The gradients of `score`, and results, of a function of query, key, value and sinks; compiled."""
+
+    def loss(*operands: Any) -> Any:
+        results = attend(*operands)
+        return score(*results), results
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
 
 
 def max_error(got: ArrayLike, want: ArrayLike) -> float:
@@ -133,11 +178,11 @@ def equations(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def _holds_jaxpr(x: Any) -> bool:
-    """Whether x is a jaxpr, closed or not."""
+    """True for a jaxpr, closed or not."""
     return isinstance(getattr(x, "jaxpr", x), Jaxpr)
 
 
 def count_primitives(function: Callable[..., Any], *args: Any) -> dict[str, int]:
-    """How often the two primitives of the op occur in the jaxpr of ``function``."""
+    """The numbers of the two primitives of attention in the jaxpr of ``function``."""
     names = [e.primitive.name for e in equations(jax.make_jaxpr(function)(*args).jaxpr)]
     return {direction: names.count(f"jaxmagi_attention_{direction}") for direction in ("forward", "backward")}

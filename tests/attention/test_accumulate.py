@@ -10,39 +10,28 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from jaxmagi.attention import Partial, attention_forward, merge
+from jaxmagi.attention import Partial, merge
 from jaxmagi.masks import UNBOUNDED
 from tests.cases import FP32_TOLERANCE, FP64_TOLERANCE, random_bands
 
-from .helpers import Operands, max_error
+from . import helpers
+from .helpers import Operands, make_inputs, max_error
 
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, DIM, V_DIM = 2, 30, 40, 4, 2, 8, 12
 
 
-def make_operands(
-    rng: np.random.Generator, *leading: int, dtype: Any = np.float32, sinks: bool = True
-) -> Operands:
-    """Bands that leave some rows without keys; with leading axes for vmap."""
-    accumulate = np.float64 if dtype == np.float64 else np.float32
-
-    def normal(*shape: int) -> Any:
-        return jnp.asarray(rng.standard_normal((*leading, BATCH, *shape)), dtype)
-
+def make_operands(rng: np.random.Generator, *leading: int, dtype: Any = np.float32) -> Operands:
+    """Operands with bands that leave some rows without keys, and with leading axes for vmap."""
+    sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM, "v_dim": V_DIM, "dtype": dtype}
+    x = make_inputs(rng, batch=(*leading, BATCH), q_len=Q_LEN, kv_len=KV_LEN, **sizes)
     bands = [random_bands(rng, Q_LEN // 2, KV_LEN, 4) for _ in range(int(np.prod(leading)))]
-    return Operands(
-        query=normal(Q_LEN, HEADS, DIM),
-        key=normal(KV_LEN, KV_HEADS, DIM),
-        value=normal(KV_LEN, KV_HEADS, V_DIM),
-        bands=jnp.asarray(np.reshape(bands, (*leading, 1, 4, 6)), jnp.int32),
-        sinks=jnp.asarray(
-            rng.standard_normal((*leading, HEADS)) if sinks else -np.inf * np.ones((*leading, HEADS)),
-            accumulate,
-        ),
-    )
+    sinks = rng.standard_normal((*leading, HEADS)).astype(x.sinks.dtype)
+    bands = np.reshape(bands, (*leading, 1, 4, 6))
+    return Operands(*map(jnp.asarray, (x.query, x.key, x.value, bands, sinks)))
 
 
 def make_previous(rng: np.random.Generator, *leading: int, dtype: Any = np.float32) -> Partial[jax.Array]:
-    """A third of the rows have seen nothing."""
+    """Previous results, of which a third of the rows is fully masked."""
     accumulate = np.float64 if dtype == np.float64 else np.float32
     out = rng.standard_normal((*leading, BATCH, Q_LEN, HEADS, V_DIM))
     lse = rng.standard_normal((*leading, BATCH, Q_LEN, HEADS))
@@ -53,13 +42,9 @@ def make_previous(rng: np.random.Generator, *leading: int, dtype: Any = np.float
 def forward(
     operands: Operands, previous: Partial[jax.Array] | None = None, **options: Any
 ) -> Partial[jax.Array]:
-    static: dict[str, Any] = {
-        "scale": 0.3,
-        "soft_cap": 0.0,
-        "out_dtype": operands.query.dtype if previous is None else previous.out.dtype,
-        "implementation": None,
-    }
-    return Partial(*attention_forward(*operands, previous=previous, **(static | options)))
+    out_dtype = operands.query.dtype if previous is None else previous.out.dtype
+    defaults: dict[str, Any] = {"out_dtype": out_dtype, "implementation": None}
+    return Partial(*helpers.forward(operands, previous=previous, **(defaults | options)))
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, jnp.bfloat16])
@@ -74,14 +59,14 @@ def test_equals_merge(x64: None, rng: np.random.Generator, implementation: str, 
         assert max_error(a, b) <= (FP64_TOLERANCE if dtype == np.float64 else 1e-6)
 
 
-def test_rows_that_see_nothing_keep_what_they_have(rng: np.random.Generator, implementation: str) -> None:
+def test_masked_rows_keep_the_previous_result(rng: np.random.Generator, implementation: str) -> None:
     """Exactly, sinks or not; and where there was nothing either, there still is nothing."""
     operands = make_operands(rng, dtype=jnp.bfloat16)
-    blind = operands._replace(bands=jnp.zeros_like(operands.bands))
+    masked = operands._replace(bands=jnp.zeros_like(operands.bands))
     for dtype in (jnp.bfloat16, jnp.float32):
         previous = make_previous(rng)
         previous = previous._replace(out=previous.out.astype(dtype))
-        for a, b in zip(forward(blind, previous, implementation=implementation), previous, strict=True):
+        for a, b in zip(forward(masked, previous, implementation=implementation), previous, strict=True):
             np.testing.assert_array_equal(a, b)
             assert a.dtype == b.dtype
 

@@ -1,4 +1,4 @@
-"""What the op lowers to for GPUs, seen from a machine that may have none."""
+"""The custom calls of attention for GPUs, lowered on a machine that may have none."""
 
 import types
 import warnings
@@ -11,18 +11,19 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxmagi import _hopper, _native, masks
-from jaxmagi.attention import Partial, _cuda, attention, attention_backward, attention_forward
+from jaxmagi.attention import Partial, _cuda, attention
 from jaxmagi.masks import AttnMask
 
 from ..custom_calls import Call, custom_calls, lower
+from .helpers import backward, forward
 
 ROWS, WORDS = 128, 77
 BACKWARD_TILE, WORKSPACE = (64, 128), 16 * 99
-PLAN_BY_KEYS = f"{_cuda.PLAN} by keys"
+SCHEDULE_OF_KEYS = f"{_cuda.TILE_SCHEDULE} by keys"
 
 
 class Gpu(types.SimpleNamespace):
-    """What is asked of a device."""
+    """The properties of a device that jaxmagi reads."""
 
     compute_capability: str
     device_kind: str
@@ -35,10 +36,10 @@ HOPPER = Gpu(compute_capability="9.0", device_kind="NVIDIA H200")
 def extension(monkeypatch: pytest.MonkeyPatch) -> None:
     """Something in place of jaxmagi._cuda, and a machine without a GPU."""
     stand_in = types.SimpleNamespace(
-        registrations=lambda: {_cuda.PLAN: {}, _cuda.FORWARD: {}, _cuda.BACKWARD: {}},
+        registrations=lambda: {_cuda.TILE_SCHEDULE: {}, _cuda.FORWARD: {}, _cuda.BACKWARD: {}},
         forward_tile=lambda dim, v_dim: (ROWS, 128) if max(dim, v_dim) <= 256 else None,
         backward_tile=lambda dim, v_dim: BACKWARD_TILE,
-        plan_workspace_words=lambda plans, capacity, length, tile_rows: WORDS,
+        tile_schedule_workspace_words=lambda num_masks, capacity, length, tile_rows: WORDS,
         backward_workspace_bytes=lambda *sizes: WORKSPACE,
     )
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", stand_in)  # pyright: ignore[reportArgumentType]
@@ -60,7 +61,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def ampere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine with another GPU beside one that the kernels are for."""
+    """A machine with a GPU that the kernels are for, and one that they are not for."""
     yield from _with_gpus(monkeypatch, HOPPER, Gpu(compute_capability="8.0", device_kind="NVIDIA A100"))
 
 
@@ -81,39 +82,50 @@ def operands(
 
 
 def calls_in(text: str) -> dict[str, Call]:
-    """The custom calls of a program, at most one for each target, and one plan of either kind."""
+    """The custom calls of a program, at most one for each target, and one schedule of either kind."""
     found = {}
     for call in custom_calls(text):
-        name = PLAN_BY_KEYS if call.flags.get("by_keys") else call.target
+        name = SCHEDULE_OF_KEYS if call.flags.get("by_keys") else call.target
         assert name not in found
         found[name] = call
     return found
 
 
 def forward_text(arrays: dict[str, Any], **options: Any) -> str:
-    static: dict[str, Any] = {
-        "scale": 0.125,
-        "soft_cap": 0.0,
-        "out_dtype": arrays["q"].dtype,
-        "implementation": "ffi",
-    } | options
-    return lower(lambda x: attention_forward(**x, **static), arrays)
+    previous = arrays.get("previous")
+    static = {"scale": 0.125} | options
+    tensors = [x for name, x in arrays.items() if name != "previous"]
+    return lower(lambda x, previous: forward(x, previous=previous, **static), tensors, previous)
+
+
+def backward_text(arrays: dict[str, Any], **options: Any) -> str:
+    """A program with `attention_backward` of the operands of `attention_forward`."""
+    q, k, v, bands, _ = arrays.values()
+    rows = array(*q.shape[:3], dtype=jnp.float32)
+    tensors = [q, k, v, bands, array(*q.shape[:3], v.shape[3], dtype=q.dtype), rows, rows]
+    static = {"scale": 0.125} | options
+    return lower(lambda x: backward(x, **static), tensors)
+
+
+BOTH = pytest.mark.parametrize("text_of", [forward_text, backward_text])
 
 
 def forward_calls(arrays: dict[str, Any], **options: Any) -> tuple[Call, Call]:
-    """The two calls that `attention_forward` makes: that of the plan and the kernel's."""
+    """The two calls of `attention_forward`: the tile schedule and the kernel."""
     calls = calls_in(forward_text(arrays, **options))
-    assert calls.keys() == {_cuda.PLAN, _cuda.FORWARD}
-    return calls[_cuda.PLAN], calls[_cuda.FORWARD]
+    assert calls.keys() == {_cuda.TILE_SCHEDULE, _cuda.FORWARD}
+    return calls[_cuda.TILE_SCHEDULE], calls[_cuda.FORWARD]
 
 
 @pytest.mark.parametrize("implementation", ["ffi", None])
 @pytest.mark.parametrize(("dtype", "name"), [(jnp.bfloat16, "bf16"), (jnp.float16, "f16")])
-def test_plan_and_kernel(implementation: str | None, dtype: Any, name: str) -> None:
-    plan, kernel = forward_calls(operands(192, 128, dtype=dtype), implementation=implementation, soft_cap=7.5)
-    assert plan.operands == ["1x5x6xi32"]
-    assert plan.results == ["1x5x8xi32", "1x3x4xi32", f"{WORDS}x2xi32"]
-    assert plan.attributes == {"q_len": 300, "kv_len": 400, "dim": 192, "v_dim": 128}
+def test_schedule_and_kernel(implementation: str | None, dtype: Any, name: str) -> None:
+    schedule, kernel = forward_calls(
+        operands(192, 128, dtype=dtype), implementation=implementation, soft_cap=7.5
+    )
+    assert schedule.operands == ["1x5x6xi32"]
+    assert schedule.results == ["1x5x8xi32", "1x3x4xi32", f"{WORDS}x2xi32"]
+    assert schedule.attributes == {"q_len": 300, "kv_len": 400, "dim": 192, "v_dim": 128}
     tensors = [f"2x300x8x192x{name}", f"2x400x2x192x{name}", f"2x400x2x128x{name}"]
     assert kernel.operands == [*tensors, "1x5x8xi32", "1x3x4xi32", "8xf32"]
     assert kernel.results == [f"2x300x8x128x{name}", "2x300x8xf32", "1xi32"]
@@ -122,15 +134,15 @@ def test_plan_and_kernel(implementation: str | None, dtype: Any, name: str) -> N
 
 
 def test_masks_of_their_own() -> None:
-    plan, kernel = forward_calls(operands() | {"bands": array(2, 5, 6, dtype=jnp.int32)})
-    assert plan.results[:2] == kernel.operands[3:5] == ["2x5x8xi32", "2x3x4xi32"]
+    schedule, kernel = forward_calls(operands() | {"bands": array(2, 5, 6, dtype=jnp.int32)})
+    assert schedule.results[:2] == kernel.operands[3:5] == ["2x5x8xi32", "2x3x4xi32"]
 
 
 def test_head_dimensions_become_multiples_of_eight() -> None:
     text = forward_text(operands(100, 33))
     calls = calls_in(text)
-    plan, kernel = calls[_cuda.PLAN], calls[_cuda.FORWARD]
-    assert (plan.attributes["dim"], plan.attributes["v_dim"]) == (104, 40)
+    schedule, kernel = calls[_cuda.TILE_SCHEDULE], calls[_cuda.FORWARD]
+    assert (schedule.attributes["dim"], schedule.attributes["v_dim"]) == (104, 40)
     assert kernel.operands[:3] == ["2x300x8x104xbf16", "2x400x2x104xbf16", "2x400x2x40xbf16"]
     assert kernel.results[0] == "2x300x8x40xbf16"
     assert text.splitlines()[1].endswith(
@@ -140,11 +152,15 @@ def test_head_dimensions_become_multiples_of_eight() -> None:
 
 
 @pytest.mark.parametrize(("scale", "given"), [(-0.25, 0.25), (0.0, 1.0)])
-def test_scale_is_positive(scale: float, given: float) -> None:
-    """Its sign goes to the query."""
-    text = forward_text(operands(), scale=scale)
-    assert calls_in(text)[_cuda.FORWARD].attributes["scale"] == given
-    assert "stablehlo.multiply" in text and "stablehlo.multiply" not in forward_text(operands())
+@pytest.mark.parametrize(
+    ("text_of", "target", "factors"), [(forward_text, _cuda.FORWARD, 1), (backward_text, _cuda.BACKWARD, 2)]
+)
+def test_scale_is_positive(scale: float, given: float, text_of: Any, target: str, factors: int) -> None:
+    """The query, and its gradient, get the sign."""
+    text = text_of(operands(), scale=scale)
+    assert calls_in(text)[target].attributes["scale"] == given
+    assert text.count("stablehlo.multiply") == factors
+    assert "stablehlo.multiply" not in text_of(operands())
 
 
 @pytest.mark.parametrize(("out_dtype", "name"), [(jnp.float32, "f32"), (jnp.bfloat16, "bf16")])
@@ -162,7 +178,7 @@ def test_accumulate_is_padded_too() -> None:
     assert kernel.operands[6] == kernel.results[0] == "2x300x8x40xbf16"
 
 
-MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+UNSUPPORTED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"dtype": jnp.float32}, {}, r"the operands are float32, and the kernels are for bfloat16 and float16"),
     ({"dim": 300}, {}, r"head dimensions 300 \(query, key\) and 128 \(value\)"),
     ({"v_dim": 257}, {}, r"head dimensions 128 \(query, key\) and 257 \(value\)"),
@@ -171,17 +187,19 @@ MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "options", "message"), MISFITS)
-def test_misfits(shape: dict[str, Any], options: dict[str, Any], message: str) -> None:
+@BOTH
+@pytest.mark.parametrize(("shape", "options", "message"), UNSUPPORTED)
+def test_unsupported(text_of: Any, shape: dict[str, Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(
-        NotImplementedError, match=rf"jaxmagi_attention_forward cannot run on platform cuda: .*{message}"
+        NotImplementedError, match=rf"jaxmagi_attention_\w+ cannot run on platform cuda: .*{message}"
     ):
-        forward_text(operands(**shape), **options)
-    assert not calls_in(forward_text(operands(**shape), **options, implementation=None))
+        text_of(operands(**shape), **options)
+    assert not calls_in(text_of(operands(**shape), **options, implementation=None))
 
 
-def test_declined() -> None:
-    assert not calls_in(forward_text(operands(), implementation="xla"))
+@BOTH
+def test_declined(text_of: Any) -> None:
+    assert not calls_in(text_of(operands(), implementation="xla"))
 
 
 def test_built_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,20 +217,22 @@ def test_built_without_cuda_on_a_gpu(monkeypatch: pytest.MonkeyPatch, hopper: No
         assert not calls_in(forward_text(operands(), implementation=None))
 
 
-def test_other_gpu(ampere: None) -> None:
+@BOTH
+def test_other_gpu(text_of: Any, ampere: None) -> None:
     with pytest.raises(NotImplementedError, match=r"NVIDIA A100 has compute capability 8\.0.* for 9\.0"):
-        forward_text(operands())
+        text_of(operands())
     with pytest.warns(RuntimeWarning, match=r"plain XLA .*NVIDIA A100 has compute capability 8\.0"):
-        assert not calls_in(forward_text(operands(), implementation=None))
+        assert not calls_in(text_of(operands(), implementation=None))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for implementation in (None, "xla"):
-            forward_text(operands(), implementation=implementation)
+            text_of(operands(), implementation=implementation)
 
 
+@BOTH
 @pytest.mark.parametrize("empty", [{"q_len": 0}, {"kv_len": 0}])
-def test_nothing_to_launch(empty: dict[str, Any]) -> None:
-    assert not calls_in(forward_text(operands(**empty)))
+def test_nothing_to_launch(text_of: Any, empty: dict[str, Any]) -> None:
+    assert not calls_in(text_of(operands(**empty)))
 
 
 def loss(implementation: str | None) -> Any:
@@ -226,48 +246,26 @@ def loss(implementation: str | None) -> Any:
 def test_gradients(implementation: str | None) -> None:
     q, k, v, *_ = operands().values()
     calls = calls_in(lower(loss(implementation), q, k, v))
-    assert calls.keys() == {_cuda.PLAN, _cuda.FORWARD, PLAN_BY_KEYS, _cuda.BACKWARD}
+    assert calls.keys() == {_cuda.TILE_SCHEDULE, _cuda.FORWARD, SCHEDULE_OF_KEYS, _cuda.BACKWARD}
     assert not calls_in(lower(loss("xla"), q, k, v))
-
-
-def backward_arrays(dim: int = 128, v_dim: int = 128, **sizes: Any) -> dict[str, Any]:
-    arrays = operands(dim, v_dim, **sizes)
-    del arrays["sinks"]
-    q, rows = arrays["q"], arrays["q"].shape[:3]
-    return arrays | {
-        "dout": array(*rows, v_dim, dtype=q.dtype),
-        "lse": array(*rows, dtype=jnp.float32),
-        "delta": array(*rows, dtype=jnp.float32),
-    }
-
-
-def backward_text(arrays: dict[str, Any], **options: Any) -> str:
-    static: dict[str, Any] = {
-        "scale": 0.125,
-        "soft_cap": 0.0,
-        "deterministic": False,
-        "grad_dtype": arrays["q"].dtype,
-        "implementation": "ffi",
-    } | options
-    return lower(lambda x: attention_backward(**x, **static), arrays)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("grad_dtype", "name"), [(jnp.float32, "f32"), (jnp.float16, "f16")])
-def test_backward_plan_and_kernel(deterministic: bool, grad_dtype: Any, name: str) -> None:
+def test_backward_schedule_and_kernel(deterministic: bool, grad_dtype: Any, name: str) -> None:
     calls = calls_in(
         backward_text(
-            backward_arrays(192, 128, dtype=jnp.float16),
+            operands(192, 128, dtype=jnp.float16),
             soft_cap=7.5,
             deterministic=deterministic,
             grad_dtype=grad_dtype,
             sm_margin=9,
         )
     )
-    plan, kernel = calls[PLAN_BY_KEYS], calls[_cuda.BACKWARD]
-    assert plan.operands == ["1x5x6xi32"]
-    assert plan.results == ["1x5x8xi32", "1x4x4xi32", f"{WORDS}x2xi32"]
-    assert plan.attributes == {"q_len": 300, "kv_len": 400, "dim": 192, "v_dim": 128}
+    schedule, kernel = calls[SCHEDULE_OF_KEYS], calls[_cuda.BACKWARD]
+    assert schedule.operands == ["1x5x6xi32"]
+    assert schedule.results == ["1x5x8xi32", "1x4x4xi32", f"{WORDS}x2xi32"]
+    assert schedule.attributes == {"q_len": 300, "kv_len": 400, "dim": 192, "v_dim": 128}
     shapes = ["2x300x8x192", "2x400x2x192", "2x400x2x128"]
     rows = ["2x300x8x128xf16", "2x300x8xf32", "2x300x8xf32"]
     assert kernel.operands == [*(f"{shape}xf16" for shape in shapes), "1x5x8xi32", "1x4x4xi32", *rows]
@@ -277,7 +275,7 @@ def test_backward_plan_and_kernel(deterministic: bool, grad_dtype: Any, name: st
 
 
 def test_backward_is_padded_too() -> None:
-    text = backward_text(backward_arrays(100, 33))
+    text = backward_text(operands(100, 33))
     kernel = calls_in(text)[_cuda.BACKWARD]
     assert kernel.operands[5] == "2x300x8x40xbf16"
     assert kernel.results[:3] == ["2x300x8x104xbf16", "2x400x2x104xbf16", "2x400x2x40xbf16"]
@@ -285,49 +283,18 @@ def test_backward_is_padded_too() -> None:
     assert all(f"tensor<{shape}xbf16> {{jax.result_info" in text for shape in results)
 
 
-@pytest.mark.parametrize(("scale", "given"), [(-0.25, 0.25), (0.0, 1.0)])
-def test_backward_scale_is_positive(scale: float, given: float) -> None:
-    """Its sign goes to the query and comes back with its gradient."""
-    text = backward_text(backward_arrays(), scale=scale)
-    assert calls_in(text)[_cuda.BACKWARD].attributes["scale"] == given
-    assert text.count("stablehlo.multiply") == 2 and "multiply" not in backward_text(backward_arrays())
-
-
-@pytest.mark.parametrize(
-    ("shape", "message"), [({"dtype": jnp.float32}, "the operands are float32"), ({"dim": 300}, "300")]
-)
-def test_backward_misfits(shape: dict[str, Any], message: str) -> None:
-    with pytest.raises(NotImplementedError, match=rf"jaxmagi_attention_backward cannot run .*{message}"):
-        backward_text(backward_arrays(**shape))
-    assert not calls_in(backward_text(backward_arrays(**shape), implementation=None))
-    assert not calls_in(backward_text(backward_arrays(), implementation="xla"))
-
-
-@pytest.mark.filterwarnings("ignore:.*NVIDIA A100:RuntimeWarning")
-def test_backward_on_another_gpu(ampere: None) -> None:
-    with pytest.raises(NotImplementedError, match=r"NVIDIA A100 has compute capability 8\.0.* for 9\.0"):
-        backward_text(backward_arrays())
-    for implementation in (None, "xla"):
-        assert not calls_in(backward_text(backward_arrays(), implementation=implementation))
-
-
-@pytest.mark.parametrize("empty", [{"q_len": 0}, {"kv_len": 0}])
-def test_backward_nothing_to_launch(empty: dict[str, Any]) -> None:
-    assert not calls_in(backward_text(backward_arrays(**empty)))
-
-
 def test_vmap_becomes_batch() -> None:
     q, k, v, *_ = (array(3, *x.shape, dtype=x.dtype) for x in operands().values())
     mask = AttnMask.stack([masks.causal(300, 400), masks.full(300, 400)])
     text = lower(jax.vmap(lambda q, k, v: attention(q, k, v, mask, implementation="ffi")), q, k, v)
     calls = calls_in(text)
-    assert calls[_cuda.PLAN].operands == [f"6x{mask.bands.shape[1]}x6xi32"]
+    assert calls[_cuda.TILE_SCHEDULE].operands == [f"6x{mask.bands.shape[1]}x6xi32"]
     assert calls[_cuda.FORWARD].results[0] == "6x300x8x128xbf16"
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
 def test_shards(axis_type: AxisType) -> None:
-    """On each device its examples and heads. Outside of shard_map tests/compiling has the same, from XLA."""
+    """Each device has its examples and heads. Outside of shard_map tests/compiling checks that."""
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(axis_type,) * 2)
     spec = P("data", None, "tensor")
     mask = masks.causal(300, 400)
@@ -341,7 +308,7 @@ def test_shards(axis_type: AxisType) -> None:
     with jax.set_mesh(mesh):
         placed = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in (q, k, v))
         calls = calls_in(lower(op, *placed))
-    assert calls[_cuda.PLAN].operands == [f"1x{mask.bands.shape[0]}x6xi32"]
+    assert calls[_cuda.TILE_SCHEDULE].operands == [f"1x{mask.bands.shape[0]}x6xi32"]
     assert calls[_cuda.FORWARD].operands[:2] == ["1x300x4x128xbf16", "1x400x1x128xbf16"]
     assert calls[_cuda.FORWARD].operands[5] == "4xf32"
 
@@ -357,8 +324,8 @@ def test_the_extension_knows_its_tiles() -> None:
     for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (8, 256)):
         rows, keys = compiled.forward_tile(*dims)
         assert rows % 64 == 0 and keys > 0
-        keys_and_tiles = 4 * 1000 + (4 + 16) * -(-5000 // rows)  # bytes of a plan
-        assert 8 * compiled.plan_workspace_words(3, 1000, 5000, rows) >= 3 * keys_and_tiles
+        keys_and_tiles = 4 * 1000 + (4 + 16) * -(-5000 // rows)  # bytes of a schedule
+        assert 8 * compiled.tile_schedule_workspace_words(3, 1000, 5000, rows) >= 3 * keys_and_tiles
         rows, keys = compiled.backward_tile(*dims)
         assert rows % 16 == 0 and keys % 32 == 0
         sums = 3 * 8 * 5000 * dims[0] * 4
@@ -370,4 +337,4 @@ def test_the_extension_knows_its_tiles() -> None:
         with pytest.raises(ValueError, match=f"no kernel for the head dimensions {dims[0]} and {dims[1]}"):
             compiled.backward_workspace_bytes(3, 5000, 7000, 8, *dims, 1, False)
     ours = sorted(name for name in compiled.registrations() if name.startswith("jaxmagi_attention"))
-    assert ours == [_cuda.BACKWARD, _cuda.FORWARD, _cuda.PLAN]
+    assert ours == [_cuda.BACKWARD, _cuda.FORWARD, _cuda.TILE_SCHEDULE]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmagi import masks
-from jaxmagi.attention import attention, attention_forward, attention_reference, flops
+from jaxmagi.attention import attention, attention_reference, flops
 from jaxmagi.masks import AttnMask
 from tests.cases import FP32_TOLERANCE, FP64_TOLERANCE, MaskCase, mask_cases, random_bands
 
@@ -18,6 +18,7 @@ from .helpers import (
     KV_LEN,
     Q_LEN,
     assert_close,
+    forward,
     make_inputs,
     max_error,
     run,
@@ -25,7 +26,6 @@ from .helpers import (
 )
 
 SMALL_CASES = [case for case in mask_cases() if max(case.q_len, case.kv_len) <= 400]
-LARGE_CASES = [case for case in mask_cases() if 400 < max(case.q_len, case.kv_len) <= 1024]
 
 
 def random_mask(rng: np.random.Generator, count: int = 9) -> AttnMask:
@@ -33,40 +33,27 @@ def random_mask(rng: np.random.Generator, count: int = 9) -> AttnMask:
     return AttnMask.from_bands(bands, q_len=Q_LEN, kv_len=KV_LEN, check=False).pad_to(CAPACITY)
 
 
-def padded_mask(case: MaskCase, length: int) -> AttnMask:
-    """The case inside arrays of one length, so that all cases share a compiled program."""
-    return AttnMask.from_slices(
-        case.q_ranges, case.k_ranges, case.mask_types, q_len=length, kv_len=length, check=not case.overlaps
-    ).pad_to(CAPACITY)
-
-
 @pytest.mark.parametrize("case", SMALL_CASES, ids=lambda case: case.name)
 def test_public_masks(rng: np.random.Generator, implementation: str, case: MaskCase) -> None:
-    mask = padded_mask(case, 400)
+    mask = case.mask(400).pad_to(CAPACITY)
     x = make_inputs(rng, batch=(), q_len=400, kv_len=400, heads=2, kv_heads=1)
     assert_close(run(x, mask, implementation=implementation), run_reference(x, mask), FP32_TOLERANCE)
 
 
-@pytest.mark.parametrize("case", LARGE_CASES, ids=lambda case: case.name)
-def test_large_public_masks(rng: np.random.Generator, implementation: str, case: MaskCase) -> None:
-    mask = padded_mask(case, 1024)
-    x = make_inputs(rng, batch=(), q_len=1024, kv_len=1024, heads=1, kv_heads=1)
-    assert_close(run(x, mask, implementation=implementation), run_reference(x, mask), FP32_TOLERANCE)
-
-
-@pytest.mark.parametrize("options", [{}, {"with_sinks": True}, {"logits_soft_cap": 1.5, "scale": 0.3}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"with_sinks": True},
+        {"logits_soft_cap": 1.5, "scale": 0.3},
+        {"logits_soft_cap": 0.8, "with_sinks": True},
+    ],
+)
 def test_random_masks(rng: np.random.Generator, implementation: str, options: dict[str, Any]) -> None:
     for _ in range(4):
         x, mask = make_inputs(rng), random_mask(rng)
         got = run(x, mask, implementation=implementation, **options)
         assert_close(got, run_reference(x, mask, **options), FP32_TOLERANCE)
-
-
-def test_soft_cap_and_sinks_together(rng: np.random.Generator, implementation: str) -> None:
-    x, mask = make_inputs(rng), random_mask(rng)
-    options = {"with_sinks": True, "logits_soft_cap": 0.8}
-    got = run(x, mask, implementation=implementation, **options)
-    assert_close(got, run_reference(x, mask, **options), FP32_TOLERANCE)
 
 
 def test_per_example_masks(rng: np.random.Generator, implementation: str) -> None:
@@ -160,14 +147,14 @@ def test_half_precision_options(rng: np.random.Generator, implementation: str, d
     assert_close(got, want, 16 * float(jnp.finfo(dtype).eps))
 
 
-def test_rows_that_see_nothing(rng: np.random.Generator, implementation: str) -> None:
+def test_masked_rows(rng: np.random.Generator, implementation: str) -> None:
     mask = AttnMask.from_bands([[20, 60, 5, 50, -3, 9]], q_len=Q_LEN, kv_len=KV_LEN).pad_to(CAPACITY)
-    blind = ~mask.to_dense().any(axis=1)
-    assert blind.any() and not blind.all()
+    masked = ~mask.to_dense().any(axis=1)
+    assert masked.any() and not masked.all()
     for with_sinks in (False, True):
         got = run(make_inputs(rng), mask, with_sinks=with_sinks, implementation=implementation)
-        assert (got.out[:, blind] == 0).all()
-        assert np.isneginf(got.lse[:, blind]).all() and np.isfinite(got.lse[:, ~blind]).all()
+        assert (got.out[:, masked] == 0).all()
+        assert np.isneginf(got.lse[:, masked]).all() and np.isfinite(got.lse[:, ~masked]).all()
 
 
 def test_empty_mask(rng: np.random.Generator, implementation: str) -> None:
@@ -181,17 +168,8 @@ def test_no_bands(rng: np.random.Generator, implementation: str) -> None:
     """Bands of capacity 0, shared and per example."""
     x = make_inputs(rng).replace_with(jnp.asarray)
     for examples in (1, 2):
-        out, lse = attention_forward(
-            x.query,
-            x.key,
-            x.value,
-            jnp.zeros((examples, 0, 6), jnp.int32),
-            x.sinks,
-            scale=0.25,
-            soft_cap=0.0,
-            out_dtype=jnp.float32,
-            implementation=implementation,
-        )
+        no_bands = jnp.zeros((examples, 0, 6), jnp.int32)
+        out, lse = forward((*x[:3], no_bands, x.sinks), implementation=implementation)
         assert not np.any(out)
         assert np.isneginf(lse).all()
 
@@ -221,10 +199,8 @@ def test_residual_merges_parts_of_the_keys(rng: np.random.Generator, implementat
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_accumulator_dtype_results(rng: np.random.Generator, implementation: str, dtype: Any) -> None:
     x, mask = make_inputs(rng, dtype=dtype), random_mask(rng)
-    forward = functools.partial(
-        attention_forward, scale=0.25, soft_cap=0.0, out_dtype=jnp.float32, implementation=implementation
-    )
-    out, lse = jax.jit(forward)(*x[:3], mask.bands[None], jnp.full(4, -jnp.inf))
+    wide = functools.partial(forward, out_dtype=jnp.float32, implementation=implementation)
+    out, lse = jax.jit(wide)((*x[:3], mask.bands[None], jnp.full(4, -jnp.inf)))
     assert (out.dtype, lse.dtype) == (jnp.float32, jnp.float32)
     # The operands are exact; only the probabilities are rounded to their dtype.
     want, _ = attention_reference(*x[:3], mask)

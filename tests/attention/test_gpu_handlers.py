@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 LENGTH, HEADS, BANDS, DIM = 300, 2, 5, 64
 ATTRIBUTES: dict[str, dict[str, Any]] = {
-    _cuda.PLAN: {
+    _cuda.TILE_SCHEDULE: {
         "q_len": np.int64(LENGTH),
         "kv_len": np.int64(LENGTH),
         "by_keys": np.bool_(False),
@@ -29,7 +29,7 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
         "sm_margin": np.int64(0),
     },
 }
-NUM_RESULTS = {_cuda.PLAN: 3, _cuda.FORWARD: 3, _cuda.BACKWARD: 4}
+NUM_RESULTS = {_cuda.TILE_SCHEDULE: 3, _cuda.FORWARD: 3, _cuda.BACKWARD: 4}
 
 
 def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -42,8 +42,8 @@ def arrays(target: str) -> dict[str, jax.ShapeDtypeStruct]:
     assert extension is not None, "jaxmagi was built without CUDA"
     rows, _ = extension.forward_tile(DIM, DIM)
     plan = {"sorted": array(1, BANDS, 8), "tiles": array(1, -(-LENGTH // rows), 4)}
-    if target == _cuda.PLAN:
-        words = extension.plan_workspace_words(1, BANDS, LENGTH, rows)
+    if target == _cuda.TILE_SCHEDULE:
+        words = extension.tile_schedule_workspace_words(1, BANDS, LENGTH, rows)
         return {"bands": array(1, BANDS, 6), **plan, "workspace": array(words, 2)}
     tensor = array(1, LENGTH, HEADS, DIM, dtype=jnp.bfloat16)
     tensors = {"q": tensor, "k": tensor, "v": tensor}
@@ -68,7 +68,7 @@ def call(target: str, change: dict[str, jax.ShapeDtypeStruct]) -> list[jax.Array
     return jax.block_until_ready(jax.jit(lambda *args: function(*args, **ATTRIBUTES[target]))(*zeros))
 
 
-@pytest.mark.parametrize("target", [_cuda.PLAN, _cuda.FORWARD, _cuda.BACKWARD])
+@pytest.mark.parametrize("target", [_cuda.TILE_SCHEDULE, _cuda.FORWARD, _cuda.BACKWARD])
 def test_what_fits_runs(target: str) -> None:
     call(target, {})
 
@@ -76,10 +76,18 @@ def test_what_fits_runs(target: str) -> None:
 @pytest.mark.parametrize(
     ("target", "change", "message"),
     [
-        (_cuda.PLAN, {"bands": array(1, BANDS, 7)}, r"bands must have shape .*, got \[1, 5, 7\]"),
-        (_cuda.PLAN, {"bands": array(1, BANDS, 6, dtype=jnp.float32)}, "bands must be s32, got f32"),
-        (_cuda.PLAN, {"sorted": array(1, BANDS, 6)}, r"sorted must have shape \[1, 5, 8\], got \[1, 5, 6\]"),
-        (_cuda.PLAN, {"tiles": array(1, 7, 4)}, r"tiles must have shape \[1, \d, 4\], got \[1, 7, 4\]"),
+        (_cuda.TILE_SCHEDULE, {"bands": array(1, BANDS, 7)}, r"bands must have shape .*, got \[1, 5, 7\]"),
+        (_cuda.TILE_SCHEDULE, {"bands": array(1, BANDS, 6, dtype=jnp.float32)}, "bands must be s32, got f32"),
+        (
+            _cuda.TILE_SCHEDULE,
+            {"sorted": array(1, BANDS, 6)},
+            r"sorted must have shape \[1, 5, 8\], got \[1, 5, 6\]",
+        ),
+        (
+            _cuda.TILE_SCHEDULE,
+            {"tiles": array(1, 7, 4)},
+            r"tiles must have shape \[1, \d, 4\], got \[1, 7, 4\]",
+        ),
         (_cuda.FORWARD, {"tiles": array(1, 7, 4)}, r"tiles must have shape \[1, \d, 4\], got \[1, 7, 4\]"),
         (_cuda.FORWARD, {"sorted": array(2, BANDS, 8)}, "1 tile schedule or one for each .*, got 2"),
         (_cuda.FORWARD, {"sorted": array(1, BANDS, 8, dtype=jnp.float32)}, "sorted must be s32, got f32"),

@@ -50,7 +50,7 @@ def test_a_million_tokens(rng: np.random.Generator) -> None:
 
 
 def shift_keys(operands: Operands, by: int) -> Operands:
-    """The same keys behind others that nobody sees."""
+    """Operands with masked keys in front of the keys."""
 
     @jax.jit
     def shift(x: jax.Array) -> jax.Array:

@@ -1,14 +1,14 @@
-"""The forward kernel under every public mask, random masks and the masks of the benchmarks."""
+"""Both passes under public and random masks, and the forward pass under the masks of the benchmarks."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from benchmarks._workloads import MASKS
-from jaxmagi.masks import AttnMask
 from tests.cases import MaskCase, mask_cases
 
 from .gpu_harness import Shape, fuzz, make_operands, run_and_check
+from .gradient_harness import run_and_check_both
 
 pytestmark = pytest.mark.gpu
 
@@ -30,26 +30,21 @@ SHAPES = [
 ]
 
 
-def padded_bands(case: MaskCase, length: int) -> np.ndarray:
-    """The case in the top left corner of a mask of ``length`` queries and keys."""
-    mask = AttnMask.from_slices(
-        case.q_ranges, case.k_ranges, case.mask_types, q_len=length, kv_len=length, check=not case.overlaps
-    )
-    return np.asarray(mask.pad_to(4096).bands)
-
-
 @pytest.mark.parametrize("case", mask_cases(), ids=lambda case: case.name)
 def test_public_mask(case: MaskCase) -> None:
     length = next(length for length in LENGTHS if max(case.q_len, case.kv_len) <= length)
-    report = run_and_check(make_operands(Shape(length, length, 2, 1), padded_bands(case, length)))
-    assert report.seen == 2 * (case.q_len - case.empty_q_rows)
+    shape = Shape(length, length, 2, 1)
+    bands = np.asarray(case.mask(length).pad_to(4096).bands)
+    report, _ = run_and_check_both(make_operands(shape, bands), shape)
+    assert report.visible == 2 * (case.q_len - case.empty_q_rows)
 
 
+@pytest.mark.timeout(900)  # the longest shape takes a minute alone, and other tests may share the GPU
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_random_masks(shape: Shape, rng: np.random.Generator) -> None:
     for index, operands in enumerate(fuzz(rng, shape)):
         try:
-            run_and_check(operands)
+            run_and_check_both(operands, shape, deterministic=index % 3 == 0)
         except AssertionError as error:
             error.add_note(f"mask {index} of {shape}")
             raise

@@ -24,14 +24,13 @@ from .gpu_harness import (
     assert_same,
     both_dtypes,
     default_logits,
-    forward,
     has_command_buffers,
     make_operands,
     random_operands,
     run,
     with_command_buffers,
 )
-from .helpers import Operands
+from .helpers import Operands, forward
 
 pytestmark = pytest.mark.gpu
 
@@ -148,6 +147,35 @@ def test_command_buffers_change_nothing(rng: np.random.Generator, tmp_path: Path
     assert has_command_buffers(tmp_path / "captured") and not has_command_buffers(tmp_path / "launched")
 
 
+def unrolled(x: jax.Array, mask: AttnMask) -> jax.Array:
+    for _ in range(3):
+        x = x + attention(x, x, x, mask, deterministic=True, implementation="ffi")
+    return x
+
+
+def scanned(x: jax.Array, mask: AttnMask) -> jax.Array:
+    return jax.lax.scan(lambda x, _: (unrolled(x, mask), None), x, length=2)[0]
+
+
+def gradient(x: jax.Array, mask: AttnMask) -> jax.Array:
+    return jax.grad(lambda x: jnp.mean(unrolled(x, mask).astype(jnp.float32) ** 2))(x)
+
+
+@pytest.mark.parametrize("model", [unrolled, scanned, gradient])
+def test_captured_models(rng: np.random.Generator, tmp_path: Path, model: Callable[..., jax.Array]) -> None:
+    """Results are the same with and without command buffers, for several masks of one capacity."""
+    x = jnp.asarray(rng.standard_normal((1000, 4, 128)), jnp.bfloat16)
+    launched = with_command_buffers(model, "", tmp_path / "launched")
+    captured = with_command_buffers(model, "FUSION,CUSTOM_CALL,WHILE", tmp_path / "captured")
+    several = [masks.documents([300, 500, 200]), masks.causal(1000), masks.sliding_window(1000, 70)]
+    capacity = max(mask.bands.shape[0] for mask in several)
+    for mask in (mask.pad_to(capacity) for mask in several):
+        want = launched(x, mask)
+        for _ in range(3):
+            assert bool(jnp.array_equal(captured(x, mask), want))
+    assert has_command_buffers(tmp_path / "captured") and not has_command_buffers(tmp_path / "launched")
+
+
 @jax.jit(donate_argnums=(1, 2), keep_unused=True)
 def run_into(operands: Operands, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The kernel's results, in the memory of two arrays of their shapes."""
@@ -190,7 +218,7 @@ def test_sm_margin(rng: np.random.Generator, sm_margin: int) -> None:
 
 
 def seconds(function: Callable[[Operands], Any], operands: Operands) -> float:
-    """From the call to the result, the shortest of many; the first run compiles.
+    """The shortest time of many from the call to the result; the first run compiles.
 
     Other processes that use the GPU or the CPU only make a run longer, and hardly all of them.
     """
@@ -204,7 +232,7 @@ def seconds(function: Callable[[Operands], Any], operands: Operands) -> float:
 
 
 def test_margin_leaves_multiprocessors_alone() -> None:
-    """With 113 of an H200's 132 left out, a run of half a millisecond takes seven times as long."""
+    """Without 113 of an H200's 132 multiprocessors, half a millisecond becomes seven times as long."""
     operands = make_operands(Shape(8192, 8192, 8, 1), np.asarray(masks.full(8192).bands))
     assert seconds(with_margin(113), operands) > 3 * seconds(with_margin(0), operands)
 

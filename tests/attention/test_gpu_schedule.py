@@ -15,13 +15,12 @@ from .gpu_harness import (
     Shape,
     assert_same,
     default_logits,
-    forward,
     make_operands,
     pad_bands,
     random_operands,
     run_and_check,
 )
-from .helpers import Operands
+from .helpers import Operands, forward
 
 pytestmark = pytest.mark.gpu
 
@@ -67,7 +66,7 @@ def test_blocks_that_not_all_see(name: str, heads: int, kv_heads: int, dim: int)
 
 
 def few_rows_see(rng: np.random.Generator, q_len: int, kv_len: int) -> np.ndarray:
-    """Single rows, far apart, that see some keys; all others are blind."""
+    """Single rows, far apart, that see some keys; all others are fully masked."""
     rows = np.sort(rng.choice(q_len, 40, replace=False))
     first = rng.integers(0, kv_len - 300, len(rows))
     last = first + rng.integers(1, 300, len(rows))

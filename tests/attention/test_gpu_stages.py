@@ -15,11 +15,10 @@ from .gpu_harness import (
     assert_same,
     both_dtypes,
     default_logits,
-    forward,
     make_operands,
     random_operands,
 )
-from .helpers import Operands, max_error
+from .helpers import Operands, forward, max_error
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +64,7 @@ def test_stages_accumulate(rng: np.random.Generator, dim: int, v_dim: int, donat
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 2), (12, 1), (64, 1)])
 def test_groups_accumulate(rng: np.random.Generator, heads: int, kv_heads: int, dim: int) -> None:
-    """In place, where a tile holds several heads."""
+    """A tile holds several heads, and results are in place."""
     operands = random_operands(rng, Shape(333, 1234, heads, kv_heads, dim, dim), count=40)
     result = run_stages(split_keys(operands), donate=True)
     check(judge(operands, default_logits(operands), result.out, result.lse), operands.query.dtype)
@@ -102,7 +101,7 @@ def ulps_apart(a: jax.Array, b: jax.Array) -> int:
 
 @both_dtypes
 def test_accumulates_in_16_bits(dtype: jnp.dtype) -> None:
-    """As in float32 and rounded once."""
+    """The result is that in float32, rounded once."""
     bands = np.asarray(masks.causal(SHAPE.q_len, SHAPE.kv_len).bands)
     first, second, _ = split_keys(make_operands(SHAPE._replace(dtype=dtype), bands))
     previous = Partial(*forward(first))

@@ -1,6 +1,7 @@
-"""Gradients: differences through the whole op, exact zeros, NaN that stays where it is, dtypes."""
+"""Gradients: finite differences, exact zeros, NaN that does not spread, dtypes."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,21 @@ import pytest
 from jax.test_util import check_grads
 
 from jaxmagi import masks
-from jaxmagi.attention import attention, attention_backward, attention_reference_vjp
+from jaxmagi.attention import attention, attention_reference_vjp
 from jaxmagi.masks import AttnMask
 from tests.cases import FP32_TOLERANCE
 
-from .helpers import CAPACITY, KV_LEN, Q_LEN, assert_close, make_inputs, max_error, run, run_reference
+from .helpers import (
+    CAPACITY,
+    KV_LEN,
+    Q_LEN,
+    assert_close,
+    backward,
+    make_inputs,
+    max_error,
+    run,
+    run_reference,
+)
 
 # Rows 20..90 see something, keys 5..100 are seen.
 HOLES = [[20, 60, 5, 50, -20, 9], [60, 90, 40, 100, -(2**30), 2**30]]
@@ -27,46 +38,35 @@ def test_equal_differences(rng: np.random.Generator, implementation: str, x64: N
     x = make_inputs(rng, q_len=12, kv_len=14, dim=4, v_dim=6, dtype=np.float64)
     mask = AttnMask.from_bands([[0, 5, 0, 7, -3, 3], [2, 12, 7, 14, -2, 30]], q_len=12, kv_len=14)
 
-    @jax.jit
-    def op(
-        query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        return attention(
-            query,
-            key,
-            value,
-            mask,
-            sinks=sinks,
-            logits_soft_cap=1.7,
-            return_residual=True,
-            implementation=implementation,
-        )
-
-    check_grads(op, tuple(map(jnp.asarray, x[:4])), order=1, modes=["rev"], atol=1e-7, rtol=1e-7)
+    options: Any = {"logits_soft_cap": 1.7, "return_residual": True, "implementation": implementation}
+    attend = jax.jit(lambda q, k, v, sinks: attention(q, k, v, mask, sinks=sinks, **options))
+    check_grads(attend, tuple(map(jnp.asarray, x[:4])), order=1, modes=["rev"], atol=1e-7, rtol=1e-7)
 
 
-def test_zero_where_nothing_is_seen(rng: np.random.Generator, implementation: str) -> None:
+def test_zero_where_masked(rng: np.random.Generator, implementation: str) -> None:
     mask = mask_with_holes()
     dense = mask.to_dense()
-    blind, unseen = ~dense.any(axis=1), ~dense.any(axis=0)
-    assert blind.any() and unseen.any()
+    masked, masked_keys = ~dense.any(axis=1), ~dense.any(axis=0)
+    assert masked.any() and masked_keys.any()
     got = run(make_inputs(rng), mask, with_sinks=True, implementation=implementation)
-    assert (got.query[:, blind] == 0).all()
-    assert (got.key[:, unseen] == 0).all() and (got.value[:, unseen] == 0).all()
-    assert (got.query[:, ~blind] != 0).any(axis=-1).all()
+    assert (got.query[:, masked] == 0).all()
+    assert (got.key[:, masked_keys] == 0).all() and (got.value[:, masked_keys] == 0).all()
+    assert (got.query[:, ~masked] != 0).any(axis=-1).all()
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_poison_that_nothing_sees_stays(rng: np.random.Generator, implementation: str, poison: float) -> None:
+def test_poison_in_masked_cells_does_not_spread(
+    rng: np.random.Generator, implementation: str, poison: float
+) -> None:
     mask = mask_with_holes()
     dense = mask.to_dense()
-    blind, unseen = ~dense.any(axis=1), ~dense.any(axis=0)
+    masked, masked_keys = ~dense.any(axis=1), ~dense.any(axis=0)
     clean = make_inputs(rng)
     bad = clean.replace_with(np.copy)
     for rows in (bad.query, bad.dout, bad.dlse):
-        rows[:, blind] = poison
+        rows[:, masked] = poison
     for keys in (bad.key, bad.value):
-        keys[:, unseen] = poison
+        keys[:, masked_keys] = poison
     for with_sinks in (False, True):
         got = run(bad, mask, with_sinks=with_sinks, implementation=implementation)
         want = run(clean, mask, with_sinks=with_sinks, implementation=implementation)
@@ -75,7 +75,7 @@ def test_poison_that_nothing_sees_stays(rng: np.random.Generator, implementation
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_rows_of_overflowing_scores_are_blind(
+def test_rows_of_overflowing_scores_are_masked(
     rng: np.random.Generator, implementation: str, with_sinks: bool
 ) -> None:
     """Logits of -inf from finite operands: as if the band of those rows were not there."""
@@ -92,7 +92,7 @@ def test_rows_of_overflowing_scores_are_blind(
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_rows_of_infinite_keys_are_blind(
+def test_rows_of_infinite_keys_are_masked(
     rng: np.random.Generator, implementation: str, with_sinks: bool
 ) -> None:
     """A key head of one example is -inf: its rows get nothing and give nothing, all others are as ever."""
@@ -108,7 +108,7 @@ def test_rows_of_infinite_keys_are_blind(
 
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_nan_in_one_query(rng: np.random.Generator, implementation: str, with_sinks: bool) -> None:
-    """It reaches that row, and nothing of the others."""
+    """NaN reaches that row and no other."""
     clean, mask = make_inputs(rng, kv_len=Q_LEN), masks.causal(Q_LEN)
     bad = clean.replace_with(np.copy)
     bad.query[:, 70] = np.nan
@@ -124,7 +124,7 @@ def test_nan_in_one_query(rng: np.random.Generator, implementation: str, with_si
 def test_nan_in_all_operands(
     rng: np.random.Generator, implementation: str, with_sinks: bool, holes: bool
 ) -> None:
-    """It reaches exactly the rows that see something."""
+    """NaN reaches exactly the visible rows."""
     mask = mask_with_holes() if holes else masks.causal(Q_LEN)
     x = make_inputs(rng, kv_len=mask.kv_len)
     x = x._replace(**{name: np.full_like(getattr(x, name), np.nan) for name in ("query", "key", "value")})
@@ -136,7 +136,7 @@ def test_nan_in_all_operands(
 
 
 def test_padding_inside_a_batch(rng: np.random.Generator, implementation: str) -> None:
-    """What one example hides, another may see: poison stays in the example that has it."""
+    """Poison in masked cells of one example does not reach another, in which they are visible."""
     mask = AttnMask.stack([mask_with_holes(), masks.full(Q_LEN, KV_LEN).pad_to(CAPACITY)])
     clean = make_inputs(rng)
     bad = clean.replace_with(np.copy)
@@ -195,17 +195,9 @@ def test_wide_gradients_of_one_stage(rng: np.random.Generator, implementation: s
     )
     exact = run_reference(x, whole)
     delta = (np.asarray(x.dout, np.float64) * exact.out).sum(axis=-1) - x.dlse
-    backward = functools.partial(
-        attention_backward,
-        scale=0.25,
-        soft_cap=0.0,
-        deterministic=False,
-        grad_dtype=jnp.float32,
-        implementation=implementation,
-    )
-    dq, dk, dv = jax.jit(backward)(
-        *x[:3], part.bands[None], x.dout, exact.lse.astype(np.float32), delta.astype(np.float32)
-    )
+    wide = functools.partial(backward, grad_dtype=jnp.float32, implementation=implementation)
+    rows = (x.dout, exact.lse.astype(np.float32), delta.astype(np.float32))
+    dq, dk, dv = jax.jit(wide)((*x[:3], part.bands[None], *rows))
     assert {dq.dtype, dk.dtype, dv.dtype} == {np.dtype(np.float32)}
     assert (dk[:, 60:] == 0).all() and (dv[:, 60:] == 0).all()
     assert max_error(dk[:, :60], exact.key[:, :60]) <= 0.02

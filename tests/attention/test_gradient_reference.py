@@ -1,4 +1,4 @@
-"""The judge of the backward kernels, on the CPU: agrees with the host, and notices what is wrong."""
+"""The reference of gradients on GPUs agrees with the host's."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +17,12 @@ Q_LEN, KV_LEN = 130, 170
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two for each key head, the second with padding."""
+    """Makes two blocks for each key head, the second with padding."""
     monkeypatch.setattr(device_reference, "_MAX_ROWS", 256)
 
 
 def problem(rng: np.random.Generator, logits: Logits) -> tuple[Operands, Cotangents, Gradients, np.ndarray]:
-    """Operands in bfloat16, gradients of the reference in fp64, and that of the sinks."""
+    """Returns operands in bfloat16, cotangents, and the gradients of the fp64 reference."""
     x = make_inputs(rng, q_len=Q_LEN, kv_len=KV_LEN, dtype=jnp.bfloat16)
     bands = tile_edge_bands(rng, Q_LEN, KV_LEN, 6)
     operands = Operands(*(jnp.asarray(y) for y in (x.query, x.key, x.value, bands[None], x.sinks)))
@@ -57,15 +57,3 @@ def test_agrees_with_the_host(rng: np.random.Generator, logits: Logits) -> None:
         assert 0 < x.rounded_rms < 0.01 * x.rms_number
     np.testing.assert_allclose(got_dsinks, dsinks, rtol=1e-6, atol=1e-6)
     check_gradients(deviations, jnp.bfloat16)
-
-
-@pytest.mark.parametrize("name", Gradients._fields)
-@pytest.mark.parametrize("wrong", [np.nan, 0.5])
-def test_notices_one_wrong_number(rng: np.random.Generator, name: str, wrong: float) -> None:
-    logits = Logits(0.3)
-    operands, cotangents, tensors, _ = problem(rng, logits)
-    x = np.array(getattr(tensors, name))
-    x[1, x.shape[1] // 2, 0, 3] += wrong
-    deviations, _ = judged(operands, logits, cotangents, tensors._replace(**{name: x}))
-    with pytest.raises(AssertionError, match=f"d{name}"):
-        check_gradients(deviations, jnp.bfloat16)

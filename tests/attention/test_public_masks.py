@@ -11,6 +11,8 @@ from jaxmagi.attention import attention
 from jaxmagi.masks import AttnMask
 from tests.cases import FP32_TOLERANCE, MaskCase, mask_cases
 
+from .schedule_reference import transpose
+
 LENGTH, CAPACITY, DIM, SAMPLES = 15_360, 4096, 8, 96
 SCALE = DIM**-0.5
 
@@ -35,35 +37,28 @@ def run(mask: AttnMask, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def counts(bands: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """How many bands let each of ``rows`` see each key: float64 [rows, LENGTH]."""
+    """The number of bands that make each key visible from each of ``rows``, float64 [rows, LENGTH]."""
     q0, q1, k0, k1, lo, hi = (column[:, None].astype(np.int64) for column in bands.T)
     first = np.maximum(k0, rows + lo)
     end = np.minimum(k1, rows + hi + 1)
-    seen = (q0 <= rows) & (rows < q1) & (first < end)
-    band, row = np.nonzero(seen)
+    visible = (q0 <= rows) & (rows < q1) & (first < end)
+    band, row = np.nonzero(visible)
     steps = np.zeros((len(rows), LENGTH + 1))
     np.add.at(steps, (row, first[band, row]), 1)
     np.add.at(steps, (row, end[band, row]), -1)
     return steps.cumsum(axis=1)[:, :LENGTH]
 
 
-def transposed(bands: np.ndarray) -> np.ndarray:
-    q0, q1, k0, k1, lo, hi = bands.T
-    return np.column_stack([k0, k1, q0, q1, -hi, -lo])
-
-
 @pytest.mark.parametrize("case", mask_cases(), ids=lambda case: case.name)
 def test_public_mask(case: MaskCase) -> None:
-    mask = AttnMask.from_slices(
-        case.q_ranges, case.k_ranges, case.mask_types, q_len=LENGTH, kv_len=LENGTH, check=not case.overlaps
-    ).pad_to(CAPACITY)
+    mask = case.mask(LENGTH).pad_to(CAPACITY)
     bands = np.asarray(mask.bands)
     arrays = operands()
     query, key, value, dout = (x.astype(np.float64) for x in arrays)
     out, lse, dq, dk, dv = (np.asarray(x, np.float64) for x in run(mask, *map(jnp.asarray, arrays)))
     rows = np.random.default_rng(1).choice(case.q_len, min(SAMPLES, case.q_len), replace=False)
-    seen = counts(bands, rows)
-    weights = seen * np.exp(SCALE * query[rows] @ key.T)
+    weight = counts(bands, rows)
+    weights = weight * np.exp(SCALE * query[rows] @ key.T)
     total = weights.sum(axis=1, keepdims=True)
     with np.errstate(divide="ignore"):
         np.testing.assert_allclose(lse[rows], np.log(total[:, 0]), atol=FP32_TOLERANCE)
@@ -76,8 +71,8 @@ def test_public_mask(case: MaskCase) -> None:
     )
 
     keys = np.random.default_rng(2).choice(case.kv_len, min(SAMPLES, case.kv_len), replace=False)
-    seen = counts(transposed(bands), keys)
-    p = seen * np.exp(np.where(seen > 0, SCALE * key[keys] @ query.T - lse, -np.inf))
+    weight = counts(transpose(bands), keys)
+    p = weight * np.exp(np.where(weight > 0, SCALE * key[keys] @ query.T - lse, -np.inf))
     ds = p * (value[keys] @ dout.T - np.sum(dout * out, axis=1))
     np.testing.assert_allclose(dv[keys], p @ dout, rtol=1e-4, atol=5 * FP32_TOLERANCE)
     np.testing.assert_allclose(dk[keys], SCALE * ds @ query, rtol=1e-4, atol=5 * FP32_TOLERANCE)

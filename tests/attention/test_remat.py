@@ -6,9 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from jaxmagi import _native, masks
+from jaxmagi import masks
 from jaxmagi.attention import attention
 from jaxmagi.masks import AttnMask
 from tests.cases import FP32_TOLERANCE
@@ -64,13 +63,3 @@ def test_policy_saves_the_forward(rng: np.random.Generator) -> None:
 
     assert count(None) == {"forward": 2, "backward": 1}
     assert count(SAVE) == {"forward": 1, "backward": 1}
-
-
-def test_compiled_program_has_one_forward(rng: np.random.Generator) -> None:
-    if not _native.has_handler("jaxmagi_attention_forward", "cpu"):
-        pytest.skip("the compiled extension jaxmagi._cpu is missing")
-    gradient = jax.jit(jax.grad(make_loss("ffi", SAVE)))
-    text = gradient.lower(*inputs(rng)).compile().as_text()
-    assert text is not None
-    for direction in ("forward", "backward"):
-        assert text.count(f'custom_call_target="jaxmagi_attention_{direction}"') == 1

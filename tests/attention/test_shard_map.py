@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
@@ -14,7 +13,7 @@ from jaxmagi.attention import attention
 from jaxmagi.masks import AttnMask
 from tests.cases import FP32_TOLERANCE
 
-from .helpers import make_inputs, max_error
+from .helpers import attend, gradients, make_inputs, max_error
 
 LENGTH = 40
 MODES = pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
@@ -35,27 +34,6 @@ def place(mesh: Mesh, args: tuple[Any, ...], *specs: P) -> Any:
     return tuple(jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True))
 
 
-def score(results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Any]:
-    out, lse = results
-    return (out * jnp.cos(out)).sum() + jnp.sin(lse).sum(), results
-
-
-def make_loss(mask: AttnMask, implementation: str) -> Any:
-    def loss(query: Any, key: Any, value: Any, sinks: Any) -> Any:
-        return score(
-            attention(
-                query, key, value, mask, sinks=sinks, return_residual=True, implementation=implementation
-            )
-        )
-
-    return loss
-
-
-def gradients(loss: Any) -> Any:
-    """Gradients and results, compiled."""
-    return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
-
-
 def assert_same(got: Any, want: Any) -> None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert max_error(a, b) <= FP32_TOLERANCE * max(1.0, float(np.abs(b).max()))
@@ -65,7 +43,11 @@ def assert_same(got: Any, want: Any) -> None:
 def wanted(rng: np.random.Generator) -> Any:
     """Operands, and gradients and results on one device."""
     args = operands(rng)
-    return args, lambda mask, implementation: gradients(make_loss(mask, implementation))(*args)
+
+    def run(mask: AttnMask, implementation: str) -> Any:
+        return gradients(functools.partial(attend, mask=mask, implementation=implementation))(*args)
+
+    return args, run
 
 
 @MODES
@@ -75,7 +57,7 @@ def wanted(rng: np.random.Generator) -> Any:
 def test_inside_shard_map(
     wanted: Any, implementation: str, axis_type: AxisType, mask: AttnMask, manual: set[str]
 ) -> None:
-    """With check_vma, all axes manual or one; sinks and a shared mask are the same on all of "data"."""
+    """All axes or one are manual, with check_vma; sinks and a shared mask are the same along "data"."""
     args, want = wanted
     mesh = make_mesh(axis_type)
     heads = "tensor" if "tensor" in manual else None
@@ -83,55 +65,17 @@ def test_inside_shard_map(
 
     def body(query: Any, key: Any, value: Any, sinks: Any, bands: Any) -> Any:
         local = AttnMask(bands, LENGTH, LENGTH)
-        return attention(
-            query, key, value, local, sinks=sinks, return_residual=True, implementation=implementation
-        )
+        return attend(query, key, value, sinks, mask=local, implementation=implementation)
 
-    mapped = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(rows, rows, rows, P(heads), bands),
-        out_specs=rows,
-        axis_names=manual,
-        check_vma=True,
+    specs = (rows, rows, rows, P(heads), bands)
+    mapped: Any = jax.shard_map(
+        body, mesh=mesh, in_specs=specs, out_specs=rows, axis_names=manual, check_vma=True
     )
     placed = place(mesh, args, *[P("data", None, "tensor")] * 3, P("tensor"))
     (placed_bands,) = place(mesh, (mask.bands,), bands)
     with jax.set_mesh(mesh):
-        got = gradients(lambda q, k, v, sinks: score(mapped(q, k, v, sinks, placed_bands)))(*placed)
+        got = gradients(lambda *operands: mapped(*operands, placed_bands))(*placed)
     assert_same(got, want(mask, implementation))
-
-
-@MODES
-@pytest.mark.parametrize(
-    "mask, shared", [(PER_EXAMPLE, P("data", None, "tensor")), (SHARED, P())], ids=["all", "query"]
-)
-def test_outside_shard_map(
-    wanted: Any, implementation: str, axis_type: AxisType, mask: AttnMask, shared: P
-) -> None:
-    """Query sharded over both axes; key and value like it, or whole on every device."""
-    args, want = wanted
-    mesh = make_mesh(axis_type)
-    placed = place(mesh, args, P("data", None, "tensor"), shared, shared, P())
-    with jax.set_mesh(mesh):
-        got = gradients(make_loss(mask, implementation))(*placed)
-    assert_same(got, want(mask, implementation))
-
-
-def test_explicit_mesh_runs_on_shards(rng: np.random.Generator, implementation: str) -> None:
-    mesh = make_mesh(AxisType.Explicit)
-    *args, _ = operands(rng)
-    placed = place(mesh, tuple(args), *[P("data", None, "tensor")] * 3)
-
-    def op(query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
-        return attention(query, key, value, SHARED, return_residual=True, implementation=implementation)
-
-    with jax.set_mesh(mesh):
-        out, lse = jax.jit(op)(*placed)
-        text = jax.jit(op).lower(*placed).compile().as_text()
-    assert jax.typeof(out).sharding.spec == P("data", None, "tensor", None)
-    assert jax.typeof(lse).sharding.spec == P("data", None, "tensor")
-    assert text is not None and "all-gather" not in text and "all-reduce" not in text
 
 
 def test_explicit_mesh_without_context(rng: np.random.Generator, implementation: str) -> None:
@@ -144,24 +88,21 @@ def test_explicit_mesh_without_context(rng: np.random.Generator, implementation:
     assert max_error(out, op(query, key, value)) <= FP32_TOLERANCE
 
 
-@pytest.mark.parametrize("batch", [(), (2,)], ids=["tokens", "batch"])
+@pytest.mark.parametrize(
+    ("batch", "query_axis"), [((), 0), ((2,), 0), ((), None)], ids=["tokens", "batch", "shared_query"]
+)
 def test_vmap_over_a_sharded_axis(
-    rng: np.random.Generator, implementation: str, batch: tuple[int, ...]
+    rng: np.random.Generator, implementation: str, batch: tuple[int, ...], query_axis: int | None
 ) -> None:
     """The mapped axis becomes batch, and stays sharded."""
     mesh = make_mesh(AxisType.Explicit)
-    x = make_inputs(rng, batch=(4, *batch), q_len=LENGTH, kv_len=LENGTH, dim=8, v_dim=8)
-
-    def mapped(query: Any, key: Any, value: Any, sinks: Any) -> Any:
-        def op(query: Any, key: Any, value: Any) -> Any:
-            return attention(
-                query, key, value, SHARED, sinks=sinks, return_residual=True, implementation=implementation
-            )
-
-        return score(jax.vmap(op)(query, key, value))
-
-    want = gradients(mapped)(*x[:4])
-    placed = place(mesh, x[:4], *[P("data")] * 3, P())
+    x = make_inputs(rng, batch=(4, *batch), q_len=LENGTH, kv_len=LENGTH, dim=8, v_dim=8)[:4]
+    rows = P("data") if query_axis == 0 else P()
+    x = x if query_axis == 0 else (x[0][0], *x[1:])
+    function = functools.partial(attend, mask=SHARED, implementation=implementation)
+    mapped = jax.vmap(function, in_axes=(query_axis, 0, 0, None))
+    want = gradients(mapped)(*x)
+    placed = place(mesh, x, rows, P("data"), P("data"), P())
     with jax.set_mesh(mesh):
         compiled = gradients(mapped).lower(*placed).compile()
         assert "all-gather" not in compiled.as_text()
@@ -204,30 +145,13 @@ def test_only_keys_are_sharded(wanted: Any, implementation: str, rows: P) -> Non
     mesh = make_mesh(AxisType.Explicit)
     placed = place(mesh, args, P(), rows, rows, P())
     with jax.set_mesh(mesh):
-        grads, (out, lse) = gradients(make_loss(PER_EXAMPLE, implementation))(*placed)
+        grads, (out, lse) = gradients(
+            functools.partial(attend, mask=PER_EXAMPLE, implementation=implementation)
+        )(*placed)
     assert_same((grads, (out, lse)), want(PER_EXAMPLE, implementation))
     assert jax.typeof(out).sharding.spec == P(*rows, *[None] * (4 - len(rows)))
     for gradient, operand in zip(grads, placed, strict=True):
         assert jax.typeof(gradient).sharding.spec == jax.typeof(operand).sharding.spec
-
-
-def test_vmap_of_a_shared_query_over_sharded_keys(rng: np.random.Generator, implementation: str) -> None:
-    mesh = make_mesh(AxisType.Explicit)
-    query, key, value, sinks = operands(rng)
-    args = (query[0], key, value, sinks)
-
-    def mapped(query: Any, key: Any, value: Any, sinks: Any) -> Any:
-        def op(key: Any, value: Any) -> Any:
-            return attention(
-                query, key, value, SHARED, sinks=sinks, return_residual=True, implementation=implementation
-            )
-
-        return score(jax.vmap(op)(key, value))
-
-    want = gradients(mapped)(*args)
-    with jax.set_mesh(mesh):
-        got = gradients(mapped)(*place(mesh, args, P(), P("data"), P("data"), P()))
-    assert_same(got, want)
 
 
 @pytest.mark.parametrize("rows", [None, P("data", None, "tensor")], ids=["one", "explicit"])

@@ -19,7 +19,8 @@ from jaxmagi.masks import AttnMask
 from tests.cases import FP64_TOLERANCE
 from tests.compiled import collectives
 
-from .helpers import make_inputs, max_error
+from . import helpers
+from .helpers import gradients, make_inputs, max_error
 
 BATCH, LENGTH, DIM = 4, 40, 8
 SHARED = masks.documents([25, 15])
@@ -85,26 +86,7 @@ CASES = {
 }
 
 
-def attend(
-    query: Any, key: Any, value: Any, sinks: Any, *, mask: AttnMask = SHARED, implementation: Any = None
-) -> Any:
-    return attention(
-        query, key, value, mask, sinks=sinks, return_residual=True, implementation=implementation
-    )
-
-
-def score(out: jax.Array, lse: jax.Array) -> jax.Array:
-    return (out * jnp.cos(out)).sum() + jnp.sin(lse).sum()
-
-
-def gradients(attend: Any) -> Any:
-    """Returns the gradients of `score`, and out and lse, as a function of the four operands."""
-
-    def loss(*operands: Any) -> Any:
-        results = attend(*operands)
-        return score(*results), results
-
-    return jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
+attend = functools.partial(helpers.attend, mask=SHARED)
 
 
 def assert_same(got: Any, want: Any) -> None:
@@ -114,11 +96,11 @@ def assert_same(got: Any, want: Any) -> None:
 
 def check(case: Case, attend: Any, operands: tuple[Any, ...], mesh: Mesh) -> Any:
     """Checks values and gradients against one device, and the collectives; returns the sharded results."""
-    want = jax.jit(gradients(attend))(*operands)
+    want = gradients(attend)(*operands)
     placed = case.place(mesh, operands)
     with jax.set_mesh(mesh):
         forward = jax.jit(attend).lower(*placed).compile()
-        both = jax.jit(gradients(attend)).lower(*placed).compile()
+        both = gradients(attend).lower(*placed).compile()
         got = both(*placed)
     assert not collectives(forward.as_text())
     assert collectives(both.as_text()) == case.backward
@@ -141,7 +123,10 @@ def test_implementations(
     """Partitioning is one rule above all implementations: two cases will do for each."""
     case = CASES[name]
     function = functools.partial(attend, mask=case.mask, implementation=implementation)
-    check(case, function, case.operands(rng), case.mesh(kind))
+    _, (out, lse) = check(case, function, case.operands(rng), case.mesh(kind))
+    if kind == AxisType.Explicit:
+        assert jax.typeof(out).sharding.spec == P(*case.query, None)
+        assert jax.typeof(lse).sharding.spec == case.query
 
 
 def test_constraints_inside_of_a_program(x64: None, rng: np.random.Generator) -> None:
@@ -202,7 +187,7 @@ def test_inside_a_shard_map_with_more_devices_than_key_heads(
 
 
 @KINDS
-def test_inside_a_shard_map_beside_an_axis_that_does_not_divide_key_heads(
+def test_inside_a_shard_map_with_an_axis_that_does_not_divide_key_heads(
     kind: AxisType, x64: None, rng: np.random.Generator
 ) -> None:
     case = Case({"data": 2, "tensor": 2}, BOTH, BOTH, {"all-reduce f64[4]": 1}, kv_heads=2, mask=PER_EXAMPLE)
@@ -220,10 +205,10 @@ def test_key_heads_over_the_first_of_the_axes_of_query_heads(
     case = Case(axes, rows, keys, {}, kv_heads=2, mask=PER_EXAMPLE)
     operands, mesh = case.operands(rng), case.mesh(AxisType.Explicit)
     function = functools.partial(attend, mask=PER_EXAMPLE)
-    want = jax.jit(gradients(function))(*operands)
+    want = gradients(function)(*operands)
     with jax.set_mesh(mesh):
         for run in (function, map_over("data", case)):
-            compiled = jax.jit(gradients(run)).lower(*case.place(mesh, operands)).compile()
+            compiled = gradients(run).lower(*case.place(mesh, operands)).compile()
             assert_same(compiled(*case.place(mesh, operands)), want)
             assert {key.split()[0] for key in collectives(compiled.as_text())} <= {"all-reduce", "all-gather"}
             assert "f64[2,40,8,8]" not in str(collectives(compiled.as_text()))  # of query and output
@@ -320,7 +305,7 @@ def test_sharded_length(kind: AxisType, x64: None, rng: np.random.Generator) -> 
     with jax.set_mesh(mesh):
         with pytest.warns(RuntimeWarning) as caught:
             got = jax.jit(attend)(*placed)
-        jax.jit(lambda *operands: attend(*operands))(*placed)  # compiles anew, and does not warn
+        jax.jit(lambda *operands: attend(*operands))(*placed)  # compiles again, and does not warn
     messages = [str(warning.message) for warning in caught]
     assert len(messages) == 3 and len(set(messages)) == 3  # query, key and value
     for message in messages:

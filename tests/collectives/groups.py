@@ -102,21 +102,21 @@ def require_processes(count: int, devices_each: int = 1) -> None:
 
 
 def local_parts(got: jax.Array, want: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """What the devices of this process hold, and the same part of what is expected."""
+    """The parts of an array on devices of this process, with the same parts of the expected one."""
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
     for shard in got.addressable_shards:
         yield np.asarray(shard.data), want[shard.index]
 
 
 def assert_equal(got: Any, want: Any) -> None:
-    """All numbers of two pytrees, host arrays expected."""
+    """Compares all numbers of two pytrees, the second one of host arrays."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         for mine, expected in local_parts(x, y):
             np.testing.assert_array_equal(mine, expected)
 
 
 def assert_close(got: Any, want: Any, tolerance: float) -> None:
-    """As `assert_equal`, up to an absolute and relative tolerance."""
+    """Compares like `assert_equal`, up to an absolute and relative tolerance."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         for mine, expected in local_parts(x, y):
             wide = np.promote_types(mine.dtype, np.float32) if mine.dtype.kind == "f" else np.float32

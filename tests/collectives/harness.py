@@ -1,4 +1,4 @@
-"""Runs the collectives on the CPU devices, compiled once per kind of call."""
+"""Runs the collectives on CPU devices, compiled once per kind of call."""
 
 import functools
 from typing import Any
@@ -10,12 +10,18 @@ from jax.sharding import AxisType, PartitionSpec as P
 from jaxmagi import GroupCastSpec, group_cast, group_reduce
 
 AXIS = "context"
+BY_RANK = P(AXIS)
 
 
 @functools.cache
 def make_mesh(cp_size: int, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
     """A mesh of one axis, on the first devices."""
     return jax.make_mesh((cp_size,), (AXIS,), axis_types=(kind,), devices=jax.devices()[:cp_size])
+
+
+def on_ranks(function: Any, cp_size: int, *, in_specs: Any = BY_RANK, **options: Any) -> Any:
+    """A function of one rank, mapped over the ranks. Results lead with these, and operands by default."""
+    return jax.shard_map(function, mesh=make_mesh(cp_size), in_specs=in_specs, out_specs=P(AXIS), **options)
 
 
 @functools.cache
@@ -27,15 +33,7 @@ def cast_function(cp_size: int, *, spec_sharded: bool = False, check_vma: bool =
         return jax.tree.map(lambda leaf: leaf[None], group_cast(x, spec, axis_name=AXIS))
 
     spec_layout = P(AXIS) if spec_sharded else P()
-    return jax.jit(
-        jax.shard_map(
-            local,
-            mesh=make_mesh(cp_size),
-            in_specs=(P(AXIS), spec_layout),
-            out_specs=P(AXIS),
-            check_vma=check_vma,
-        )
-    )
+    return jax.jit(on_ranks(local, cp_size, in_specs=(P(AXIS), spec_layout), check_vma=check_vma))
 
 
 @functools.cache
@@ -48,14 +46,7 @@ def reduce_function(cp_size: int, op: Any = "sum", *, spec_sharded: bool = False
         return jax.tree.map(lambda leaf: leaf[None], result)
 
     spec_layout = P(AXIS) if spec_sharded else P()
-    return jax.jit(
-        jax.shard_map(
-            local,
-            mesh=make_mesh(cp_size),
-            in_specs=(P(AXIS), spec_layout, P(AXIS), P(AXIS)),
-            out_specs=P(AXIS),
-        )
-    )
+    return jax.jit(on_ranks(local, cp_size, in_specs=(P(AXIS), spec_layout, P(AXIS), P(AXIS))))
 
 
 def normal(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> np.ndarray:

@@ -67,7 +67,7 @@ class Transfer:
         return numbers
 
     def counts(self) -> np.ndarray:
-        """How many contributions each input row gets: [cp, input_rows]."""
+        """The number of contributions to each input row, [cp, input_rows]."""
         return self.reduce_sum(np.ones((self.cp_size, self.spec.output_rows), np.int64))
 
 
@@ -98,7 +98,7 @@ def random_transfer(
 def make_transfer(
     rng: np.random.Generator, sizes: list[list[int]], targets: list[list[list[int]]]
 ) -> Transfer:
-    """The splits of each rank to their targets, where they arrive in random order and cut anew."""
+    """The splits of each rank to their targets, where they arrive in random order, in other splits."""
     arrivals = [_random_arrivals(rng, sizes, targets, rank) for rank in range(len(sizes))]
     spec = GroupCastSpec.from_splits(
         sizes,
@@ -122,7 +122,7 @@ def _random_split(rng: np.random.Generator, total: int) -> list[int]:
 def _random_arrivals(
     rng: np.random.Generator, sizes: list[list[int]], targets: list[list[list[int]]], rank: int
 ) -> list[tuple[int, int]]:
-    """Output splits (source, size): what each source sends, cut anew and mixed, each source in order."""
+    """Output splits (source, size): the rows of each source in order, in other splits, mixed."""
     pieces = []
     for src, (own, own_targets) in enumerate(zip(sizes, targets, strict=True)):
         total = sum(size * ranks.count(rank) for size, ranks in zip(own, own_targets, strict=True))

@@ -1,4 +1,4 @@
-"""What the collectives lower to for GPUs, seen from a machine that may have none."""
+"""The custom calls of the collectives for GPUs, lowered on a machine that may have none."""
 
 import functools
 import types
@@ -11,10 +11,10 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxmagi import GroupCastSpec, _hopper, _native, group_cast, group_reduce
-from jaxmagi.collectives import _cuda, _misfit, _process
+from jaxmagi.collectives import _cuda, _process, _support
 
 from ..custom_calls import Call, custom_calls, lower
-from .harness import AXIS, make_mesh
+from .harness import AXIS, make_mesh, on_ranks
 
 ROWS, PAIR_ROWS, WORKSPACE = 5, 8, 96
 SPEC = GroupCastSpec.from_splits([[3, 2], [5]], [[[1], [0, 1]], [[0]]], [[2, 5], [5]], [[0, 1], [0]])
@@ -96,7 +96,6 @@ def test_cast(workspaces: list[tuple[Any, ...]]) -> None:
 
 @pytest.mark.parametrize("options", [{"implementation": "nccl"}, {"ranks_per_host": 1}])
 def test_pair_buffers(options: dict[str, Any], workspaces: list[tuple[Any, ...]]) -> None:
-    """Where ranks may exchange rows by NCCL."""
     x = (array(ROWS, 2, 4, dtype=jnp.bfloat16), array(ROWS, 16, dtype=jnp.int8))
     assert the_call(text_of(cast, x, **options), _cuda.CAST).results[-1] == f"{WORKSPACE}xui8"
     assert workspaces == [(1, 2, PAIR_ROWS, [16, 16])]
@@ -209,12 +208,7 @@ def test_gradients(dtype: Any) -> None:
     """The gradient of a cast travels in its own dtype and is added up in float32 on the way."""
 
     def loss(x: jax.Array) -> jax.Array:
-        mapped = jax.shard_map(
-            functools.partial(cast, axis_name=AXIS, implementation="native"),
-            mesh=make_mesh(2),
-            in_specs=P(AXIS),
-            out_specs=P(AXIS),
-        )
+        mapped = on_ranks(functools.partial(cast, axis_name=AXIS, implementation="native"), 2)
         return (mapped(x).astype(jnp.float32) ** 2).sum()
 
     forward, backward = custom_calls(lower(jax.grad(loss), array(ROWS, 8, dtype=dtype)))
@@ -234,12 +228,7 @@ def test_vmap_becomes_more_columns_or_more_transfers() -> None:
         (SPEC, None, [*TABLES, "1x5x12xf32"]),
         (specs, 0, ["3x8x5xi32", "3x8x4xi32", "3x5x4xf32"]),
     ):
-        mapped = jax.shard_map(
-            functools.partial(local, spec=spec, axis=axis),
-            mesh=make_mesh(2),
-            in_specs=P(None, AXIS),
-            out_specs=P(AXIS),
-        )
+        mapped = on_ranks(functools.partial(local, spec=spec, axis=axis), 2, in_specs=P(None, AXIS))
         call = the_call(lower(mapped, jax.ShapeDtypeStruct((3, 2 * ROWS, 4), jnp.float32)), _cuda.CAST)
         assert call.operands == operands
 
@@ -268,26 +257,26 @@ def test_declined() -> None:
     assert not custom_calls(text) and "all_to_all" in text
 
 
-MISFITS = [
+UNSUPPORTED = [
     (reduce, array(OUTPUT_ROWS, 4, dtype=jnp.int32), "the array is int32, and the kernels add up bfloat16"),
     (reduce, array(OUTPUT_ROWS, 4, dtype=jnp.complex64), "the array is complex64"),
     (cast, array(ROWS, 4, dtype=jnp.int4), "int4 takes less than a byte"),
 ]
 
 
-@pytest.mark.parametrize(("function", "x", "message"), MISFITS)
-def test_misfits(function: Any, x: Any, message: str) -> None:
+@pytest.mark.parametrize(("function", "x", "message"), UNSUPPORTED)
+def test_unsupported(function: Any, x: Any, message: str) -> None:
     for implementation in ("native", "nccl"):
-        refusal = (
+        error = (
             rf'implementation="{implementation}": jaxmagi_group_\w+ cannot run on platform cuda: {message}'
         )
-        with pytest.raises(NotImplementedError, match=refusal):
+        with pytest.raises(NotImplementedError, match=error):
             text_of(function, x, implementation=implementation)
     assert not custom_calls(text_of(function, x))
 
 
 def test_too_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_misfit, "_MOST_RANKS", 1)
+    monkeypatch.setattr(_support, "_MAX_RANKS", 1)
     for function, x in ((cast, array(ROWS, 4)), (reduce, array(OUTPUT_ROWS, 4))):
         assert not custom_calls(text_of(function, x))
         with pytest.raises(NotImplementedError, match=r"the mesh axis has 2 ranks, .* for 1 at most"):
@@ -295,13 +284,13 @@ def test_too_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sums_that_the_kernels_do_not_make() -> None:
-    """As in a second derivative: a sum in another dtype than the parts'."""
+    """A second derivative has sums in another dtype than that of the parts."""
     bfloat16, half, single, double = map(jnp.dtype, ("bfloat16", "float16", "float32", "float64"))
     for pair in ((bfloat16, half), (single, double), (single, bfloat16), (bfloat16, double)):
-        message = _misfit._sum_misfit([single, pair[0]], [single, pair[1]])
+        message = _support._sum_reason([single, pair[0]], [single, pair[1]])
         assert message == f"the kernels do not add up {pair[0].name} to {pair[1].name}"
     for pair in ((bfloat16, single), (half, single), (half, half), (double, double)):
-        assert _misfit._sum_misfit([pair[0]], [pair[1]]) is None
+        assert _support._sum_reason([pair[0]], [pair[1]]) is None
 
 
 def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,26 +318,25 @@ def test_on_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         text_of(cast, array(ROWS, 4), implementation="native")
 
 
-def test_memory_limits_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a program of several processes."""
+@pytest.mark.parametrize(("processes", "wanted"), [(1, {}), (2, {2: 99, 3: 0, 5: 0})])
+def test_memory_limits(processes: int, wanted: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lowering tells the memory limits where there are several processes."""
     limits: dict[int, int] = {}
     monkeypatch.setattr(_native.extension("cuda"), "set_memory_limit", limits.__setitem__)
-    gpu = types.SimpleNamespace(
-        compute_capability="9.0", local_hardware_id=3, memory_stats=lambda: {"bytes_limit": 99}
-    )
-    monkeypatch.setattr(_hopper, "local_gpus", lambda: [gpu])
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    gpus = [
+        types.SimpleNamespace(
+            compute_capability="9.0", local_hardware_id=number, memory_stats=lambda stats=stats: stats
+        )
+        for number, stats in ((2, {"bytes_limit": 99}), (3, {}), (5, None))
+    ]
+    monkeypatch.setattr(_hopper, "local_gpus", lambda: gpus)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
     the_call(text_of(reduce, array(OUTPUT_ROWS, 4)), _cuda.REDUCE)
-    assert limits == {3: 99}
+    assert limits == wanted
 
 
 @pytest.mark.parametrize("implementation", ["native", "nccl"])
 def test_on_the_cpu(implementation: Any) -> None:
-    mapped = jax.shard_map(
-        functools.partial(cast, axis_name=AXIS, implementation=implementation),
-        mesh=make_mesh(2),
-        in_specs=P(AXIS),
-        out_specs=P(AXIS),
-    )
+    mapped = on_ranks(functools.partial(cast, axis_name=AXIS, implementation=implementation), 2)
     with pytest.raises(NotImplementedError, match="cannot run on platform cpu: there is no compiled code"):
         jax.jit(mapped).lower(array(ROWS, 4))

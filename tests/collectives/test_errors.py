@@ -1,4 +1,4 @@
-"""What users get told."""
+"""Wrong arguments raise errors that say what is wrong."""
 
 import dataclasses
 import re
@@ -8,11 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from jaxmagi import GroupCastSpec, group_cast, group_reduce
 
-from .harness import AXIS, make_mesh
+from .harness import AXIS, on_ranks
 
 SPEC = GroupCastSpec.from_splits([[2], [2]], [[[1]], [[0]]], [[2], [2]], [[1], [0]])
 X = np.zeros((4, 3), np.float32)
@@ -20,13 +19,7 @@ LSE = np.zeros(4, np.float32)
 
 
 def run(function: Callable[..., Any], *, cp_size: int = 2, spec: Any = SPEC, check_vma: bool = True) -> Any:
-    mapped = jax.shard_map(
-        lambda x, lse: function(x, lse, spec),
-        mesh=make_mesh(cp_size),
-        in_specs=P(AXIS),
-        out_specs=P(AXIS),
-        check_vma=check_vma,
-    )
+    mapped = on_ranks(lambda x, lse: function(x, lse, spec), cp_size, check_vma=check_vma)
     return jax.eval_shape(
         mapped, np.tile(X, (cp_size, 1))[: 2 * cp_size], np.tile(LSE, cp_size)[: 2 * cp_size]
     )
@@ -59,17 +52,6 @@ def test_spec_for_other_ranks(check_vma: bool) -> None:
         run(cast, spec=single, check_vma=check_vma)
 
 
-def test_wrong_rows() -> None:
-    with pytest.raises(
-        ValueError, match=re.escape("x must have 2 rows on each rank, as its spec, but has shape (1, 3)")
-    ):
-        run(lambda x, lse, spec: group_cast(x[:1], spec, axis_name=AXIS))
-    with pytest.raises(
-        ValueError, match=re.escape("x must have 2 rows on each rank, as its spec, but has shape (1, 3)")
-    ):
-        run(lambda x, lse, spec: group_reduce(x[:1], spec, axis_name=AXIS))
-
-
 def test_no_spec_or_many() -> None:
     with pytest.raises(ValueError, match=re.escape("spec must be a jaxmagi.GroupCastSpec, but it is tuple")):
         run(cast, spec=())
@@ -81,39 +63,52 @@ def test_no_spec_or_many() -> None:
         run(cast, spec=narrow)
 
 
-def test_op() -> None:
-    with pytest.raises(
-        ValueError, match=re.escape("op must be one of ('sum', 'avg', 'lse'), but it is 'max'")
-    ):
-        op: Any = "max"
-        run(lambda x, lse, spec: group_reduce(x, spec, axis_name=AXIS, op=op))
+def reduce(x: Any, spec: Any, **options: Any) -> Any:
+    return group_reduce(x, spec, axis_name=AXIS, **options)
 
 
-def test_lse_missing_or_superfluous() -> None:
-    with pytest.raises(
-        ValueError, match="lse goes with op='lse' and only with it, but op='lse' and lse is None"
-    ):
-        run(lambda x, lse, spec: group_reduce(x, spec, axis_name=AXIS, op="lse"))
-    with pytest.raises(
-        ValueError, match="lse goes with op='lse' and only with it, but op='sum' and lse is an"
-    ):
-        run(lambda x, lse, spec: group_reduce(x, spec, axis_name=AXIS, lse=lse))
-    with pytest.raises(ValueError, match="lse must have the shape of x without its last axis"):
-        run(lambda x, lse, spec: group_reduce(x, spec, axis_name=AXIS, op="lse", lse=lse[:1]))
+LSE_MESSAGE = "lse goes with op='lse' and only with it, but"
 
 
-def test_accumulate() -> None:
-    with pytest.raises(ValueError, match=re.escape("accumulate must have shape (2, 3), but has (1, 3)")):
-        run(lambda x, lse, spec: group_reduce(x, spec, axis_name=AXIS, accumulate=x[:1]))
-    with pytest.raises(ValueError, match="accumulate must be a pytree like x"):
-        run(lambda x, lse, spec: group_reduce(x, spec, axis_name=AXIS, accumulate=(x, x)))
-    with pytest.raises(ValueError, match="accumulate is int32, which would cut off the sum of x in float32"):
-        run(lambda x, lse, spec: group_reduce(x, spec, axis_name=AXIS, accumulate=x.astype(np.int32)))
-
-
-def test_average_of_integers() -> None:
-    with pytest.raises(ValueError, match="op='avg' needs floating-point arrays, but has int32"):
-        run(lambda x, lse, spec: group_reduce(x.astype(np.int32), spec, axis_name=AXIS, op="avg"))
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda x, lse, spec: group_cast(x[:1], spec, axis_name=AXIS),
+            "x must have 2 rows on each rank, as its spec, but has shape (1, 3)",
+        ),
+        (
+            lambda x, lse, spec: reduce(x[:1], spec),
+            "x must have 2 rows on each rank, as its spec, but has shape (1, 3)",
+        ),
+        (
+            lambda x, lse, spec: reduce(x, spec, op="max"),
+            "op must be one of ('sum', 'avg', 'lse'), but it is 'max'",
+        ),
+        (lambda x, lse, spec: reduce(x, spec, op="lse"), f"{LSE_MESSAGE} op='lse' and lse is None"),
+        (lambda x, lse, spec: reduce(x, spec, lse=lse), f"{LSE_MESSAGE} op='sum' and lse is an"),
+        (
+            lambda x, lse, spec: reduce(x, spec, op="lse", lse=lse[:1]),
+            "lse must have the shape of x without its last axis",
+        ),
+        (
+            lambda x, lse, spec: reduce(x, spec, accumulate=x[:1]),
+            "accumulate must have shape (2, 3), but has (1, 3)",
+        ),
+        (lambda x, lse, spec: reduce(x, spec, accumulate=(x, x)), "accumulate must be a pytree like x"),
+        (
+            lambda x, lse, spec: reduce(x, spec, accumulate=x.astype(np.int32)),
+            "accumulate is int32, which would cut off the sum of x in float32",
+        ),
+        (
+            lambda x, lse, spec: reduce(x.astype(np.int32), spec, op="avg"),
+            "op='avg' needs floating-point arrays, but has int32",
+        ),
+    ],
+)
+def test_operands(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run(call)
 
 
 @pytest.mark.parametrize(

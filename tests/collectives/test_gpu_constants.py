@@ -26,14 +26,14 @@ def behind_tuples(program: str, name: str) -> str:
 
 
 def operands_of_reductions(program: str) -> list[list[str]]:
-    """What XLA has compiled: the operands of each of our calls."""
+    """The operands of each of our calls in a compiled program."""
     program = re.sub(r"/\*.*?\*/", "", program)  # counts of operands
     calls = re.findall(rf'custom-call\((.*?)\), custom_call_target="{_cuda.REDUCE}"', program)
     return [[behind_tuples(program, name) for name in call.split(", ")] for call in calls]
 
 
 def check_constants(group: Group) -> None:
-    """At once and beside a product, there together with an array that is none."""
+    """Constants are reduced at once, and during a product together with another array."""
     rng = np.random.default_rng(0)
     transfer = random_transfer(rng, group.size)
     rows = transfer.spec.output_rows
@@ -44,10 +44,10 @@ def check_constants(group: Group) -> None:
         at_once = group.reduce(jnp.asarray(first), spec)
         rank = make_transfer(spec, AXIS, group.implementation, group.num_sms, group.ranks_per_host)
         arrays = [jnp.asarray(second), y[0]]
-        flight = rank.start_reduce(arrays, [x.dtype for x in arrays], number=0, goes_first=True)
-        work, flights = in_order(work[0], [flight])
-        square, (flight,) = in_order(jnp.matmul(work, work, precision="highest"), flights)
-        return jax.tree.map(lambda leaf: leaf[None], (square, at_once, *flight.land()))
+        started = rank.start_reduce(arrays, [x.dtype for x in arrays], transfer_id=0, goes_first=True)
+        work, transfers = in_order(work[0], [started])
+        square, (started,) = in_order(jnp.matmul(work, work, precision="highest"), transfers)
+        return jax.tree.map(lambda leaf: leaf[None], (square, at_once, *started.wait()))
 
     operands = group.shard(work), group.shard(y), group.replicate(transfer.spec)
     run = group.program(local, (P(AXIS), P(AXIS), P())).lower(*operands).compile()

@@ -31,9 +31,9 @@ type Defect = Literal[
 ]
 
 SECONDS = 5.0
-"""That a call waits for the other ranks."""
+"""How long a call waits for the other ranks."""
 MARGIN = 10.0
-"""That the error may take beyond that."""
+"""How much longer the error may take."""
 DISAGREEMENT = r"jaxmagi: the spec of rank \d sends \d+ rows to rank \d, whose spec expects \d+"
 BAD_SPEC, MISFIT = r"jaxmagi: rank \d has a spec with", r", which does not fit 2 ranks"
 MISFITS: dict[Defect, str] = {
@@ -150,7 +150,6 @@ def outgrow_the_pool() -> None:
 
 
 def reach_beyond_the_host() -> None:
-    """By NVLink to a rank of another host."""
     group = Group("native", jax.device_count(), ranks_per_host=1)
     x = group.shard(np.ones((group.size, INPUT_ROWS, 8), np.float32))
     spec = random_transfer(np.random.default_rng(0), group.size).spec

@@ -47,7 +47,7 @@ def check_exchange(group: Group, transfer: Transfer) -> None:
 
 
 def splits(rng: np.random.Generator, rows: int, size: int) -> list[list[int]]:
-    """For each rank, splits of random lengths that sum to ``rows``."""
+    """Splits of each rank, of random lengths that sum to ``rows``."""
     cuts = [np.sort(rng.integers(0, rows + 1, SPLITS - 1)) for _ in range(size)]
     return [[int(n) for n in np.diff(cut, prepend=0, append=rows)] for cut in cuts]
 
@@ -63,7 +63,7 @@ def test_a_gigabyte_each(group: Group, rng: np.random.Generator) -> None:
 
 @on_groups(Group("native", 2), Group("nccl", 2))
 def test_offsets_past_two_to_the_31(group: Group, rng: np.random.Generator) -> None:
-    """In elements, and so in bytes. Half of the rows stay where they are, which halves the pair buffers."""
+    """Offsets in elements, too. Half of the rows stay on their rank, which halves the pair buffers."""
     rows = 100 if group.implementation == "xla" else 2**18 + 100
     assert group.implementation == "xla" or rows * np.prod(WIDTH) > 2**31
     targets = [[[(r + i % 2) % group.size] for i in range(SPLITS)] for r in range(group.size)]

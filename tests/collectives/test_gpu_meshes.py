@@ -15,7 +15,7 @@ from .routes import INPUT_ROWS, Transfer, random_transfer
 
 PAIRS = [Group("native", 2), Group("nccl", 2), Group(None, 2, ranks_per_host=1)]
 ORDER = [2, 0, 3, 1]
-"""Of the devices in a mesh: neighbours along an axis are never neighbours in number."""
+"""Devices of a mesh: neighbours along an axis never have adjacent numbers."""
 
 
 def make_mesh(kind: AxisType, shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:

@@ -27,15 +27,15 @@ INTEGERS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "flags": (np.bool_, (3,)),
     "bytes": (np.uint8, (7,)),
 }
-"""With the floats they are more arrays than a call takes."""
+"""Integers and floats together are more arrays than a call takes."""
 ACCUMULATED = ("key", "three")
 HEADS = (2, 16)
 RELATIVE_ERROR = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 1e-6, "float64": 1e-14}
-"""Of sums, relative to the sum of magnitudes."""
+"""Errors of sums relative to the sum of magnitudes."""
 
 
 def payload(rng: np.random.Generator, transfer: Transfer) -> dict[str, Any]:
-    """What `program` takes besides the spec, on the host."""
+    """The operands of `program` other than the spec, on the host."""
     lead = (transfer.cp_size, transfer.spec.output_rows)
 
     def normal(dtype: Any, *shape: int) -> np.ndarray:

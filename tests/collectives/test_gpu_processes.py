@@ -41,7 +41,7 @@ def check_first_cast(implementation: Implementation, without_pool: int | None) -
 
 
 def check_sharing(has_pool: bool) -> None:
-    """Where pools are shared, no row is copied through an arena."""
+    """Checks that no row is copied through an arena where pools are shared."""
     about = jax.__version__, [device.memory_stats() for device in jax.local_devices()]
     assert _native.extension("cuda")
     assert (arena_bytes() == 0) == has_pool, about
@@ -53,19 +53,19 @@ def check_cast_and_sharing(has_pool: bool) -> None:
 
 
 def check_constants_and_sharing(has_pool: bool) -> None:
-    """Also where they are what the ranks come together for."""
+    """Constants are the first arrays for which the ranks share memory."""
     check_constants(everyone("native"))
     check_sharing(has_pool)
 
 
 def check_mixed() -> None:
-    """Where one process has no pool, all use arenas."""
+    """All use arenas if one process has no pool."""
     check_first_cast("native", without_pool=1)
     check_sharing(has_pool=False)
 
 
 def check_all(has_pool: bool) -> None:
-    """In every kind of group; and anew after the end."""
+    """Runs every kind of group, and again after `finalize`."""
     size = jax.device_count()
     hosts = sorted({size // 2, size - 1})  # equal ones, and with one rank alone
     groups = [everyone("native"), everyone("nccl"), *(everyone(None, ranks_per_host=n) for n in hosts)]
@@ -124,6 +124,6 @@ def test_process_without_a_pool(launch: Launch) -> None:
     ("implementation", "pool"), [("native", POOLS[0]), ("native", POOLS[1]), ("nccl", POOLS[0])]
 )
 def test_soak_of_processes(implementation: Implementation, pool: float | None, launch: Launch) -> None:
-    """Of as many as there are GPUs for, four at most."""
+    """There are as many processes as GPUs, four at most."""
     require_devices(2)
     launch(soak, implementation, processes=4 if len(jax.devices()) >= 4 else 2, pool=pool, timeout=120)

@@ -20,8 +20,8 @@ from .routes import INPUT_ROWS, random_transfer
 WIDTH = 16
 
 
-def beside_others(group: Group) -> Any:
-    """Independent collectives, XLA's and ours, beside a matmul, then some that depend on them."""
+def with_other_collectives(group: Group) -> Any:
+    """Independent collectives, XLA's and ours, with a matmul, then some that depend on them."""
     ring = [(i, (i + 1) % group.size) for i in range(group.size)]
 
     def local(x: jax.Array, weights: jax.Array, spec: GroupCastSpec) -> dict[str, jax.Array]:
@@ -46,11 +46,9 @@ def beside_others(group: Group) -> Any:
 
 @pytest.mark.parametrize("kinds", ["", "FUSION,CUBLAS,COLLECTIVES,CUSTOM_CALL"], ids=["launched", "captured"])
 @on_groups(*SEVERAL)
-def test_beside_collectives_of_xla(
-    group: Group, kinds: str, rng: np.random.Generator, tmp_path: Path
-) -> None:
+def test_with_collectives_of_xla(group: Group, kinds: str, rng: np.random.Generator, tmp_path: Path) -> None:
     """Ours run outside of command buffers, whatever is in them."""
-    run = with_command_buffers(beside_others(group), kinds, tmp_path)
+    run = with_command_buffers(with_other_collectives(group), kinds, tmp_path)
     weights = group.replicate(normal(rng, WIDTH, WIDTH))
     for _ in range(3):
         transfer = random_transfer(rng, group.size)

@@ -1,7 +1,6 @@
 """group_cast against a row-by-row simulation."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
@@ -9,15 +8,15 @@ from jax.sharding import AxisType, PartitionSpec as P
 from jaxmagi import GroupCastSpec, group_cast
 
 from ..planning.oracle import check_spec
-from .harness import AXIS, cast_function, make_mesh, normal
+from .harness import AXIS, cast_function, normal, on_ranks
 from .routes import INPUT_ROWS, random_transfer
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
 def test_random_specs(cp_size: int, rng: np.random.Generator) -> None:
     cast = cast_function(cp_size)
-    for _ in range(20):
-        transfer = random_transfer(rng, cp_size)
+    for i in range(20):
+        transfer = random_transfer(rng, cp_size, repeats=i % 2 == 0, room_for_repeats=True)
         x = normal(rng, cp_size, INPUT_ROWS, 3)
         np.testing.assert_array_equal(cast(x, transfer.spec), transfer.cast(x))
     assert cast._cache_size() == 1
@@ -49,30 +48,12 @@ def test_closed_over_spec_and_replicated_rows(rng: np.random.Generator) -> None:
     """A spec in numpy, and rows that all ranks share: the result varies over the axis all the same."""
     transfer = random_transfer(rng, 4)
     x = normal(rng, INPUT_ROWS, 3)
-    mapped = jax.shard_map(
-        lambda x: group_cast(x, transfer.spec, axis_name=AXIS),
-        mesh=make_mesh(4),
-        in_specs=P(),
-        out_specs=P(AXIS),
-    )
+    mapped = on_ranks(lambda x: group_cast(x, transfer.spec, axis_name=AXIS), 4, in_specs=P())
     expected = transfer.cast(np.broadcast_to(x, (4, *x.shape)))
     np.testing.assert_array_equal(jax.jit(mapped)(x), expected.reshape(-1, 3))
     # The gradient of what the ranks share is the sum of theirs.
     gradient = jax.jit(jax.grad(lambda x: mapped(x).sum()))(x)
     np.testing.assert_array_equal(gradient[:, 0], transfer.counts().sum(0))
-
-
-def test_pytree_of_keys_and_values(rng: np.random.Generator) -> None:
-    transfer = random_transfer(rng, 3)
-    x = {
-        "key": normal(rng, 3, INPUT_ROWS, 2, 4),
-        "value": normal(rng, 3, INPUT_ROWS, 2, 5),
-        "half": normal(rng, 3, INPUT_ROWS, 2, dtype=jnp.bfloat16),
-        "token": rng.integers(0, 100, (3, INPUT_ROWS)).astype(np.int32),
-    }
-    out = cast_function(3)(x, transfer.spec)
-    for name, leaf in x.items():
-        np.testing.assert_array_equal(out[name], transfer.cast(leaf), err_msg=name)
 
 
 def test_keys_and_values_share_a_collective(rng: np.random.Generator) -> None:
@@ -85,13 +66,6 @@ def test_nothing_to_send() -> None:
     spec = GroupCastSpec.from_splits([[], []], [[], []], [[], []], [[], []])
     assert (spec.input_rows, spec.output_rows) == (0, 0)
     assert cast_function(2)(np.zeros((2, 0, 3), np.float32), spec).shape == (2, 0, 3)
-
-
-def test_row_sent_twice_to_one_rank(rng: np.random.Generator) -> None:
-    spec = GroupCastSpec.from_splits([[1, 1], []], [[[1, 1], [0]], []], [[1], [2]], [[0], [0]])
-    x = normal(rng, 2, 2, 3)
-    out = cast_function(2)(x, spec)
-    np.testing.assert_array_equal(out[1], np.stack([x[0, 0], x[0, 0]]))
 
 
 def test_nan_stays_where_it_is_sent(rng: np.random.Generator) -> None:
@@ -129,10 +103,5 @@ def test_one_axis_of_a_larger_mesh(kind: AxisType, rng: np.random.Generator) -> 
 def test_without_jit(rng: np.random.Generator) -> None:
     transfer = random_transfer(rng, 2)
     x = normal(rng, 2 * INPUT_ROWS, 3)
-    mapped = jax.shard_map(
-        lambda x: group_cast(x, transfer.spec, axis_name=AXIS),
-        mesh=make_mesh(2),
-        in_specs=P(AXIS),
-        out_specs=P(AXIS),
-    )
+    mapped = on_ranks(lambda x: group_cast(x, transfer.spec, axis_name=AXIS), 2)
     np.testing.assert_array_equal(mapped(x), transfer.cast(x.reshape(2, -1, 3)).reshape(-1, 3))

@@ -1,4 +1,4 @@
-"""Which devices a lowering takes for the ranks of a mesh axis, against their places in the mesh."""
+"""The devices that a lowering takes for the ranks of a mesh axis have their places in the mesh."""
 
 from typing import Any
 
@@ -14,23 +14,8 @@ from jaxmagi.collectives._groups import replica_groups
 PERMUTED = np.array([5, 2, 7, 0, 1, 6, 3, 4])
 
 
-@pytest.fixture
-def lowered(monkeypatch: pytest.MonkeyPatch) -> tuple[Primitive, list[np.ndarray]]:
-    """The identity as a primitive with a mesh axis, and the groups that its lowerings saw."""
-    seen: list[np.ndarray] = []
-    probe = Primitive("groups_probe")
-    probe.def_abstract_eval(lambda x, *, axis_name: x)
-
-    def rule(ctx: mlir.LoweringRuleContext, x: Any, *, axis_name: str) -> list[Any]:
-        seen.append(replica_groups(ctx, axis_name))
-        return [x]
-
-    mlir.register_lowering(probe, rule)
-    return probe, seen
-
-
 def positions(mesh: Mesh, axis_name: str) -> np.ndarray:
-    """Where the devices along an axis stand in ``mesh.devices.flat``: [groups, size]."""
+    """The places of the devices along an axis in ``mesh.devices.flat``, [groups, size]."""
     numbers = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
     return np.moveaxis(numbers, mesh.axis_names.index(axis_name), -1).reshape(-1, mesh.shape[axis_name])
 
@@ -44,9 +29,16 @@ def test_groups(
     permuted: bool,
     partial: bool,
     kind: AxisType,
-    lowered: tuple[Primitive, list[np.ndarray]],
 ) -> None:
-    probe, seen = lowered
+    found: list[np.ndarray] = []
+
+    def rule(ctx: mlir.LoweringRuleContext, x: Any) -> list[Any]:
+        found.append(replica_groups(ctx, "ranks"))
+        return [x]
+
+    probe = Primitive("groups_probe")
+    probe.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(probe, rule)
     devices = np.array(jax.devices())[PERMUTED if permuted else np.arange(8)]
     mesh = Mesh(devices.reshape(*shape.values()), tuple(shape), axis_types=(kind,) * len(shape))
     expected = positions(mesh, "ranks")
@@ -54,13 +46,13 @@ def test_groups(
 
     with jax.set_mesh(mesh):
         mapped = jax.shard_map(
-            lambda x: probe.bind(x, axis_name="ranks"),
+            probe.bind,
             in_specs=P("ranks"),
             out_specs=P("ranks"),
             axis_names=axes,
         )
         sharding = jax.NamedSharding(mesh, P("ranks"))
         jax.jit(mapped).lower(jax.ShapeDtypeStruct((8,), np.int32, sharding=sharding))
-    (groups,) = seen
+    (groups,) = found
     assert groups.dtype == np.int64
     np.testing.assert_array_equal(groups, expected)

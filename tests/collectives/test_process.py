@@ -1,4 +1,4 @@
-"""The time limit, memory, and what has to be set before NCCL is loaded."""
+"""The time limit, the end, and what has to be set before NCCL is loaded."""
 
 import os
 import subprocess
@@ -6,11 +6,10 @@ import sys
 import types
 from collections.abc import Iterator
 
-import jax
 import pytest
 
 import jaxmagi
-from jaxmagi import _hopper, _native, collectives
+from jaxmagi import _native, collectives
 from jaxmagi.collectives import _process
 
 
@@ -43,29 +42,6 @@ def test_finalize(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == ["finalize"]
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", None)
     jaxmagi.finalize()
-
-
-def test_memory_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of allocators that have one; and with one process, no GPU or no compiled code, nothing is told."""
-    limits: dict[int, int] = {}
-    gpus = [
-        types.SimpleNamespace(local_hardware_id=number, memory_stats=lambda stats=stats: stats)
-        for number, stats in ((2, {"bytes_limit": 99}), (3, {}), (5, None))
-    ]
-    compiled = types.SimpleNamespace(set_memory_limit=limits.__setitem__)
-    monkeypatch.setitem(_native._EXTENSIONS, "cuda", compiled)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    _process.tell_memory_limits()
-    assert not limits
-    monkeypatch.setattr(_hopper, "local_gpus", lambda: gpus)
-    monkeypatch.setattr(jax, "process_count", lambda: 1)
-    _process.tell_memory_limits()
-    assert not limits
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    _process.tell_memory_limits()
-    assert limits == {2: 99, 3: 0, 5: 0}
-    monkeypatch.setitem(_native._EXTENSIONS, "cuda", None)
-    _process.tell_memory_limits()
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "1"), ("0", "0")])

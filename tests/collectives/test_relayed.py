@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmagi import GroupCastSpec, PlanCapacity, RelayedSpec, group_cast, group_reduce
 
 from .groups import Group
-from .harness import AXIS, cast_function, make_mesh, normal
+from .harness import AXIS, cast_function, normal, on_ranks
 from .routes import INPUT_ROWS, random_transfer
 from .test_gpu_patterns import check_patterns
 
@@ -21,7 +21,7 @@ CP = 8
 
 
 def relayed(spec: GroupCastSpec, ranks_per_host: int) -> RelayedSpec:
-    """Of a size for all specs by `random_transfer`, to share compilations."""
+    """A relayed spec of one size for all specs by `random_transfer`, to share compilations."""
     most = spec.pair_rows
     return spec.by_host(ranks_per_host).padded(
         copies=512,
@@ -50,7 +50,7 @@ def cast_and_transpose() -> Any:
         rows, vjp = jax.vjp(lambda x: group_cast(x, spec, axis_name=AXIS), x[0])
         return rows[None], vjp(cotangents[0])[0][None]
 
-    return jax.jit(jax.shard_map(local, mesh=make_mesh(CP), in_specs=P(AXIS), out_specs=P(AXIS)))
+    return jax.jit(on_ranks(local, CP))
 
 
 @pytest.mark.parametrize("ranks_per_host", [1, 2, 8])
@@ -74,7 +74,7 @@ def test_casts_and_their_gradients(rng: np.random.Generator) -> None:
 
 
 def test_sums_and_means_of_half_precision_are_rounded_once(rng: np.random.Generator) -> None:
-    """What crosses between hosts are float32 sums. Their gradient is the cast."""
+    """Sums cross between hosts in float32. Their gradient is the cast."""
     transfer = random_transfer(rng, CP)
     y = normal(rng, CP, transfer.spec.output_rows, 3, dtype=jnp.bfloat16)
     dx = normal(rng, CP, INPUT_ROWS, 3, dtype=jnp.bfloat16)
@@ -84,7 +84,7 @@ def test_sums_and_means_of_half_precision_are_rounded_once(rng: np.random.Genera
         mean = group_reduce(y[0], spec, axis_name=AXIS, op="avg")
         return sums[None], mean[None], vjp(dx[0])[0][None]
 
-    mapped = jax.shard_map(local, mesh=make_mesh(CP), in_specs=(P(AXIS), P(), P(AXIS)), out_specs=P(AXIS))
+    mapped = on_ranks(local, CP, in_specs=(P(AXIS), P(), P(AXIS)))
     sums, mean, gradient = jax.jit(mapped)(y, relayed(transfer.spec, 4), dx)
     np.testing.assert_array_equal(gradient, transfer.cast(dx))
     exact = transfer.reduce_sum(y.astype(np.float64))
@@ -97,7 +97,7 @@ def test_sums_and_means_of_half_precision_are_rounded_once(rng: np.random.Genera
 
 
 def test_merges_and_their_gradients(x64: None, rng: np.random.Generator) -> None:
-    """Against a merge of all parts in one place. Silent parts hold NaN."""
+    """Against a merge of all parts in one place. Masked parts hold NaN."""
     transfer = random_transfer(rng, 4)
     rows = transfer.spec.output_rows
     y, lse = normal(rng, 4, rows, 2, 4, dtype=np.float64), normal(rng, 4, rows, 2, dtype=np.float64)
@@ -113,7 +113,7 @@ def test_merges_and_their_gradients(x64: None, rng: np.random.Generator) -> None
             merged = group_reduce(y, spec, axis_name=AXIS, op="lse", lse=lse, accumulate=own)
             return jax.tree.map(lambda leaf: leaf[None], merged)
 
-        return jax.shard_map(local, mesh=make_mesh(4), in_specs=P(AXIS), out_specs=P(AXIS))(operands)
+        return on_ranks(local, 4)(operands)
 
     def in_one_place(operands: Any) -> Any:
         y, lse, (out, own_lse) = operands
@@ -140,12 +140,7 @@ def test_merges_and_their_gradients(x64: None, rng: np.random.Generator) -> None
 
 def test_rows_inside_hosts_are_exchanged_inside_hosts(rng: np.random.Generator) -> None:
     transfer = random_transfer(rng, 4)
-    mapped = jax.shard_map(
-        lambda x: group_cast(x, transfer.spec.by_host(2), axis_name=AXIS),
-        mesh=make_mesh(4),
-        in_specs=P(AXIS),
-        out_specs=P(AXIS),
-    )
+    mapped = on_ranks(lambda x: group_cast(x, transfer.spec.by_host(2), axis_name=AXIS), 4)
     text = jax.jit(mapped).lower(np.zeros((4 * INPUT_ROWS, 3), np.float32)).as_text()
     assert re.findall(r"all_to_all.* split_count = (\d+)", text) == ["4", "2"]
     assert "[[0, 1], [2, 3]]" in text
@@ -168,24 +163,14 @@ SPEC = GroupCastSpec.from_splits([[2]] * 4, [[[1]], [[2]], [[3]], [[0]]], [[2]] 
 def test_errors(
     function: Any, cp_size: int, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    mapped = jax.shard_map(
-        lambda x: function(x, SPEC.by_host(2), axis_name=AXIS, **options),
-        mesh=make_mesh(cp_size),
-        in_specs=P(AXIS),
-        out_specs=P(AXIS),
-    )
+    mapped = on_ranks(lambda x: function(x, SPEC.by_host(2), axis_name=AXIS, **options), cp_size)
     with pytest.raises(error, match=re.escape(message)):
         jax.eval_shape(mapped, np.zeros((2 * cp_size, 3), np.float32))
 
 
 def test_stacked_spec() -> None:
     stacked = jax.tree.map(lambda table: table[None], SPEC.by_host(2))
-    mapped = jax.shard_map(
-        lambda x: group_cast(x, stacked, axis_name=AXIS),
-        mesh=make_mesh(4),
-        in_specs=P(AXIS),
-        out_specs=P(AXIS),
-    )
+    mapped = on_ranks(lambda x: group_cast(x, stacked, axis_name=AXIS), 4)
     with pytest.raises(
         ValueError, match=r"spec.between.sends must be \[cp, M, 5\], but has shape .*: use jax.vmap"
     ):

@@ -1,4 +1,4 @@
-"""Derivatives and batching of the collectives."""
+"""Derivatives and batching of the collectives, besides those of test_gpu_transforms.py."""
 
 from typing import Any
 
@@ -9,19 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
-from jaxmagi import GroupCastSpec, group_cast, group_reduce
+from jaxmagi import GroupCastSpec, group_reduce
 
-from .harness import AXIS, cast_function, make_mesh, normal, reduce_function
+from .harness import AXIS, cast_function, normal, reduce_function
 from .routes import INPUT_ROWS, random_transfer
-
-
-def test_transpose_of_cast_is_reduce(rng: np.random.Generator) -> None:
-    transfer = random_transfer(rng, 4)
-    x, y = normal(rng, 4, INPUT_ROWS, 3), normal(rng, 4, transfer.spec.output_rows, 3)
-    out, vjp = jax.vjp(lambda x: cast_function(4)(x, transfer.spec), x)
-    (gradient,) = vjp(y)
-    np.testing.assert_array_equal(gradient, reduce_function(4)(y, transfer.spec, None, None))
-    np.testing.assert_allclose(np.vdot(out, y), np.vdot(x, gradient), rtol=1e-4)
 
 
 def test_transpose_of_reduce_is_cast(rng: np.random.Generator) -> None:
@@ -75,11 +66,11 @@ def test_derivatives_of_merge(x64: None, rng: np.random.Generator) -> None:
         (INPUT_ROWS, 2),
     ]
     operands = [normal(rng, 2, *shape, dtype=np.float64) for shape in shapes]
-    silent = rng.random(operands[1].shape) < 0.3
+    masked = rng.random(operands[1].shape) < 0.3
 
     @jax.jit
     def function(x: jax.Array, lse: jax.Array, out: jax.Array, out_lse: jax.Array) -> Any:
-        lse = jnp.where(silent, -np.inf, lse)
+        lse = jnp.where(masked, -np.inf, lse)
         return reduce_function(2, "lse")(x, transfer.spec, lse, (out, out_lse))
 
     check_grads(function, operands, order=1, modes=("fwd", "rev"))
@@ -121,7 +112,7 @@ def test_heads_sharded_over_an_explicit_axis(op: Any, rng: np.random.Generator) 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
 
 
-def test_nan_of_silent_parts_stays_out_of_gradients(rng: np.random.Generator) -> None:
+def test_nan_of_masked_parts_does_not_reach_gradients(rng: np.random.Generator) -> None:
     transfer = random_transfer(rng, 3)
     x, lse = (normal(rng, 3, transfer.spec.output_rows, *shape) for shape in ((2, 4), (2,)))
     lse[:, ::2] = -np.inf
@@ -134,38 +125,6 @@ def test_nan_of_silent_parts_stays_out_of_gradients(rng: np.random.Generator) ->
     for gradient in jax.jit(jax.grad(loss, (0, 1)))(x, lse):
         assert np.isfinite(gradient).all()
         assert (np.asarray(gradient)[:, ::2] == 0).all()
-
-
-@pytest.mark.parametrize("spec_sharded", [True, False])
-@pytest.mark.parametrize("in_axes", [(1, None), (None, 0), (0, 0)], ids=["x", "spec", "both"])
-def test_vmap(in_axes: tuple[int | None, int | None], spec_sharded: bool, rng: np.random.Generator) -> None:
-    transfers = [random_transfer(rng, 3) for _ in range(2)]
-    specs = jax.tree.map(lambda *tables: np.stack(tables), *(t.spec for t in transfers))
-    if in_axes[1] is None:
-        transfers, specs = [transfers[0]] * 2, transfers[0].spec
-    x = normal(rng, 2, 3, INPUT_ROWS, 2)
-    if in_axes[0] is None:
-        x[1] = x[0]
-    expected = np.stack([t.cast(one) for t, one in zip(transfers, x, strict=True)])
-    operand = x[0] if in_axes[0] is None else np.moveaxis(x, 0, in_axes[0])
-
-    def both(x: jax.Array, spec: GroupCastSpec) -> tuple[jax.Array, jax.Array]:
-        y = group_cast(x, spec, axis_name=AXIS)
-        return y, group_reduce(y, spec, axis_name=AXIS)
-
-    def local(x: jax.Array, specs: GroupCastSpec) -> Any:
-        # The axis of ranks is 0 or follows the batch.
-        x = x[0] if in_axes[0] in (1, None) else x[:, 0]
-        y, z = jax.vmap(both, (None if in_axes[0] is None else 0, in_axes[1]))(x, specs)
-        return y[:, None], z[:, None]
-
-    x_spec = P(AXIS) if in_axes[0] in (1, None) else P(None, AXIS)
-    table_spec = P() if not spec_sharded else P(AXIS) if in_axes[1] is None else P(None, AXIS)
-    mapped = jax.shard_map(local, mesh=make_mesh(3), in_specs=(x_spec, table_spec), out_specs=P(None, AXIS))
-    y, z = jax.jit(mapped)(operand, specs)
-    np.testing.assert_array_equal(y, expected)
-    back = np.stack([t.reduce_sum(one) for t, one in zip(transfers, expected, strict=True)])
-    np.testing.assert_array_equal(z, back)
 
 
 @pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)], ids=["x", "spec", "both"])

@@ -22,6 +22,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jaxmagi
 from jaxmagi import GroupCastSpec, attention, context_attention, group_cast, group_reduce, masks, plan_context
+from jaxmagi.attention._cuda import BACKWARD, FORWARD, TILE_SCHEDULE
+from jaxmagi.collectives._support import CAST, DONE, REDUCE
 
 from .. import compiled
 
@@ -112,7 +114,7 @@ def sharded(kind: AxisType, kv_heads: int = KV_HEADS, shape: tuple[int, int] = (
 
 
 def sharded_context(kind: AxisType, **options: Any) -> Program:
-    """Context attention and its gradients, outside of shard_map, beside a sharded batch."""
+    """Context attention and its gradients, outside of shard_map, with a sharded batch."""
     mesh = h200s((2, 2), ("data", AXIS), kind)
     plan = plan_context(masks.documents([TOKENS - 1000, 1000]), 2, num_stages=2)
 
@@ -123,7 +125,7 @@ def sharded_context(kind: AxisType, **options: Any) -> Program:
     return Program(mesh, jax.grad(loss, argnums=(0, 1, 2)), (*operands, like(plan, mesh)))
 
 
-def collectives_beside_another_axis(kind: AxisType) -> Program:
+def collectives_and_another_axis(kind: AxisType) -> Program:
     """The batch is sharded over an axis that shard_map leaves to the compiler."""
     mesh = h200s((2, 2), ("data", AXIS), kind)
     spec = GroupCastSpec.from_splits([[64], [64]], [[[1]], [[0]]], [[64], [64]], [[1], [0]])
@@ -178,33 +180,59 @@ def flax_layer() -> Program:
     return Program(mesh, jax.grad(loss), operands)
 
 
-PROGRAMS: dict[str, Callable[[], Program]] = {
-    "attention 64": lambda: local(64),
-    "attention 96, deterministic": lambda: local(96, deterministic=True),
-    "attention 128, batch": lambda: local(128, None, 2),
-    "attention 192 and 128, capped": lambda: local(192, 128, logits_soft_cap=30.0),
-    "attention 256": lambda: local(256),
-    "native collectives, Auto": lambda: collectives(AxisType.Auto, "native"),
-    "native collectives, Explicit": lambda: collectives(AxisType.Explicit, "native"),
-    "collectives by NCCL": lambda: collectives(AxisType.Explicit, "nccl"),
-    "collectives of hosts with one rank": lambda: collectives(AxisType.Auto, None, ranks_per_host=1),
-    "collectives beside an Auto axis": lambda: collectives_beside_another_axis(AxisType.Auto),
-    "collectives beside an Explicit axis": lambda: collectives_beside_another_axis(AxisType.Explicit),
-    "attention, Auto": lambda: sharded(AxisType.Auto),
-    "attention, Explicit": lambda: sharded(AxisType.Explicit),
-    "attention, more devices than key heads": lambda: sharded(AxisType.Auto, 2, (1, 4)),
-    "context, one stage": lambda: context(1),
-    "context, three stages, two layers": lambda: context(3, layers=2),
-    "context beside data, Auto": lambda: sharded_context(AxisType.Auto),
-    "context beside data, Explicit": lambda: sharded_context(AxisType.Explicit),
-    "context beside data, by arguments": lambda: sharded_context(AxisType.Auto, batch_axis_name="data"),
-    "flax": flax_layer,
+class Case(NamedTuple):
+    """A program, and what has to be in it once it is compiled."""
+
+    make: Callable[[], Program]
+    calls: dict[str, int]
+    collectives: tuple[str, ...] = ()  # those of XLA
+
+
+LOCAL = {TILE_SCHEDULE: 2, FORWARD: 1, BACKWARD: 1}
+TWO_LAYERS = {TILE_SCHEDULE: 2, FORWARD: 2, BACKWARD: 2}
+CAST_AND_REDUCE = {CAST: 1, REDUCE: 1}
+# In sequence: two casts, then two casts and a sum. Each stage has a tile schedule for each pass.
+STAGES = {TILE_SCHEDULE: 4, FORWARD: 2, BACKWARD: 2, CAST: 2, REDUCE: 1}
+# Rematerialised: the forward pass comes twice, with a transfer for each stage but one.
+THREE_STAGES = {TILE_SCHEDULE: 9, FORWARD: 6, BACKWARD: 3, CAST: 6, REDUCE: 2, DONE: 8}
+# The gradients of keys and values, added up over the devices that share them, and whole as these are.
+SHARED_KEY_HEADS = ("1 x all-reduce f32[4194304]", "2 x all-gather bf16[2,4096,2,128]")
+PARAMETERS = ("2 x all-reduce bf16[12589056]", "2 x all-reduce bf16[64,32,2048]")  # their gradients
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+PROGRAMS = {
+    "attention 64": Case(lambda: local(64), LOCAL),
+    "attention 96, deterministic": Case(lambda: local(96, deterministic=True), LOCAL),
+    "attention 128, batch": Case(lambda: local(128, None, 2), LOCAL),
+    "attention 192 and 128, capped": Case(lambda: local(192, 128, logits_soft_cap=30.0), LOCAL),
+    "attention 256": Case(lambda: local(256), LOCAL),
+    "native collectives, Auto": Case(lambda: collectives(AUTO, "native"), CAST_AND_REDUCE),
+    "native collectives, Explicit": Case(lambda: collectives(EXPLICIT, "native"), CAST_AND_REDUCE),
+    "collectives by NCCL": Case(lambda: collectives(EXPLICIT, "nccl"), CAST_AND_REDUCE),
+    "collectives of hosts with one rank": Case(
+        lambda: collectives(AUTO, None, ranks_per_host=1), CAST_AND_REDUCE
+    ),
+    "collectives and an Auto axis": Case(lambda: collectives_and_another_axis(AUTO), {CAST: 1}),
+    "collectives and an Explicit axis": Case(lambda: collectives_and_another_axis(EXPLICIT), {CAST: 1}),
+    "attention, Auto": Case(lambda: sharded(AUTO), TWO_LAYERS),
+    "attention, Explicit": Case(lambda: sharded(EXPLICIT), TWO_LAYERS),
+    "attention, more devices than key heads": Case(
+        lambda: sharded(AUTO, 2, (1, 4)), TWO_LAYERS, SHARED_KEY_HEADS
+    ),
+    "context, one stage": Case(lambda: context(1), LOCAL | CAST_AND_REDUCE),
+    "context, three stages, two layers": Case(lambda: context(3, layers=2), THREE_STAGES),
+    "context and data, Auto": Case(lambda: sharded_context(AUTO), STAGES),
+    "context and data, Explicit": Case(lambda: sharded_context(EXPLICIT), STAGES | {DONE: 3}),
+    "context and data, by arguments": Case(
+        lambda: sharded_context(AUTO, batch_axis_name="data"), STAGES | {DONE: 3}
+    ),
+    "flax": Case(flax_layer, STAGES | {DONE: 3}, PARAMETERS),
 }
 
 
 def compile_program(name: str) -> str:
     """Returns the text of a compiled program."""
-    mesh, function, arguments = PROGRAMS[name]()
+    mesh, function, arguments = PROGRAMS[name].make()
     with jax.set_mesh(mesh):
         text = jax.jit(function).lower(*arguments).compile().as_text()
     assert text is not None
@@ -212,8 +240,8 @@ def compile_program(name: str) -> str:
 
 
 def custom_calls(text: str) -> list[str]:
-    """Lists all custom calls of jaxmagi in the order of the program: targets, and numbers of transfers."""
-    calls = re.findall(r'custom_call_target="(jaxmagi\w+)"(?:.*transfer = (\d+))?', text)
+    """Lists all custom calls of jaxmagi in the order of the program: targets, and ids of transfers."""
+    calls = re.findall(r'custom_call_target="(jaxmagi\w+)"(?:.*transfer(?:_id)? = (\d+))?', text)
     return [" ".join(call) for call in calls]
 
 

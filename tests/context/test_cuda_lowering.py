@@ -25,12 +25,12 @@ CAST, REDUCE, DONE = collective_calls.CAST, collective_calls.REDUCE, collective_
 @pytest.fixture(autouse=True)
 def extension(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces jaxmagi._cuda by a stand-in, on a machine without GPUs."""
-    targets = (attention_calls.PLAN, FORWARD, BACKWARD, CAST, REDUCE, DONE)
+    targets = (attention_calls.TILE_SCHEDULE, FORWARD, BACKWARD, CAST, REDUCE, DONE)
     stand_in = types.SimpleNamespace(
         registrations=lambda: {target: {} for target in targets},
         forward_tile=lambda dim, v_dim: (128, 128),
         backward_tile=lambda dim, v_dim: (64, 128),
-        plan_workspace_words=lambda *sizes: 77,
+        tile_schedule_workspace_words=lambda *sizes: 77,
         backward_workspace_bytes=lambda *sizes: 16 * 99,
         set_memory_limit=lambda ordinal, limit: None,
     )

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmagi import context_attention, dispatch, masks
 from jaxmagi.attention import attention_reference, attention_reference_vjp
-from jaxmagi.collectives import Flight
+from jaxmagi.collectives import AsyncTransfer
 
 from ..cases import FP64_TOLERANCE
 from .harness import AXIS, dispatch_problem, make_mesh, make_plan, random_problem
@@ -109,13 +109,13 @@ def test_vmap_over_nothing() -> None:
 def landings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Records for each transfer that ends whether it was asynchronous."""
     seen = []
-    land = Flight.land
+    land = AsyncTransfer.wait
 
-    def note(flight: Flight) -> list[jax.Array]:
+    def note(flight: AsyncTransfer) -> list[jax.Array]:
         seen.append(bool(flight.arrays))
         return land(flight)
 
-    monkeypatch.setattr(Flight, "land", note)
+    monkeypatch.setattr(AsyncTransfer, "wait", note)
     return seen
 
 

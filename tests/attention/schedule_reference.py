@@ -1,4 +1,4 @@
-"""The plan of a mask in numpy: what the plan op must give, bit for bit."""
+"""Computes the tile schedule of a mask in numpy, which the custom call must equal bit for bit."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from jaxmagi.masks import UNBOUNDED
 type Ints = NDArray[np.int64]
 
 
-class Plan(NamedTuple):
+class TileSchedule(NamedTuple):
     """Tight bands [C, 8] by first row, and tiles [n, 4]: tile, first band, end band, key blocks."""
 
     bands: Ints
@@ -18,31 +18,31 @@ class Plan(NamedTuple):
 
 
 def tighten(bands: Ints, q_len: int, kv_len: int) -> Ints:
-    """Bands [C, 6] shrunk to the rows that see something and the keys that are seen, else all zero."""
+    """Shrinks bands [C, 6] to their visible rows and keys; empty ones become all zero."""
     q0, q1, k0, k1, lo, hi = np.asarray(bands, np.int64).T
     q0, q1, k0, k1 = np.maximum(q0, 0), np.minimum(q1, q_len), np.maximum(k0, 0), np.minimum(k1, kv_len)
     lo, hi = (np.clip(x, -UNBOUNDED, UNBOUNDED) for x in (lo, hi))
     rows = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
     keys = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
-    sees = (q0 < q1) & (k0 < k1) & (lo <= hi) & (rows[0] < rows[1])
-    return np.where(sees, np.stack([*rows, *keys, lo, hi]), 0).T
+    visible = (q0 < q1) & (k0 < k1) & (lo <= hi) & (rows[0] < rows[1])
+    return np.where(visible, np.stack([*rows, *keys, lo, hi]), 0).T
 
 
 def transpose(bands: Ints) -> Ints:
-    """Bands [C, 6] in which keys have the place of queries."""
+    """Returns bands [C, 6] with queries and keys exchanged."""
     return bands[:, [2, 3, 0, 1, 5, 4]] * [1, 1, 1, 1, -1, -1]
 
 
 def blocks_of_rows(bands: Ints, begin: int, end: int, block_keys: int) -> Ints:
-    """Per tight band the blocks of keys that the rows [begin, end) see."""
+    """Returns for each tight band the number of key blocks visible from rows [begin, end)."""
     q0, q1, k0, k1, lo, hi = bands.T
     q0, q1 = np.maximum(q0, begin), np.minimum(q1, end)
     size = np.minimum(k1, q1 + hi) - np.maximum(k0, q0 + lo)
     return np.where(q0 < q1, -(-np.maximum(size, 0) // block_keys), 0)
 
 
-def make_plan(bands: Ints, q_len: int, kv_len: int, tile_rows: int, block_keys: int) -> Plan:
-    """The plan of one mask [C, 6]."""
+def make_schedule(bands: Ints, q_len: int, kv_len: int, tile_rows: int, block_keys: int) -> TileSchedule:
+    """Returns the tile schedule of one mask [C, 6]."""
     tight = tighten(bands, q_len, kv_len)
     first_rows = np.where(tight[:, 0] < tight[:, 1], tight[:, 0], np.iinfo(np.int32).max)
     order = np.argsort(first_rows, kind="stable")
@@ -58,4 +58,4 @@ def make_plan(bands: Ints, q_len: int, kv_len: int, tile_rows: int, block_keys: 
     ]
     tiles = np.stack([np.arange(len(begins)), firsts, stops, np.asarray(blocks, np.int64)], axis=1)
     tiles = tiles[np.lexsort((tiles[:, 0], -tiles[:, 3]))]
-    return Plan(np.pad(tight, ((0, 0), (0, 2))), tiles)
+    return TileSchedule(np.pad(tight, ((0, 0), (0, 2))), tiles)

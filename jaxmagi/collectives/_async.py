@@ -1,10 +1,10 @@
-"""Transfers in two halves: on GPUs, what is computed between start and landing runs beside the transfer.
+"""Starts collectives and waits for them: on GPUs, what is computed in between overlaps with the transfer.
 
-XLA does not know that the two belong together, and puts nothing between them by itself. `in_order` forces it
-to: it ties other computations to the transfer by data. In plain JAX the start is all of the transfer, tied to
-nothing.
+XLA does not know that start and wait belong together, and puts nothing between them by itself. `in_order`
+makes it do so by data dependencies. In plain JAX the start is the whole transfer.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,46 +14,49 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
-from .._folding import fold, unfold
 from . import _cuda
-from ._batching import Axes, batch_shape, carried_axes, carry, share_tables
+from ._batching import Axes, batch
 from ._cuda import Kind
 from ._lowering import register
-from ._misfit import cast_misfit, reduce_misfit
 from ._portable import cast, reduce_sum
 from ._route import Route
+from ._support import cast_unsupported_reason, reduce_unsupported_reason
 
 
 @dataclass(frozen=True)
-class Flight:
-    """A transfer that may be under way.
+class AsyncTransfer:
+    """A transfer that has been started.
 
     Attributes:
-        arrays: what the landing takes, the workspace first. Empty if there was nothing to start.
-        finish: the landing.
+        arrays: the operands of ``finish``, the workspace first. Empty if nothing was started.
+        finish: waits for the transfer and returns its results.
     """
 
     arrays: tuple[jax.Array, ...]
     finish: Callable[[tuple[jax.Array, ...]], list[jax.Array]]
 
-    def land(self) -> list[jax.Array]:
-        """The results. To be called once, and something that the program returns has to be made of them."""
+    def wait(self) -> list[jax.Array]:
+        """Returns the results. Call it once; the program must return something that depends on them."""
         return self.finish(self.arrays)
 
-    def then(self, function: Callable[[list[jax.Array]], list[jax.Array]]) -> "Flight":
-        """The same, with something done to the results when it has landed."""
+    def then(self, function: Callable[[list[jax.Array]], list[jax.Array]]) -> "AsyncTransfer":
+        """Returns the transfer with a function applied to its results."""
         return replace(self, finish=lambda arrays: function(self.finish(arrays)))
 
 
-def in_order[Tree](tree: Tree, flights: Sequence[Flight]) -> tuple[Tree, list[Flight]]:
-    """The same: uses of ``tree`` come after the flights' starts, landings after what has made ``tree``."""
-    workspaces = [flight.arrays[:1] for flight in flights]
+def in_order[Tree](tree: Tree, transfers: Sequence[AsyncTransfer]) -> tuple[Tree, list[AsyncTransfer]]:
+    """Orders computations around transfers, and returns both with the same values.
+
+    What uses the returned tree comes after the starts of the transfers, and waiting for the returned
+    transfers comes after what computes ``tree``.
+    """
+    workspaces = [transfer.arrays[:1] for transfer in transfers]
     if not any(workspaces):
-        return tree, [*flights]
+        return tree, [*transfers]
     tree, workspaces = jax.lax.optimization_barrier((tree, workspaces))
     return tree, [
-        replace(flight, arrays=(*workspace, *flight.arrays[1:]))
-        for flight, workspace in zip(flights, workspaces, strict=True)
+        replace(transfer, arrays=(*workspace, *transfer.arrays[1:]))
+        for transfer, workspace in zip(transfers, workspaces, strict=True)
     ]
 
 
@@ -63,23 +66,23 @@ def start(
     dtypes: Sequence[jnp.dtype],
     route: Route,
     *,
-    number: int,
+    transfer_id: int,
     goes_first: bool,
-) -> Flight:
+) -> AsyncTransfer:
     """Starts a cast or a reduction, which is not differentiable.
 
     Args:
         kind: which of the two it is.
-        operands: as of `group_cast_p` and `group_reduce_p`, with eight arrays at most and nothing empty.
-        dtypes: of the results.
+        operands: those of `group_cast_p` and `group_reduce_p`, with at most eight arrays and none empty.
+        dtypes: the dtypes of the results.
         route: where rows go.
-        number: tells the transfer from others of the group that are under way.
-        goes_first: on GPUs, what is computed next waits until the transfer has its multiprocessors. For the
-            first of several transfers that are started together, since the others wait for that one.
+        transfer_id: tells the transfer from other unfinished ones of the group.
+        goes_first: whether, on GPUs, what is computed next waits until the transfer has its multiprocessors.
+            Set it for the first of several transfers that start together, since the others wait for that one.
     """
     *xs, sends, receives = operands
     likes = _cuda.result_types(kind, route, xs, dtypes)
-    params = {"kind": kind, "route": route, "dtypes": tuple(dtypes), "number": number}
+    params = {"kind": kind, "route": route, "dtypes": tuple(dtypes), "transfer_id": transfer_id}
     ranks = route.group_size or jax.lax.axis_size(route.axis_name)
     flat = (_cuda.flatten(x) for x in xs)
     started = start_p.bind(*flat, sends, receives, ranks=ranks, goes_first=goes_first, **params)
@@ -89,13 +92,13 @@ def start(
             _cuda.unflatten(x, like) for x, like in zip(done_p.bind(*arrays, **params), likes, strict=True)
         ]
 
-    return Flight(tuple(started), finish)
+    return AsyncTransfer(tuple(started), finish)
 
 
-# --- the primitives: of arrays [G, rows, ...] whose rows are whole units ---
+# --- the primitives, for arrays [G, rows, ...] whose rows are whole units of bytes ---
 #
 # start_p: arrays, sends and receives → a workspace, the results, and the operands again
-# done_p: all of that → the results
+# done_p: the results of start_p → the results of the transfer
 
 start_p = Primitive("jaxmagi_group_start")
 done_p = Primitive("jaxmagi_group_done")
@@ -122,29 +125,25 @@ def _done_types(workspace: Any, *started: Any, dtypes: Sequence[jnp.dtype], **_:
     return [*started[: len(dtypes)]]
 
 
-# --- batching: as that of `group_cast_p`, with one workspace for the whole batch ---
+# --- batching: as in `group_cast_p`, with one workspace for the whole batch ---
 
 
 def _batch_start(operands: Sequence[Any], axes: Axes, **params: Any) -> tuple[list[Any], list[int | None]]:
-    if share_tables(axes):
-        dims = carried_axes(axes[:-2])
-        return start_p.bind(*carry(operands, axes), **params), [None, *dims, *dims, None, None]
-    lead = batch_shape(operands, axes)
-    folded = [fold(x, axis, lead[0]) for x, axis in zip(operands, axes, strict=True)]
-    workspace, *started = start_p.bind(*folded, **params)
-    return [workspace, *(unfold(x, lead) for x in started)], [None, *[0] * len(started)]
+    workspaces = []
+
+    def bind(*operands: Any) -> list[Any]:
+        workspace, *started = start_p.bind(*operands, **params)
+        workspaces.append(workspace)
+        return started
+
+    started, dims = batch(bind, operands, axes)
+    return [*workspaces, *started], [None, *dims[:-2], *dims]
 
 
 def _batch_done(operands: Sequence[Any], axes: Axes, **params: Any) -> tuple[list[Any], list[int | None]]:
     workspace, *started = operands
-    axes = axes[1:]
-    if share_tables(axes):
-        out = done_p.bind(workspace, *carry(started, axes), **params)
-        return out, carried_axes(axes[: len(out)])
-    lead = batch_shape(started, axes)
-    folded = [fold(x, axis, lead[0]) for x, axis in zip(started, axes, strict=True)]
-    out = [unfold(x, lead) for x in done_p.bind(workspace, *folded, **params)]
-    return out, [0] * len(out)
+    out, dims = batch(functools.partial(done_p.bind, workspace, **params), started, axes[1:])
+    return out, dims[: len(out)]
 
 
 # --- lowering ---
@@ -166,15 +165,17 @@ def _portable_done(
     return [*started[: len(dtypes)]]
 
 
-def _start_misfit(operands: Sequence[Any], *, kind: Kind, dtypes: Any, cp_size: int, **_: Any) -> str | None:
+def _start_unsupported_reason(
+    operands: Sequence[Any], *, kind: Kind, dtypes: Any, cp_size: int, **_: Any
+) -> str | None:
     if kind == "cast":
-        return cast_misfit(operands, cp_size=cp_size)
-    return reduce_misfit(operands, cp_size=cp_size, out_dtypes=dtypes)
+        return cast_unsupported_reason(operands, cp_size=cp_size)
+    return reduce_unsupported_reason(operands, cp_size=cp_size, out_dtypes=dtypes)
 
 
-def _done_misfit(started: Sequence[Any], *, dtypes: Any, **params: Any) -> str | None:
-    # By what the start had, so that both are custom calls or neither is.
-    return _start_misfit(started[len(dtypes) + 1 :], dtypes=dtypes, **params)
+def _done_unsupported_reason(started: Sequence[Any], *, dtypes: Any, **params: Any) -> str | None:
+    # The operands of the start decide, so that both are custom calls or neither is.
+    return _start_unsupported_reason(started[len(dtypes) + 1 :], dtypes=dtypes, **params)
 
 
 def _define(primitive: Primitive, types: Callable[..., list[Any]], batch: Callable[..., Any]) -> None:
@@ -185,5 +186,5 @@ def _define(primitive: Primitive, types: Callable[..., list[Any]], batch: Callab
 
 _define(start_p, _start_types, _batch_start)
 _define(done_p, _done_types, _batch_done)
-register(start_p, _portable_start, _cuda.start, _start_misfit)
-register(done_p, _portable_done, _cuda.done, _done_misfit)
+register(start_p, _portable_start, _cuda.start, _start_unsupported_reason)
+register(done_p, _portable_done, _cuda.done, _done_unsupported_reason)

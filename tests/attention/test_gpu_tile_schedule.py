@@ -1,7 +1,4 @@
-"""The plan op on the GPU: against the oracle, shared by layers, and captured."""
-
-from collections.abc import Callable
-from pathlib import Path
+"""The tile schedule on the GPU equals its reference."""
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +6,16 @@ import numpy as np
 import pytest
 
 from benchmarks._workloads import shuffled_documents
-from jaxmagi import _native, masks
-from jaxmagi.attention import _cuda, attention
-from jaxmagi.masks import UNBOUNDED, AttnMask
+from jaxmagi import _native
+from jaxmagi.attention import _cuda
+from jaxmagi.masks import UNBOUNDED
 from tests.cases import random_bands
 
-from .gpu_harness import has_command_buffers, with_command_buffers
-from .plan_oracle import Ints, make_plan, tighten, transpose
+from .schedule_reference import Ints, make_schedule, tighten, transpose
 
 pytestmark = pytest.mark.gpu
 
 DIMS = (128, 128)
-LAYERS = 4
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,22 +24,22 @@ def built() -> None:
         pytest.fail("jaxmagi was built without CUDA")
 
 
-plan = jax.jit(_cuda.plan, static_argnums=(1, 2, 3, 4))
+tile_schedule = jax.jit(_cuda.tile_schedule, static_argnums=(1, 2, 3, 4))
 
 
 def check(bands: Ints, q_len: int, kv_len: int, dims: tuple[int, int] = DIMS) -> None:
-    """The op on bands [P, C, 6] twice by rows and twice by keys, against the oracle."""
+    """Compares schedules of bands [M, C, 6], twice by rows and twice by keys, with the reference."""
     extension = _native.extension("cuda")
     assert extension is not None
     given = jnp.asarray(bands, jnp.int32)
     for by_keys in (False, True):
-        first, second = (plan(given, q_len, kv_len, dims, by_keys) for _ in range(2))
+        first, second = (tile_schedule(given, q_len, kv_len, dims, by_keys) for _ in range(2))
         for i, mask in enumerate(bands):
             if by_keys:
                 rows, keys = extension.backward_tile(*dims)
-                want = make_plan(transpose(tighten(mask, q_len, kv_len)), kv_len, q_len, keys, rows)
+                want = make_schedule(transpose(tighten(mask, q_len, kv_len)), kv_len, q_len, keys, rows)
             else:
-                want = make_plan(mask, q_len, kv_len, *extension.forward_tile(*dims))
+                want = make_schedule(mask, q_len, kv_len, *extension.forward_tile(*dims))
             for got in (first, second):
                 np.testing.assert_array_equal(got[0][i], want.bands)
                 np.testing.assert_array_equal(got[1][i], want.tiles)
@@ -61,7 +56,7 @@ def test_random_bands(rng: np.random.Generator, q_len: int, kv_len: int, count: 
 
 
 @pytest.mark.parametrize("more", [-1, 0, 1])
-def test_as_many_tiles_as_one_cta_plans(rng: np.random.Generator, more: int) -> None:
+def test_as_many_tiles_as_one_cta_schedules(rng: np.random.Generator, more: int) -> None:
     extension = _native.extension("cuda")
     assert extension is not None
     length = 256 * extension.forward_tile(*DIMS)[0] + more
@@ -100,54 +95,3 @@ def test_any_numbers(rng: np.random.Generator) -> None:
 def test_hundred_thousand_documents(rng: np.random.Generator) -> None:
     length = 1 << 24
     check(shuffled_documents(rng, length, 100_000)[None].astype(np.int64), length, length)
-
-
-# --- in programs ---
-
-
-def layer(mask: AttnMask, x: jax.Array) -> jax.Array:
-    return x + attention(x, x, x, mask, implementation="ffi")
-
-
-def unrolled(x: jax.Array, mask: AttnMask) -> jax.Array:
-    for _ in range(LAYERS):
-        x = layer(mask, x)
-    return x
-
-
-def scanned(x: jax.Array, mask: AttnMask) -> jax.Array:
-    return jax.lax.scan(lambda x, _: (layer(mask, x), None), x, length=LAYERS)[0]
-
-
-def problem(rng: np.random.Generator) -> tuple[jax.Array, AttnMask]:
-    x = jnp.asarray(rng.standard_normal((1000, 4, 128)), jnp.bfloat16)
-    return x, masks.documents([300, 500, 200])
-
-
-def calls_of(target: str, text: str) -> int:
-    """How often a compiled program calls a target."""
-    return text.count(f'custom_call_target="{target}"')
-
-
-@pytest.mark.parametrize(("model", "kernels"), [(unrolled, LAYERS), (scanned, 1)])
-def test_one_plan_for_all_layers(
-    rng: np.random.Generator, model: Callable[..., jax.Array], kernels: int
-) -> None:
-    text = jax.jit(model).lower(*problem(rng)).compile().as_text()
-    assert text is not None
-    assert calls_of(_cuda.FORWARD, text) == kernels
-    assert calls_of(_cuda.PLAN, text) == 1
-
-
-@pytest.mark.parametrize("model", [unrolled, scanned])
-def test_captured_loops(rng: np.random.Generator, tmp_path: Path, model: Callable[..., jax.Array]) -> None:
-    """With and without command buffers, bit for bit, for several masks of one capacity."""
-    x, mask = problem(rng)
-    off = with_command_buffers(model, "", tmp_path / "off")
-    on = with_command_buffers(model, "FUSION,CUSTOM_CALL,WHILE", tmp_path / "on")
-    others = [masks.causal(1000), masks.sliding_window(1000, 70)]
-    for other in (mask, *(other.pad_to(mask.bands.shape[0]) for other in others)):
-        want = off(x, other)
-        for _ in range(3):
-            assert bool(jnp.array_equal(on(x, other), want))
-    assert has_command_buffers(tmp_path / "on") and not has_command_buffers(tmp_path / "off")

@@ -1,4 +1,4 @@
-"""The custom calls on GPUs: their names, and why they do not fit what there is to move."""
+"""Names the custom calls on GPUs, and tells what they do not support."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,45 +11,45 @@ CAST = "jaxmagi_group_cast_start"
 REDUCE = "jaxmagi_group_reduce_start"
 DONE = "jaxmagi_group_done"
 
-_MOST_RANKS = 64  # of a group
+_MAX_RANKS = 64  # of a group
 _PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 _SUMMABLE = ("bfloat16", "float16", "float32", "float64")
 
 
-def cast_misfit(operands: Sequence[Any], *, cp_size: int, **_: Any) -> str | None:
-    """Why the custom calls cannot cast these operands here; None if they can."""
+def cast_unsupported_reason(operands: Sequence[Any], *, cp_size: int, **_: Any) -> str | None:
+    """Returns why the custom calls cannot cast these operands here; None if they can."""
     *xs, _, _ = operands
     packed = [x.dtype.name for x in xs if x.dtype.name in _PACKED]
     reason = f"{packed[0]} takes less than a byte" if packed else None
-    return platform_misfit() or _size_misfit(cp_size) or reason
+    return unsupported_reason() or _size_reason(cp_size) or reason
 
 
-def reduce_misfit(
+def reduce_unsupported_reason(
     operands: Sequence[Any], *, cp_size: int, out_dtypes: Sequence[jnp.dtype], **_: Any
 ) -> str | None:
-    """Why the custom calls cannot reduce these operands here; None if they can."""
+    """Returns why the custom calls cannot reduce these operands here; None if they can."""
     *xs, _, _ = operands
-    sum_misfit = _sum_misfit([x.dtype for x in xs], out_dtypes)
-    return platform_misfit() or _size_misfit(cp_size) or sum_misfit
+    reason = _sum_reason([x.dtype for x in xs], out_dtypes)
+    return unsupported_reason() or _size_reason(cp_size) or reason
 
 
-def platform_misfit() -> str | None:
-    """Why the custom calls cannot run here, whatever the operands; None if they can."""
-    if misfit := _hopper.platform_misfit():
-        return misfit
+def unsupported_reason() -> str | None:
+    """Returns why the custom calls cannot run here, whatever the operands; None if they can."""
+    if reason := _hopper.unsupported_reason():
+        return reason
     has_handlers = all(_native.has_handler(target, "cuda") for target in (CAST, REDUCE, DONE))
     if has_handlers and hasattr(_native.extension("cuda"), "set_memory_limit"):
         return None
     return "the compiled extension jaxmagi._cuda is older than these sources: build jaxmagi again"
 
 
-def _size_misfit(cp_size: int) -> str | None:
-    if cp_size > _MOST_RANKS:
-        return f"the mesh axis has {cp_size} ranks, and the custom calls are for {_MOST_RANKS} at most"
+def _size_reason(cp_size: int) -> str | None:
+    if cp_size > _MAX_RANKS:
+        return f"the mesh axis has {cp_size} ranks, and the custom calls are for {_MAX_RANKS} at most"
     return None
 
 
-def _sum_misfit(dtypes: Sequence[jnp.dtype], out_dtypes: Sequence[jnp.dtype]) -> str | None:
+def _sum_reason(dtypes: Sequence[jnp.dtype], out_dtypes: Sequence[jnp.dtype]) -> str | None:
     for dtype, out_dtype in zip(dtypes, out_dtypes, strict=True):
         if dtype.name not in _SUMMABLE:
             return f"the array is {dtype.name}, and the kernels add up {', '.join(_SUMMABLE)}"

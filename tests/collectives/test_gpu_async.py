@@ -1,4 +1,4 @@
-"""Transfers in two halves, with something computed between them, on groups of GPUs."""
+"""Asynchronous transfers, with computations between start and wait, on groups of GPUs."""
 
 import time
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxmagi import GroupCastSpec
-from jaxmagi.collectives import Flight, in_order, make_transfer
+from jaxmagi.collectives import AsyncTransfer, in_order, make_transfer
 
 from .groups import SEVERAL, Group, assert_close, assert_equal, on_groups, require_devices
 from .harness import AXIS, normal
@@ -26,22 +26,22 @@ def transfer_of(group: Group, spec: Any) -> Any:
     return make_transfer(spec, AXIS, group.implementation, group.num_sms, group.ranks_per_host)
 
 
-def beside(work: jax.Array, flights: list[Flight]) -> tuple[jax.Array, list[Flight]]:
-    """Some rotations of rows, which keep errors as small as they are, while transfers are under way."""
-    work, flights = in_order(work, flights)
+def overlap(work: jax.Array, transfers: list[AsyncTransfer]) -> tuple[jax.Array, list[AsyncTransfer]]:
+    """Rotates rows several times, which keeps errors small, during transfers."""
+    work, transfers = in_order(work, transfers)
     for _ in range(4):
         work = jnp.matmul(work, ROTATION.astype(work.dtype), precision="highest")
-    return in_order(work, flights)
+    return in_order(work, transfers)
 
 
 def rotated(work: np.ndarray, times: int) -> np.ndarray:
-    """What `beside` gives that many times, in float64."""
+    """The result of so many calls of `overlap`, in float64."""
     return (work @ np.linalg.matrix_power(ROTATION, 4 * times)).astype(work.dtype)
 
 
 @on_groups(*GROUPS)
-def test_cast_and_reduction_under_way_at_once(group: Group, rng: np.random.Generator) -> None:
-    """Of two arrays, one with rows that are no whole units, turn after turn in the same buffers."""
+def test_cast_and_reduction_at_once(group: Group, rng: np.random.Generator) -> None:
+    """Two arrays, one with rows that are no whole units, are transferred repeatedly in the same buffers."""
     turns = 20
     transfer = random_transfer(rng, group.size)
     rows = transfer.spec.output_rows
@@ -54,10 +54,10 @@ def test_cast_and_reduction_under_way_at_once(group: Group, rng: np.random.Gener
 
         def turn(work: jax.Array, operands: Any) -> Any:
             x, y = operands
-            cast = rank.start_cast(x, number=0, goes_first=True)
-            reduction = rank.start_reduce(y, [z.dtype for z in y], number=1, goes_first=False)
-            work, flights = beside(work, [cast, reduction])
-            return work, [flight.land() for flight in flights]
+            cast = rank.start_cast(x, transfer_id=0, goes_first=True)
+            reduction = rank.start_reduce(y, [z.dtype for z in y], transfer_id=1, goes_first=False)
+            work, started = overlap(work, [cast, reduction])
+            return work, [pending.wait() for pending in started]
 
         x, y = jax.tree.map(lambda leaf: leaf[:, 0], (x, y))
         work, results = jax.lax.scan(turn, work[0], (x, y))
@@ -73,25 +73,25 @@ def test_cast_and_reduction_under_way_at_once(group: Group, rng: np.random.Gener
 
 
 @on_groups(*SEVERAL)
-def test_one_at_once_while_another_is_under_way(group: Group, rng: np.random.Generator) -> None:
-    """Of the same group, and again behind it, when nothing else is under way."""
+def test_synchronous_during_asynchronous(group: Group, rng: np.random.Generator) -> None:
+    """One group makes another transfer during an asynchronous one, and one after it."""
     transfer = random_transfer(rng, group.size)
     x, z = normal(rng, group.size, INPUT_ROWS, 4), normal(rng, group.size, INPUT_ROWS, 8)
 
     def local(x: jax.Array, z: jax.Array, spec: GroupCastSpec) -> Any:
         rank = transfer_of(group, spec)
-        z, flights = in_order(z[0], [rank.start_cast([x[0]], number=0, goes_first=True)])
+        z, started = in_order(z[0], [rank.start_cast([x[0]], transfer_id=0, goes_first=True)])
         (at_once,) = rank.cast([z])
-        at_once, (flight,) = in_order(at_once, flights)
-        (apart,) = flight.land()
-        (behind,) = rank.reduce([apart], [apart.dtype])
-        return [y[None] for y in (at_once, apart, behind)]
+        at_once, (pending,) = in_order(at_once, started)
+        (asynchronous,) = pending.wait()
+        (behind,) = rank.reduce([asynchronous], [asynchronous.dtype])
+        return [y[None] for y in (at_once, asynchronous, behind)]
 
     run = group.program(local, (P(AXIS), P(AXIS), P()))
     for _ in range(3):
-        at_once, apart, behind = run(*group.shard((x, z)), group.replicate(transfer.spec))
+        at_once, asynchronous, behind = run(*group.shard((x, z)), group.replicate(transfer.spec))
         assert_equal(at_once, transfer.cast(z))
-        assert_equal(apart, transfer.cast(x))
+        assert_equal(asynchronous, transfer.cast(x))
         assert_close(behind, transfer.reduce_sum(transfer.cast(x)), 1e-6)
 
 
@@ -105,10 +105,10 @@ def test_vmap(group: Group, rng: np.random.Generator) -> None:
     def local(x: jax.Array, work: jax.Array, specs: GroupCastSpec) -> Any:
         def one(x: jax.Array, work: jax.Array, spec: GroupCastSpec) -> tuple[jax.Array, jax.Array]:
             rank = transfer_of(group, spec)
-            _, (flight,) = beside(work, [rank.start_cast([x], number=0, goes_first=True)])
-            (y,) = flight.land()
-            _, (flight,) = beside(work, [rank.start_reduce([y], [y.dtype], number=0, goes_first=True)])
-            return y, flight.land()[0]
+            _, (pending,) = overlap(work, [rank.start_cast([x], transfer_id=0, goes_first=True)])
+            (y,) = pending.wait()
+            _, (pending,) = overlap(work, [rank.start_reduce([y], [y.dtype], transfer_id=0, goes_first=True)])
+            return y, pending.wait()[0]
 
         first = jax.tree.map(lambda table: table[0], specs)
         shared = jax.vmap(one, (0, 0, None))(x[0], work[0], first)
@@ -124,7 +124,7 @@ def test_vmap(group: Group, rng: np.random.Generator) -> None:
 
 @on_groups(Group(None, 4))
 def test_between_hosts(group: Group, rng: np.random.Generator) -> None:
-    """By a spec in two steps, for hosts of one rank on the CPU and of two on GPUs."""
+    """The spec has two steps, with hosts of one rank on the CPU and of two on GPUs."""
     transfer = random_transfer(rng, group.size)
     relayed = transfer.spec.by_host(1 if group.size % 2 else 2)
     x = normal(rng, group.size, INPUT_ROWS, 4)
@@ -132,9 +132,9 @@ def test_between_hosts(group: Group, rng: np.random.Generator) -> None:
 
     def local(x: jax.Array, y: jax.Array, spec: Any) -> Any:
         rank = make_transfer(spec, AXIS)
-        cast = rank.start_cast([x[0]], number=0, goes_first=True)
-        reduction = rank.start_reduce([y[0]], [y.dtype], number=1, goes_first=False)
-        return [flight.land()[0][None] for flight in (cast, reduction)]
+        cast = rank.start_cast([x[0]], transfer_id=0, goes_first=True)
+        reduction = rank.start_reduce([y[0]], [y.dtype], transfer_id=1, goes_first=False)
+        return [pending.wait()[0][None] for pending in (cast, reduction)]
 
     run = group.program(local, (P(AXIS), P(AXIS), P()))
     cast, sums = run(*group.shard((x, y)), group.replicate(relayed))
@@ -149,25 +149,25 @@ def test_nothing_to_move(group: Group) -> None:
     x = np.zeros((group.size, INPUT_ROWS, 0), np.float32)
 
     def local(x: jax.Array, spec: GroupCastSpec) -> jax.Array:
-        flight = transfer_of(group, spec).start_cast([x[0]], number=0, goes_first=True)
-        assert not flight.arrays
-        _, (flight,) = in_order(x, [flight])
-        return flight.land()[0][None]
+        pending = transfer_of(group, spec).start_cast([x[0]], transfer_id=0, goes_first=True)
+        assert not pending.arrays
+        _, (pending,) = in_order(x, [pending])
+        return pending.wait()[0][None]
 
     run = group.program(local, (P(AXIS), P()))
     assert_equal(run(group.shard(x), group.replicate(transfer.spec)), transfer.cast(x))
 
 
 @pytest.mark.gpu
-def test_halves_in_two_programs(rng: np.random.Generator) -> None:
-    """Without jit each half is a program, and what is between them is not of the transfer."""
+def test_start_and_wait_in_two_programs(rng: np.random.Generator) -> None:
+    """Without jit start and wait are two programs, between which others may run."""
     require_devices(2)
     group = Group("native", 2)
     transfer = random_transfer(rng, 2, repeats=True)
     x = normal(rng, 2, INPUT_ROWS, 4)
 
     def local(x: jax.Array, spec: GroupCastSpec) -> jax.Array:
-        return transfer_of(group, spec).start_cast([x[0]], number=0, goes_first=False).land()[0][None]
+        return transfer_of(group, spec).start_cast([x[0]], transfer_id=0, goes_first=False).wait()[0][None]
 
     mapped = jax.shard_map(local, mesh=group.mesh, in_specs=(P(AXIS), P()), out_specs=P(AXIS))
     with pytest.raises(jax.errors.JaxRuntimeError, match="both calls must be in one program"):
@@ -176,31 +176,31 @@ def test_halves_in_two_programs(rng: np.random.Generator) -> None:
 
 @pytest.mark.gpu
 def test_start_alone_in_a_program(rng: np.random.Generator) -> None:
-    """When that has ended, landing in another program is an error, even with the results in their places."""
+    """Waiting in another program is an error, even with the results in their places."""
     require_devices(2)
     group = Group("native", 2)
     transfer = random_transfer(rng, 2, repeats=True)
     x = normal(rng, 2, INPUT_ROWS, 4)
-    flights = []
+    started = []
 
     def start(x: jax.Array, spec: GroupCastSpec) -> list[jax.Array]:
-        flights.append(transfer_of(group, spec).start_cast([x[0]], number=0, goes_first=False))
-        return [array[None] for array in flights[-1].arrays]
+        started.append(transfer_of(group, spec).start_cast([x[0]], transfer_id=0, goes_first=False))
+        return [array[None] for array in started[-1].arrays]
 
-    def land(arrays: list[jax.Array]) -> jax.Array:
-        return flights[-1].finish(tuple(array[0] for array in arrays))[0][None]
+    def wait(arrays: list[jax.Array]) -> jax.Array:
+        return started[-1].finish(tuple(array[0] for array in arrays))[0][None]
 
     arrays = group.program(start, (P(AXIS), P()))(group.shard(x), group.replicate(transfer.spec))
-    landing = jax.jit(
-        jax.shard_map(land, mesh=group.mesh, in_specs=P(AXIS), out_specs=P(AXIS)),
+    waiting = jax.jit(
+        jax.shard_map(wait, mesh=group.mesh, in_specs=P(AXIS), out_specs=P(AXIS)),
         donate_argnums=0,  # or XLA would copy the results
     )
     with pytest.raises(jax.errors.JaxRuntimeError, match="both calls must be in one program"):
-        jax.block_until_ready(landing(arrays))
+        jax.block_until_ready(waiting(arrays))
 
 
 @pytest.mark.gpu
-def test_program_that_fails_between_the_halves(rng: np.random.Generator) -> None:
+def test_program_that_fails_before_it_waits(rng: np.random.Generator) -> None:
     """Others get the memory that its transfer writes, and come after that, also if they have no transfers."""
     require_devices(2)
     if jax.process_count() > 1:
@@ -210,19 +210,19 @@ def test_program_that_fails_between_the_halves(rng: np.random.Generator) -> None
     spec = transfer_by_splits(rng, [[shape[0]], [shape[0]]], [[[1]], [[0]]]).spec
 
     def fail(_: Any) -> np.ndarray:
-        raise RuntimeError("something between the halves")
+        raise RuntimeError("something before the wait")
 
     def local(x: jax.Array, spec: GroupCastSpec) -> jax.Array:
-        flight = transfer_of(group, spec).start_cast([x[0]], number=0, goes_first=True)
-        between = jax.pure_callback(fail, jax.ShapeDtypeStruct((), np.float32), flight.arrays[0])
-        between, (flight,) = in_order(between, [flight])
-        return flight.land()[0][None] + between
+        pending = transfer_of(group, spec).start_cast([x[0]], transfer_id=0, goes_first=True)
+        between = jax.pure_callback(fail, jax.ShapeDtypeStruct((), np.float32), pending.arrays[0])
+        between, (pending,) = in_order(between, [pending])
+        return pending.wait()[0][None] + between
 
     run = group.program(local, (P(AXIS), P()))
     fill = group.program(lambda value: jnp.full((1, *shape), value[0]), P(AXIS))
     ones, sevens = group.shard([np.full(2, value, np.float32) for value in (1, 7)])
     x = fill(ones)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="something between the halves"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something before the wait"):
         jax.block_until_ready(run(x, group.replicate(spec)))
     filled = jax.block_until_ready([fill(sevens) for _ in range(4)])
     time.sleep(0.5)  # until the transfer has ended in any case

@@ -1,0 +1,29 @@
+"""The reference of the tile schedule agrees with the dense mask."""
+
+import numpy as np
+import pytest
+
+from jaxmagi.masks import AttnMask
+from tests.cases import random_bands
+
+from .schedule_reference import make_schedule
+
+Q_LEN, KV_LEN = 75, 90
+
+
+@pytest.mark.parametrize("tile_rows", [1, 16, 75, 100])
+def test_windows_and_costs(rng: np.random.Generator, tile_rows: int) -> None:
+    """Bands of a tile include all with visible cells there; with blocks of one key its cost is its keys."""
+    for count in (1, 4, 20):
+        bands = random_bands(rng, Q_LEN, KV_LEN, count)
+        schedule = make_schedule(bands, Q_LEN, KV_LEN, tile_rows, 1)
+        dense = [
+            AttnMask.from_bands(band[None, :6], q_len=Q_LEN, kv_len=KV_LEN, check=False).to_dense()
+            for band in schedule.bands
+        ]
+        assert sorted(schedule.tiles[:, 0]) == list(range(-(-Q_LEN // tile_rows)))
+        assert (np.diff(schedule.tiles[:, 3]) <= 0).all()
+        for tile, first, stop, blocks in schedule.tiles:
+            rows = slice(tile * tile_rows, (tile + 1) * tile_rows)
+            keys = [mask[rows].any(axis=0).sum() for mask in dense]
+            assert sum(keys[first:stop]) == sum(keys) == blocks
