@@ -1,13 +1,11 @@
 #pragma once
 
+#include "csrc/attention/sm90/backward/consumer_rs.cuh"
+#include "csrc/attention/sm90/backward/consumer_ss.cuh"
+#include "csrc/attention/sm90/backward/consumer_wide.cuh"
 #include "csrc/attention/sm90/backward/producer.cuh"
 #include "csrc/attention/sm90/backward/reducer.cuh"
-#include "csrc/attention/sm90/backward/rs_consumer.cuh"
 #include "csrc/attention/sm90/backward/scheduler.cuh"
-#include "csrc/attention/sm90/backward/ss_consumer.cuh"
-#include "csrc/attention/sm90/backward/wide_consumer.cuh"
-
-#include <type_traits>
 
 // The backward kernel: persistent; a scheduler warp, a producer warp, a reducer warp and Config::kConsumers consumer
 // warpgroups a CTA. A CTA takes tiles of keys. Their dK and dV stay in registers over all bands and all query heads
@@ -75,12 +73,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             BackwardScheduler<Config>{memory, args, lane}.run();
     } else {
         warpgroup_reg_alloc<Config::kConsumerRegisters>();
-        // Found again, or ptxas would keep it in local memory in between.
-        const int consumer = uniform(threadIdx.x / kWarpgroupThreads) - 1;
-        using NarrowConsumer =
-            std::conditional_t<Config::kTransposedDq, BackwardSsConsumer<Config>, BackwardRsConsumer<Config>>;
-        using Consumer = std::conditional_t<Config::kWide, BackwardWideConsumer<Config>, NarrowConsumer>;
-        Consumer{memory, args, consumer, thread}.run();
+        // Computed again: ptxas would keep `warpgroup` in local memory.
+        const ConsumerThread consumer{uniform(threadIdx.x / kWarpgroupThreads) - 1, thread};
+        if constexpr (Config::kWide)
+            BackwardConsumerWide<Config>{memory, args, consumer}.run();
+        else if constexpr (Config::kRows == 80)
+            BackwardConsumerSs<Config>{memory, args, consumer}.run();
+        else
+            BackwardConsumerRs<Config>{memory, args, consumer}.run();
     }
 }
 

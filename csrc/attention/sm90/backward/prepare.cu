@@ -57,7 +57,7 @@ __device__ void write_rows(const StagedRows& staged, EightRows* to, int num_rows
         uint32_t blind = 0;
         for (int eight = i / 8; eight < (i + block_rows) / 8; ++eight)
             blind |= staged.blind[eight];
-        to[i / 8].begins_blind_block = blind >> head & 1;
+        to[i / 8].block_has_masked_rows = blind >> head & 1;
     }
 }
 

@@ -23,8 +23,8 @@ template <typename Config> struct BackwardProducer {
 #pragma unroll 1
         for (unsigned number = 0;; ++number) {
             memory.run_full(number).wait(memory.run_parity(number));
-            const QueryRun& run = memory.query_run(number);
-            const int num_steps = memory.tile_message(run.turn).num_steps;
+            const BackwardBandRun& run = memory.band_run(number);
+            const int num_steps = memory.work_item(run.item).num_steps;
             if (run.first)
                 load_keys(run, num_steps);
             if (num_steps < 0)
@@ -36,8 +36,8 @@ template <typename Config> struct BackwardProducer {
 
 private:
     // Once the tile before is done with.
-    __device__ __forceinline__ void load_keys(const QueryRun& run, int num_steps) const {
-        memory.kv_empty().wait((run.turn & 1) ^ 1);
+    __device__ __forceinline__ void load_keys(const BackwardBandRun& run, int num_steps) const {
+        memory.kv_empty().wait((run.item & 1) ^ 1);
         if (num_steps <= 0) {
             memory.kv_full().arrive();
             return;
@@ -52,7 +52,7 @@ private:
     // with keys of different tiles are at the same queries, and find them in the L2 cache. Query heads take turns at
     // chunks of blocks. At every block, a group of 8 heads would go through more than the cache holds before the tile
     // next to this one comes to the same queries; over a whole sequence, tiles of different lengths would drift apart.
-    __device__ __forceinline__ void load_blocks(const QueryRun& run) {
+    __device__ __forceinline__ void load_blocks(const BackwardBandRun& run) {
 #pragma unroll 1
         for (int end = run.blocks.end; end > run.blocks.begin;) {
             const int begin = max((end - 1) / kChunkBlocks * kChunkBlocks, run.blocks.begin);
@@ -63,7 +63,7 @@ private:
         }
     }
 
-    __device__ __forceinline__ void load_chunk(const QueryRun& run, Range blocks, int head) {
+    __device__ __forceinline__ void load_chunk(const BackwardBandRun& run, Range blocks, int head) {
 #pragma unroll 1
         for (int block = blocks.end - 1; block >= blocks.begin; --block, ++step) {
             load_queries(run, block, head);
@@ -71,7 +71,7 @@ private:
         }
     }
 
-    __device__ __forceinline__ void load_queries(const QueryRun& run, int block, int head) const {
+    __device__ __forceinline__ void load_queries(const BackwardBandRun& run, int block, int head) const {
         const int first = run.origin + block * Config::kRows;
         const int row = (run.example * args.heads + head) * args.workspace.rows_per_head + first;
         describe(run, block, first, row);
@@ -82,8 +82,8 @@ private:
         bulk_load(shared_address(memory.rows(step)), args.workspace.rows + row / 8, Config::kRowsBytes, full);
     }
 
-    __device__ __forceinline__ void describe(const QueryRun& run, int block, int first, int row) const {
-        StepMessage& message = memory.step_message(step);
+    __device__ __forceinline__ void describe(const BackwardBandRun& run, int block, int first, int row) const {
+        StepDescriptor& message = memory.descriptor(step);
         message.key_begin = run.key_begin;
         message.key_end = run.key_end;
         // Bounded, so that sums do not overflow.
@@ -91,7 +91,7 @@ private:
         message.upper = min(run.upper - first, run.end_query - first);
         message.first_column = run.first_query - first;
         message.end_column = run.end_query - first;
-        message.masked = block < run.whole.begin or block >= run.whole.end;
+        message.masked = block < run.unmasked.begin or block >= run.unmasked.end;
         message.row = row;
         message.mask = run.mask;
         message.block = block;
@@ -99,7 +99,7 @@ private:
         message.tile = run.key / Config::kKeys;
     }
 
-    __device__ __forceinline__ void load_dout(const QueryRun& run, int block, int head) const {
+    __device__ __forceinline__ void load_dout(const BackwardBandRun& run, int block, int head) const {
         memory.dout_empty(step).wait(memory.dout_parity(step) ^ 1);
         const Mbarrier full = memory.dout_full(step);
         full.arrive_and_expect(Config::kDoutBytes);

@@ -30,9 +30,9 @@ template <typename Config> struct BackwardReducer {
             if (memory.done() != 0)
                 break;
             if (args.deterministic)
-                add_in_turn(memory.step_message(step));
+                add_in_turn(memory.descriptor(step));
             else
-                add(memory.step_message(step));
+                add(memory.descriptor(step));
         }
         if (elect_lane())
             bulk_wait();
@@ -44,7 +44,7 @@ private:
         named_barrier_arrive(kDqEmpty + part, kDqThreads);
     }
 
-    __device__ __forceinline__ float* target(const StepMessage& message) const {
+    __device__ __forceinline__ float* target(const StepDescriptor& message) const {
         return args.workspace.dq + int64_t{message.row} * (Config::kTransposedDq ? kPanelColumns : Config::kDim);
     }
 
@@ -65,7 +65,7 @@ private:
     }
 
     // The first part of the first pass is there.
-    __device__ __forceinline__ void add(const StepMessage& message) const {
+    __device__ __forceinline__ void add(const StepDescriptor& message) const {
         float* const to = target(message);
 #pragma unroll
         for (int pass = 0; pass < Config::kDqPasses; ++pass) {
@@ -91,7 +91,7 @@ private:
     }
 
     // The next turn begins when the additions are complete, but the parts are given back when they were read.
-    __device__ __forceinline__ void add_in_turn(const StepMessage& message) const {
+    __device__ __forceinline__ void add_in_turn(const StepDescriptor& message) const {
         float* const to = target(message);
         int* const turns = args.workspace.turns + message.row / Config::kRows;
         const int turn = turn_of(message);
@@ -131,7 +131,7 @@ private:
     }
 
     // How many additions to the block come before this one.
-    __device__ __forceinline__ int turn_of(const StepMessage& message) const {
+    __device__ __forceinline__ int turn_of(const StepDescriptor& message) const {
         const int blocks_per_head = args.workspace.rows_per_head / Config::kRows;
         const Range window = args.workspace.windows[int64_t{message.mask} * blocks_per_head + message.block];
         const ScheduledBand* bands = args.bands + int64_t{message.mask} * args.capacity;

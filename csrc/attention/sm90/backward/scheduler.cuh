@@ -19,7 +19,7 @@ template <typename Config> struct BackwardScheduler {
 
     __device__ __forceinline__ void run() {
         if (lane == 0)
-            memory.tile_in_work().turn = -1;
+            memory.current_tile().item = -1;
 #pragma unroll 1
         for (int item = take_item(); item < args.schedule.num_items; item = take_item()) {
             find_tile(item_at(args.schedule, item));
@@ -30,7 +30,7 @@ template <typename Config> struct BackwardScheduler {
         await_room();
         __syncwarp();
         if (lane == 0)
-            memory.tile_message(begin_tile().turn).num_steps = -1;
+            memory.work_item(begin_tile().item).num_steps = -1;
         send_empty();
     }
 
@@ -44,10 +44,10 @@ private:
     }
 
     // By one lane.
-    __device__ __forceinline__ KeyTile& begin_tile() const {
-        KeyTile& tile = memory.tile_in_work();
-        ++tile.turn;
-        tile.is_new = true;
+    __device__ __forceinline__ CurrentTile& begin_tile() const {
+        CurrentTile& tile = memory.current_tile();
+        ++tile.item;
+        tile.has_no_run = true;
         return tile;
     }
 
@@ -59,7 +59,7 @@ private:
         __syncwarp();
         if (lane == 0) {
             const ScheduledTile scheduled = args.tiles[first + rank];
-            KeyTile& tile = begin_tile();
+            CurrentTile& tile = begin_tile();
             tile.key = scheduled.tile * Config::kKeys;
             tile.first_band = scheduled.first_band;
             tile.end_band = scheduled.end_band;
@@ -91,7 +91,7 @@ private:
     };
 
     __device__ __forceinline__ Found find(int index) const {
-        const KeyTile& tile = memory.tile_in_work();
+        const CurrentTile& tile = memory.current_tile();
         if (index < tile.first_band or index >= tile.end_band)
             return {};
         const int4* words = reinterpret_cast<const int4*>(tile.bands + index);
@@ -112,7 +112,7 @@ private:
     }
 
     __device__ __forceinline__ int count_blocks() const {
-        const KeyTile& tile = memory.tile_in_work();
+        const CurrentTile& tile = memory.current_tile();
         int count = 0;
 #pragma unroll 1
         for (int i = tile.first_band + lane; i < tile.end_band; i += 32) {
@@ -124,7 +124,7 @@ private:
 
     // A bit for each of 32 keys that anyone sees, or that do not exist.
     __device__ __forceinline__ uint32_t seen_keys_from(int first) const {
-        const KeyTile& tile = memory.tile_in_work();
+        const CurrentTile& tile = memory.current_tile();
         uint32_t seen = 0;
 #pragma unroll 1
         for (int i = tile.first_band + lane; i < tile.end_band; i += 32) {
@@ -135,15 +135,15 @@ private:
     }
 
     __device__ __forceinline__ void announce(int num_blocks) const {
-        const KeyTile& tile = memory.tile_in_work();
-        KeyTileMessage& message = memory.tile_message(tile.turn);
+        const CurrentTile& tile = memory.current_tile();
+        BackwardWorkItem& message = memory.work_item(tile.item);
         bool all_seen = true;
 #pragma unroll 1
         for (int word = 0; word < Config::kKeys / 32; ++word) {
             const uint32_t seen = seen_keys_from(tile.key + 32 * word);
             all_seen = all_seen and seen == ~0u;
             if (lane == 0)
-                message.seen[word] = seen;
+                message.visible[word] = seen;
         }
         if (lane != 0)
             return;
@@ -151,12 +151,12 @@ private:
         message.key = tile.key;
         message.key_head = tile.key_head;
         message.example = tile.example;
-        message.all_seen = all_seen;
+        message.all_visible = all_seen;
     }
 
     // Where sums have an order, from the last band to the first: see BackwardReducer.
     __device__ __forceinline__ void send_runs() {
-        const KeyTile& tile = memory.tile_in_work();
+        const CurrentTile& tile = memory.current_tile();
 #pragma unroll 1
         for (int i = lane; i - lane < tile.end_band - tile.first_band; i += 32)
             send_runs_of_bands(args.deterministic ? tile.end_band - 1 - i : tile.first_band + i);
@@ -179,9 +179,9 @@ private:
 
     // From one lane.
     __device__ __forceinline__ void describe(const Found& found, int band_index) const {
-        const KeyTile& tile = memory.tile_in_work();
+        const CurrentTile& tile = memory.current_tile();
         const Band& band = found.band;
-        QueryRun& run = memory.query_run(num_runs);
+        BackwardBandRun& run = memory.band_run(num_runs);
         run.key_begin = band.q0 - tile.key;
         run.key_end = band.q1 - tile.key;
         run.lower = band.lo + tile.key;
@@ -196,16 +196,16 @@ private:
         // All of a block's queries see all keys if it lies between these, counted from the origin.
         const int from = max(band.k0, band.lo + tile.key + Config::kKeys - 1) - found.origin;
         const int to = min(band.k1, run.upper) - found.origin;
-        run.whole = {ceil_div(max(from, 0), Config::kRows), holds_keys ? max(to, 0) / Config::kRows : 0};
+        run.unmasked = {ceil_div(max(from, 0), Config::kRows), holds_keys ? max(to, 0) / Config::kRows : 0};
     }
 
     // From one lane.
     __device__ __forceinline__ void finish_run() const {
-        KeyTile& tile = memory.tile_in_work();
-        QueryRun& run = memory.query_run(num_runs);
-        run.turn = tile.turn;
-        run.first = tile.is_new;
-        tile.is_new = false;
+        CurrentTile& tile = memory.current_tile();
+        BackwardBandRun& run = memory.band_run(num_runs);
+        run.item = tile.item;
+        run.first = tile.has_no_run;
+        tile.has_no_run = false;
         run.key = tile.key;
         run.key_head = tile.key_head;
         run.example = tile.example;
@@ -216,7 +216,7 @@ private:
     // For a tile without blocks, or behind the last tile.
     __device__ __forceinline__ void send_empty() {
         if (lane == 0) {
-            memory.query_run(num_runs).blocks = {0, 0};
+            memory.band_run(num_runs).blocks = {0, 0};
             finish_run();
         }
         ++num_runs;

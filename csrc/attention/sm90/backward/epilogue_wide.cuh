@@ -9,18 +9,18 @@
 
 namespace jaxmagi::sm90 {
 
-template <typename Config> struct BackwardWideEpilogue {
+template <typename Config> struct BackwardEpilogueWide {
     using Element = typename Config::Element;
     using Gradient = float[Config::kKeys / 2];
 
-    const KeyTileMessage& tile;
+    const BackwardWorkItem& tile;
     int num_keys;       // of the tile, that exist
     int row, lane;      // first row of the warp; of the warp
     int64_t first_row;  // of the tile in [batch, kv_len, kv_heads]
     int kv_heads;
     bool f32;
 
-    __device__ __forceinline__ BackwardWideEpilogue(const BackwardArguments& args, const KeyTileMessage& tile,
+    __device__ __forceinline__ BackwardEpilogueWide(const BackwardArguments& args, const BackwardWorkItem& tile,
                                                     int thread)
         : tile(tile), num_keys(args.kv_len - tile.key), row(thread / 32 * 16), lane(thread % 32),
           first_row((int64_t{tile.example} * args.kv_len + tile.key) * args.kv_heads + tile.key_head),
@@ -35,7 +35,7 @@ template <typename Config> struct BackwardWideEpilogue {
     }
 
 private:
-    __device__ __forceinline__ uint32_t seen_bits(int i) const { return tile.seen[i / 4] >> i % 4 * 8; }
+    __device__ __forceinline__ uint32_t seen_bits(int i) const { return tile.visible[i / 4] >> i % 4 * 8; }
 
     // A lane has columns lane / 4 + {0, 8} of keys 2 · (lane % 4) + {0, 1}: 8 lanes fill a sector.
     __device__ __forceinline__ void store_f32(const Gradient& gradient, float* to, int dim, int first,
