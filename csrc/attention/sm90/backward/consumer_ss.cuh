@@ -1,11 +1,10 @@
 #pragma once
 
+#include "csrc/attention/sm90/backward/consumer.cuh"
 #include "csrc/attention/sm90/backward/epilogue.cuh"
 #include "csrc/attention/sm90/backward/products.cuh"
 #include "csrc/attention/sm90/backward/softmax.cuh"
-#include "csrc/attention/sm90/backward/store_dq.cuh"
 #include "csrc/attention/sm90/backward/store_ds.cuh"
-#include "csrc/attention/sm90/backward/zero_masked.cuh"
 
 // The consumer warpgroup for blocks of 80 queries and a head dimension of 128. It is called SS because the product for
 // dK has both operands in shared memory. More queries share the latencies of a step, but their logits take more
@@ -19,61 +18,13 @@ template <typename Config> struct BackwardConsumerSs {
     using Logits = typename Products::Logits;
     using KeyGradient = typename Products::KeyGradient;
     using ValueGradient = typename Products::ValueGradient;
+    using Softmax = TransposedSoftmax<Config>;
 
     BackwardMemory<Config> memory;
     const BackwardArguments& args;
     ConsumerThread thread;
     Products products{memory, thread.warpgroup};
     unsigned current = 0;  // index of the current step; between work items, of the next one
-
-    __device__ __forceinline__ void run() {
-        for (int item = 0;; ++item) {
-            memory.kv_full().wait(item & 1);
-            const int num_steps = uniform(memory.work_item(item).num_steps);
-            if (num_steps < 0)
-                break;
-            KeyGradient dk;
-            ValueGradient dv;
-            clear(dk);
-            clear(dv);
-            if (num_steps > 0)
-                process(dk, dv, num_steps, item);
-            const BackwardEpilogue<Config> epilogue(args, memory.work_item(item), thread);
-            thread.release_keys(memory.kv_empty());
-            epilogue.store(dk, args.dk, args.dim, args.scale);
-            epilogue.store(dv, args.dv, args.v_dim, 1.f);
-        }
-        stop_reducer(memory, thread);
-    }
-
-private:
-    __device__ __forceinline__ void process(KeyGradient& dk, ValueGradient& dv, int num_steps, int item) {
-        zero_masked_keys(memory, thread, memory.work_item(item));
-        Logits p, ds;
-        first_logits(p, ds);
-#pragma unroll 1
-        for (int left = num_steps - 1; left > 0; --left)
-            step<false>(dk, dv, p, ds);
-        step<true>(dk, dv, p, ds);
-    }
-
-    // Computes P and dS of the first step of a work item.
-    __device__ __forceinline__ void first_logits(Logits& p, Logits& ds) const {
-        memory.q_full(current).wait(memory.q_parity(current));
-        products.issue_qk(p, current);
-        wgmma_commit();
-        memory.dout_full(current).wait(memory.dout_parity(current));
-        const bool has_masked_rows = zero_masked_rows(memory, thread, current);
-        products.issue_dov(ds, current);
-        wgmma_commit();
-        TransposedSoftmax<Config> softmax{memory, args, thread, current, has_masked_rows}; softmax.find_visible();
-        wgmma_wait<1>();  // S
-        fence_operand(p);
-        softmax.compute_p(p);
-        wgmma_wait<0>();  // dP
-        fence_operand(ds);
-        softmax.compute_ds(ds, p);
-    }
 
     // Adds the current step to dK, dV and, through the reducer, to dQ. Begins with its P and dS and with no product in
     // flight. Unless the step is the last one of the work item, ends with P and dS of the next step.
@@ -111,7 +62,7 @@ private:
             const bool has_masked_rows = zero_masked_rows(memory, thread, current);  // waits for kZeroFilled if it has
             products.issue_dov(ds, current);
             wgmma_commit();
-            TransposedSoftmax<Config> softmax{memory, args, thread, current, has_masked_rows}; softmax.find_visible();
+            const Softmax softmax{memory, args, thread, current, has_masked_rows};
             wgmma_wait<1>();  // S
             fence_operand(p);
             softmax.compute_p(p);
@@ -119,6 +70,13 @@ private:
             fence_operand(ds);
             softmax.compute_ds(ds, p);
         }
+    }
+
+    __device__ __forceinline__ void store(const KeyGradient& dk, const ValueGradient& dv, int item) const {
+        const BackwardEpilogue<Config> epilogue(args, memory.work_item(item), thread);
+        thread.release_keys(memory.kv_empty());
+        epilogue.store(dk, args.dk, args.dim, args.scale);
+        epilogue.store(dv, args.dv, args.v_dim, 1.f);
     }
 };
 

@@ -31,10 +31,4 @@ struct ConsumerThread {
     }
 };
 
-template <int kCount> __device__ __forceinline__ void clear(float (&x)[kCount]) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-        x[i] = 0.f;
-}
-
 }  // namespace jaxmagi::sm90

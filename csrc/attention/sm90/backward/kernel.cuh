@@ -76,11 +76,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         // Computed again: ptxas would keep `warpgroup` in local memory.
         const ConsumerThread consumer{uniform(threadIdx.x / kWarpgroupThreads) - 1, thread};
         if constexpr (Config::kWide)
-            BackwardConsumerWide<Config>{memory, args, consumer}.run();
+            run_consumer(BackwardConsumerWide<Config>{memory, args, consumer});
         else if constexpr (Config::kRows == 80)
-            BackwardConsumerSs<Config>{memory, args, consumer}.run();
+            run_consumer(BackwardConsumerSs<Config>{memory, args, consumer});
         else
-            BackwardConsumerRs<Config>{memory, args, consumer}.run();
+            run_consumer(BackwardConsumerRs<Config>{memory, args, consumer});
     }
 }
 

@@ -13,7 +13,7 @@ namespace jaxmagi::sm90 {
 
 // A bit for each of a thread's logits in its two rows, in order of columns: set if the query sees the key.
 struct BackwardVisibleBits {
-    uint32_t words[2];
+    uint32_t words[2] = {~0u, ~0u};
 
     // The bit of register i.
     __device__ __forceinline__ bool operator[](int i) const {
@@ -110,12 +110,8 @@ template <typename Config> struct TransposedSoftmax {
     const StepDescriptor& descriptor = memory.descriptor(step);
     bool masked = descriptor.masked or has_masked_rows;
     // With a soft cap both P and dS are masked, otherwise only P, once it is there.
-    BackwardVisibleBits visible{~0u, ~0u};
+    BackwardVisibleBits visible = Config::kSoftCap and masked ? visible_bits() : BackwardVisibleBits{};
 
-    __device__ __forceinline__ void find_visible() {
-        if (Config::kSoftCap and masked)
-            visible = visible_bits();
-    }
     __device__ __forceinline__ void compute_p(float (&p)[kCount]) const {
         if constexpr (Config::kSoftCap) {
             apply_tanh(p, args.logit_scale);
@@ -171,7 +167,7 @@ private:
 template <typename Config, int kCount> struct WideSoftmax {
     const BackwardArguments& args;
     RowStatistics rows;
-    BackwardVisibleBits visible{~0u, ~0u};
+    BackwardVisibleBits visible;
 
     // To be called when the statistics of the step are there, before S is waited for.
     __device__ __forceinline__ WideSoftmax(BackwardMemory<Config> memory, const BackwardArguments& args,
