@@ -52,8 +52,8 @@ struct BackwardConfig {
 
 template <typename Config> struct BackwardMemory {
     // Every work item has a run. When the scheduler writes work item t, the producer has released the run kRuns before
-    // the first run of t, which belongs to item t - kRuns or a later one. Its keys were loaded after the last product of
-    // item t - kRuns - 1, and so after all consumers had stored the gradients of the item before that.
+    // the first run of t, which belongs to item t - kRuns or a later one. Its keys were loaded after the last product
+    // of item t - kRuns - 1, and so after all consumers had stored the gradients of the item before that.
     static constexpr int kRuns = Config::kConsumers == 2 ? 4 : 2, kWorkItems = kRuns + 2;
     // The producer describes step s after the consumers released the queries of step s - kQStages - 1. They had then
     // stored dQ of the step before that one, for which the reducer had to be done with the step before that.

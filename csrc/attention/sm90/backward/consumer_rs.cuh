@@ -26,9 +26,10 @@ template <typename Config> struct BackwardConsumerRs {
     Products products{memory, thread.warpgroup};
     unsigned current = 0;  // index of the current step; between work items, of the next one
 
-    // Adds the current step to dK, dV and, through the reducer, to dQ. Begins with its P and dS and with no product in
-    // flight. Unless the step is the last one of the work item, ends with P and dS of the next step.
-    template <bool kLast> __device__ __forceinline__ void step(KeyGradient& dk, ValueGradient& dv, Logits& p, Logits& ds) {
+    // Adds the current step to dK, dV and, through the reducer, to dQ. It begins with P and dS of the step and no
+    // product in flight, and ends with P and dS of the next step unless this one is the last of the work item.
+    template <bool kLast>
+    __device__ __forceinline__ void step(KeyGradient& dk, ValueGradient& dv, Logits& p, Logits& ds) {
         constexpr bool kLateDk = Config::kLateDk and not kLast;
         typename Products::Operand p_operand, ds_operand;
         round_to_operand<typename Config::Element>(p, p_operand);
@@ -99,8 +100,8 @@ template <typename Config> struct BackwardConsumerRs {
     }
 
 private:
-    // Keeps the computation of dS before the next wait, so that it overlaps with the product for dK. ptxas would move it
-    // behind the wait, but it does not move a store whose condition (all but never true, and then harmless) depends on dS.
+    // Keeps the computation of dS before the next wait, so that it overlaps with the product for dK. ptxas would move
+    // it behind the wait, but it does not move a store whose condition (almost never true, and harmless) depends on dS.
     __device__ __forceinline__ void finish_before_wait(const Logits& ds) const {
         uint32_t bits = 0;
 #pragma unroll

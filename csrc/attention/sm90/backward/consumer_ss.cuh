@@ -26,9 +26,10 @@ template <typename Config> struct BackwardConsumerSs {
     Products products{memory, thread.warpgroup};
     unsigned current = 0;  // index of the current step; between work items, of the next one
 
-    // Adds the current step to dK, dV and, through the reducer, to dQ. Begins with its P and dS and with no product in
-    // flight. Unless the step is the last one of the work item, ends with P and dS of the next step.
-    template <bool kLast> __device__ __forceinline__ void step(KeyGradient& dk, ValueGradient& dv, Logits& p, Logits& ds) {
+    // Adds the current step to dK, dV and, through the reducer, to dQ. It begins with P and dS of the step and no
+    // product in flight, and ends with P and dS of the next step unless this one is the last of the work item.
+    template <bool kLast>
+    __device__ __forceinline__ void step(KeyGradient& dk, ValueGradient& dv, Logits& p, Logits& ds) {
         typename Products::Operand p_operand, ds_operand;
         round_to_operand<typename Config::Element>(p, p_operand);
         round_to_operand<typename Config::Element>(ds, ds_operand);

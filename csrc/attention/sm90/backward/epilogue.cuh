@@ -12,7 +12,7 @@ namespace jaxmagi::sm90 {
 template <typename Config> struct BackwardEpilogue {
     unsigned lane;
     bool f32;
-    int64_t rows[2];  // numbers of the thread's two rows in [batch, kv_len, kv_heads]
+    int64_t rows[2];  // indices of the thread's two rows in [batch, kv_len, kv_heads]
     bool exist[2], visible[2];
 
     __device__ __forceinline__ BackwardEpilogue(const BackwardArguments& args, const BackwardWorkItem& work,

@@ -15,9 +15,9 @@ struct alignas(16) BackwardWorkItem {
     bool all_visible;
 };
 
-// One block of queries of one head, for the consumers and the reducer. Columns are queries. Key r of the tile is visible
-// to columns [max(first_column, r + lower), min(end_column, r + upper)) if key_begin <= r < key_end, and to no column
-// otherwise. In a step that is not masked every key is visible to every column.
+// One block of queries of one head, for the consumers and the reducer. Columns are queries. Columns [max(first_column,
+// r + lower), min(end_column, r + upper)) see key r of the tile if key_begin <= r < key_end, and no column does
+// otherwise. In a step that is not masked every column sees every key.
 struct alignas(16) StepDescriptor {
     int key_begin, key_end, lower, upper;  // read together
     int first_column, end_column;          // read together
