@@ -4,7 +4,7 @@
 #include "csrc/attention/sm90/backward/epilogue.cuh"
 #include "csrc/attention/sm90/backward/products.cuh"
 #include "csrc/attention/sm90/backward/softmax.cuh"
-#include "csrc/attention/sm90/backward/store_ds.cuh"
+#include "csrc/attention/sm90/backward/store_logits.cuh"
 
 // The consumer warpgroup for blocks of 80 queries and a head dimension of 128. It is called SS because the product for
 // dK has both operands in shared memory. More queries share the latencies of a step, but their logits take more

@@ -11,6 +11,9 @@ struct ConsumerThread {
 
     // The thread in the warpgroup. It is opaque in each call: what is computed from it would stay in registers.
     __device__ __forceinline__ unsigned index() const { return opaque(static_cast<unsigned>(thread)); }
+    __device__ __forceinline__ int index_among_consumers() const {
+        return static_cast<int>(warpgroup * kWarpgroupThreads + index());
+    }
     // First row and first column of the thread's part of an accumulator.
     __device__ __forceinline__ int row() const {
         const unsigned same_thread = index();

@@ -4,7 +4,7 @@
 #include "csrc/attention/sm90/backward/epilogue_wide.cuh"
 #include "csrc/attention/sm90/backward/products_wide.cuh"
 #include "csrc/attention/sm90/backward/softmax.cuh"
-#include "csrc/attention/sm90/backward/store_ds.cuh"
+#include "csrc/attention/sm90/backward/store_logits.cuh"
 
 // The consumer warpgroup for head dimensions above 128, where dK and dV of 64 keys would not fit into its registers.
 // Each warpgroup has S and dP of 32 keys, but dK and dV, transposed, of all keys of the tile and of some panels of the
@@ -33,8 +33,8 @@ template <typename Config> struct BackwardConsumerWide {
     __device__ __forceinline__ void step(KeyGradient& dk, ValueGradient& dv, Logits& p, Logits& ds) {
         constexpr bool kEarly = kEarlyLogits and not kLast, kLate = not kEarlyLogits and not kLast;
         named_barrier_sync(kLogitsRead, Config::kConsumerThreads);
-        store_logits(memory.p(), p);
-        store_logits(memory.ds(current), ds);
+        store_wide_logits<Config>(memory.p(), thread, p);
+        store_wide_logits<Config>(memory.ds(current), thread, ds);
         fence_shared_for_async();
         named_barrier_sync(kLogitsStored, Config::kConsumerThreads);
         typename Products::QueryGradient dq;
@@ -83,12 +83,6 @@ template <typename Config> struct BackwardConsumerWide {
             fence_operand(ds);
             softmax.compute_ds(ds, p);
         }
-    }
-
-    __device__ __forceinline__ void store_logits(SharedAddress to, const Logits& logits) const {
-        uint32_t words[Products::kLogitsKeys / 16][4];
-        round_to_operand<typename Config::Element>(logits, words);
-        store_wide<Config>(to, thread, words);
     }
 
     __device__ __forceinline__ void store(const KeyGradient& dk, const ValueGradient& dv, int item) const {

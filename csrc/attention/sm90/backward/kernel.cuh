@@ -13,7 +13,7 @@
 // which convert.cu converts.
 //
 // A step is a block of queries of one head that sees keys of the tile. Schedule of a work item with steps 0 .. n - 1:
-//   scheduler   writes a run of blocks for each band, at most one tile ahead of the producer
+//   scheduler   writes a run of blocks for each band; claims the next tile once the loads of this one are issued
 //   producer    loads K V | Q0 dO0 | Q1 dO1 | ...   each when its stage is free
 //   consumers   S(0) = K·Q0, dP(0) = V·dO0, P(0), dS(0); steps 0 .. n - 1; dK and dV are stored.
 //               Step j begins with P(j) and dS(j). Its products are issued in the order in which they stand here, and
@@ -34,12 +34,12 @@
 //
 // Mbarriers (arrivals of a phase), who completes them, and what they protect:
 //   run_full (1)   scheduler          a run and, with the first run of a work item, the work item
-//   run_empty (1)  producer           the run, once the loads of its last block are issued. It also keeps work items from
-//                                     being overwritten (BackwardMemory)
+//   run_empty (1)  producer           the run, once the loads of its last block are issued. It also keeps work items
+//                                     from being overwritten (BackwardMemory)
 //   kv_full (1)    producer and TMA   keys and values of a tile, and with them the work item; of a work item without
 //                                     steps, and at the end, the producer alone
-//   kv_empty (all consumer warps)     keys and values, after their last product. Every warp has then stored the gradients
-//                                     of the work item before
+//   kv_empty (all consumer warps)     keys and values, after their last product. Every warp has then stored the
+//                                     gradients of the work item before
 //   q_full (1)     producer and TMA   queries of a step, their row statistics, and the descriptor of the step
 //   q_empty (consumer warpgroups)     the queries, after the product for dK, which with kLateDk ends in the next step
 //   dout_full (1)  producer and TMA   dO of a step
@@ -49,10 +49,10 @@
 //                              kernels have two places for dS. A warpgroup overwrites dS(j) in step j + 2, after the
 //                              barrier of step j + 1. All warpgroups came to it after they had waited for dQ(j), and
 //                              each has waited for its own dK(j)
-//   kLogitsRead (consumers)    P and dS may be overwritten, since all warpgroups have waited for the products of the step
-//                              before. Only wide kernels need it: they have one place for each
+//   kLogitsRead (consumers)    P and dS may be overwritten, since all warpgroups have waited for the products of the
+//                              step before. Only wide kernels need it: they have one place for each
 //   kZeroFilled (consumers)    fully masked keys or queries are zero-filled
-//   kDqEmpty + i (warpgroup i and the reducer)  the reducer has read the warpgroup's part of dQ; it is the first to arrive
+//   kDqEmpty + i (warpgroup i and the reducer)  the reducer has read the warpgroup's part of dQ, or not begun
 //   kDqFull + i (warpgroup i and the reducer)   the warpgroup's part of dQ is stored
 
 namespace jaxmagi::sm90 {

@@ -60,11 +60,11 @@ template <typename Config> struct BackwardProductsWide {
 
     // dV += P · dO
     __device__ __forceinline__ void issue_dv(ValueGradient& dv, unsigned step) const {
-        if (kVPanels * Config::kConsumers != panels(Config::kVDim) and v_panel(0) >= panels(Config::kVDim))
-            return;
+        if (kVPanels * Config::kConsumers == panels(Config::kVDim) or v_panel(0) < panels(Config::kVDim)) {
 #pragma unroll
-        for (int i = 0; i < kVPanels; ++i)
-            issue_over_queries(dv[i], memory.dout(step), v_panel(i), memory.p());
+            for (int i = 0; i < kVPanels; ++i)
+                issue_over_queries(dv[i], memory.dout(step), v_panel(i), memory.p());
+        }
     }
 
     // dK += dS · Q

@@ -135,7 +135,8 @@ private:
     // Returns the number of additions to the block that come before this one.
     __device__ __forceinline__ int ticket_of(const StepDescriptor& descriptor) const {
         const int blocks_per_head = args.workspace.rows_per_head / Config::kRows;
-        const Range touching = args.workspace.band_ranges[int64_t{descriptor.mask} * blocks_per_head + descriptor.block];
+        const int64_t block = int64_t{descriptor.mask} * blocks_per_head + descriptor.block;
+        const Range touching = args.workspace.band_ranges[block];
         const ScheduledBand* bands = args.bands + int64_t{descriptor.mask} * args.capacity;
         const int first = descriptor.block * Config::kRows;
         const Range queries{first, first + Config::kRows};

@@ -5,8 +5,8 @@
 #include "csrc/common/sm90/bits.cuh"
 
 // The scheduler warp claims tiles of keys and finds, for each band of the mask, the run of blocks of queries that see
-// keys of the tile. It works ahead of the producer, which then waits neither for the counter of work items nor for the
-// bands. Bands are transposed: their rows are keys, their columns queries.
+// keys of the tile. It does so while the consumers still work on the tile before, so that the producer waits neither
+// for the counter of work items nor for the bands. Bands are transposed: their rows are keys, their columns queries.
 
 namespace jaxmagi::sm90 {
 

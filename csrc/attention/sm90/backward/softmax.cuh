@@ -163,7 +163,7 @@ private:
     }
 };
 
-// P and dS of a step in a wide kernel: 64 queries by kCount / 2 · 4 keys of the warpgroup.
+// P and dS of a step in a wide kernel: 64 queries by 2 · kCount keys of the warpgroup.
 template <typename Config, int kCount> struct WideSoftmax {
     const BackwardArguments& args;
     RowStatistics rows;

@@ -15,63 +15,43 @@ template <int kColumns> __device__ __forceinline__ void zero_fill(SharedAddress 
                      : "memory");
 }
 
-template <typename Config> struct ZeroMasked {
-    static constexpr int kVectors = kPanelRowBytes / 16;
+inline constexpr int kZeroVectors = kPanelRowBytes / 16;  // of a row in a panel
 
-    BackwardMemory<Config> memory;
-    ConsumerThread thread;
-
-    // Zero-fills keys and values that no query sees.
-    __device__ __forceinline__ void keys(const BackwardWorkItem& work) const {
+// Zero-fills keys and values that no query sees.
+template <typename Config>
+__device__ __forceinline__ void zero_masked_keys(BackwardMemory<Config> memory, ConsumerThread thread,
+                                                 const BackwardWorkItem& work) {
+    if (work.all_visible)
+        return;
 #pragma unroll 1
-        for (int i = first(); i < Config::kKeys * kVectors; i += Config::kConsumerThreads) {
-            const int key = i / kVectors;
-            if (work.visible[key / 32] >> key % 32 & 1)
-                continue;
-            zero_fill<Config::kDim>(memory.k() + i * 16, Config::kKeys);
-            zero_fill<Config::kVDim>(memory.v() + i * 16, Config::kKeys);
-        }
-        finish();
+    for (int i = thread.index_among_consumers(); i < Config::kKeys * kZeroVectors; i += Config::kConsumerThreads) {
+        const int key = i / kZeroVectors;
+        if (work.visible[key / 32] >> key % 32 & 1)
+            continue;
+        zero_fill<Config::kDim>(memory.k() + i * 16, Config::kKeys);
+        zero_fill<Config::kVDim>(memory.v() + i * 16, Config::kKeys);
     }
+    fence_shared_for_async();
+    named_barrier_sync(kZeroFilled, Config::kConsumerThreads);
+}
 
-    // Zero-fills rows of Q and dO of a step that see no key.
-    __device__ __forceinline__ void rows(unsigned step) const {
+// Zero-fills the fully masked rows of Q and dO of a step. Returns true if there are any.
+template <typename Config>
+__device__ __forceinline__ bool zero_masked_rows(BackwardMemory<Config> memory, ConsumerThread thread, unsigned step) {
+    const bool has_masked_rows = memory.rows(step)->block_has_masked_rows != 0;
+    if (has_masked_rows) {
 #pragma unroll 1
-        for (int i = first(); i < Config::kRows * kVectors; i += Config::kConsumerThreads) {
-            const int row = i / kVectors;
+        for (int i = thread.index_among_consumers(); i < Config::kRows * kZeroVectors; i += Config::kConsumerThreads) {
+            const int row = i / kZeroVectors;
             if (memory.rows(step)[row / 8].lse_log2[row % 8] != INFINITY)
                 continue;
             zero_fill<Config::kDim>(memory.q(step) + i * 16, Config::kRows);
             zero_fill<Config::kVDim>(memory.dout(step) + i * 16, Config::kRows);
         }
-        finish();
-    }
-
-private:
-    __device__ __forceinline__ int first() const {
-        return static_cast<int>(thread.warpgroup * kWarpgroupThreads + thread.index());
-    }
-    __device__ __forceinline__ static void finish() {
         fence_shared_for_async();
         named_barrier_sync(kZeroFilled, Config::kConsumerThreads);
     }
-};
-
-// Returns true if the step has fully masked rows, after they were zero-filled.
-template <typename Config>
-__device__ __forceinline__ bool zero_masked_rows(BackwardMemory<Config> memory, ConsumerThread thread,
-                                                 unsigned step) {
-    const bool has_masked_rows = memory.rows(step)->block_has_masked_rows != 0;
-    if (has_masked_rows)
-        ZeroMasked<Config>{memory, thread}.rows(step);
     return has_masked_rows;
-}
-
-template <typename Config>
-__device__ __forceinline__ void zero_masked_keys(BackwardMemory<Config> memory, ConsumerThread thread,
-                                                 const BackwardWorkItem& work) {
-    if (not work.all_visible)
-        ZeroMasked<Config>{memory, thread}.keys(work);
 }
 
 }  // namespace jaxmagi::sm90

@@ -2,6 +2,7 @@
 
 #include "csrc/attention/sm90/backward/config.cuh"
 #include "csrc/attention/sm90/backward/consumer_thread.cuh"
+#include "csrc/attention/sm90/logits.cuh"
 #include "csrc/common/sm90/stmatrix.cuh"
 
 // Stores 16-bit P or dS as queries by keys in shared memory, with the swizzle of wgmma operands.
@@ -21,10 +22,12 @@ __device__ __forceinline__ void store_transposed_ds(SharedAddress to, ConsumerTh
         store_transposed(row + i * 16 * kPanelRowBytes, ds[i]);
 }
 
-// Stores P or dS of 64 queries by the 32 keys of a warpgroup of a wide kernel; a panel holds those of two warpgroups.
+// Rounds and stores P or dS of 64 queries by the 32 keys of a warpgroup of a wide kernel. A panel holds those of two
+// warpgroups.
 template <typename Config>
-__device__ __forceinline__ void store_wide(SharedAddress to, ConsumerThread thread,
-                                           const uint32_t (&words)[2][4]) {
+__device__ __forceinline__ void store_wide_logits(SharedAddress to, ConsumerThread thread, const float (&logits)[16]) {
+    uint32_t words[2][4];
+    round_to_operand<typename Config::Element>(logits, words);
     const unsigned index = thread.index(), lane = index % 32, row = index / 32 * 16 + lane % 16;
     const unsigned column = thread.warpgroup % 2 * 64 + lane / 16 * 16;  // in bytes
     to += (thread.warpgroup / 2 * Config::kRows + row) * kPanelRowBytes;
