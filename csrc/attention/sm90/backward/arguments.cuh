@@ -11,7 +11,7 @@ struct BackwardTensorMaps {
     CUtensorMap q, dout, k, v;
 };
 
-// What a backward kernel gets beside its tensor maps.
+// The arguments of a backward kernel other than its tensor maps.
 struct BackwardArguments {
     BackwardSchedule schedule;
     BackwardWorkspace workspace;

@@ -8,8 +8,8 @@
 
 namespace jaxmagi::sm90 {
 
-// Queries of a block and keys of a tile of the kernel for these head dimensions, by which the plan of the key side
-// counts; for dimensions without a kernel, nothing may be called but this.
+// Returns the queries of a block and the keys of a tile of the kernel for these head dimensions, for the tile schedule
+// by keys. For dimensions without a kernel it returns nullopt, and nothing else may be called.
 std::optional<TileShape> backward_tile(int dim, int v_dim);
 
 struct BackwardShape {
@@ -21,14 +21,14 @@ struct BackwardParams {
     bool gradients_f32;
     BackwardShape shape;
     const void *q, *k, *v;  // [batch, length, heads, dim]
-    int num_masks, capacity;    // of one mask, or of one mask per example
-    const ScheduledBand* bands;  // of a plan by keys, transposed
+    int num_masks, capacity;     // one mask, or one mask per example
+    const ScheduledBand* bands;  // of a tile schedule by keys, and so transposed
     const ScheduledTile* tiles;  // of keys
     const void* dout;       // [batch, q_len, heads, v_dim]
     const float* lse;       // [batch, q_len, heads]; rows with -inf get and give no gradient
     const float* delta;     // [batch, q_len, heads]: rowsum(dout · out) minus the cotangent of lse
     void *dq, *dk, *dv;     // as q, k, v
-    void* workspace;        // backward_workspace_bytes() of them, 16-byte aligned
+    void* workspace;        // of backward_workspace_bytes(), 16-byte aligned
     float scale, soft_cap;  // scale > 0; soft_cap 0 for none
     bool deterministic;
     int num_sms;
@@ -38,7 +38,7 @@ int64_t backward_workspace_bytes(const BackwardShape& shape, int num_masks, bool
 
 cudaError_t attention_backward(const BackwardParams& params, cudaStream_t stream);
 
-// Loads the kernels and raises their limit of shared memory; not to be called while a stream is captured.
+// Loads the kernels and raises their limit of shared memory; not allowed while a stream is captured.
 cudaError_t preload_backward(DType dtype, int dim, int v_dim, bool soft_cap);
 
 }  // namespace jaxmagi::sm90

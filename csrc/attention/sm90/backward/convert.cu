@@ -15,19 +15,19 @@ struct ConvertArguments {
     float scale;
 };
 
-// What a CTA converts. Rows without logits have no gradient, whatever their sums are: keys may be infinite.
+// The rows that a CTA converts. Fully masked rows have no gradient, whatever their sums are: keys may be infinite.
 template <int kRowBlock> struct ConvertedBlock {
     const ConvertArguments& args;
     int blocks_per_head = ceil_div(args.q_len, kRowBlock);
     int all_heads = blockIdx.x / blocks_per_head, first = blockIdx.x % blocks_per_head * kRowBlock;
     int64_t in_workspace = int64_t{all_heads} * args.rows_per_head + first;  // the first row
 
-    __device__ __forceinline__ bool is_sighted(int row) const {
+    __device__ __forceinline__ bool is_visible(int row) const {
         return args.rows[in_workspace / 8 + row / 8].lse_log2[row % 8] != INFINITY;
     }
     __device__ __forceinline__ int position(int row) const { return first + row; }
-    // Its number in [batch, q_len, heads].
-    __device__ __forceinline__ int64_t number(int row) const {
+    // Returns the index of a row in [batch, q_len, heads].
+    __device__ __forceinline__ int64_t index(int row) const {
         const int64_t example = all_heads / args.heads;
         return (example * args.q_len + position(row)) * args.heads + all_heads % args.heads;
     }
@@ -38,12 +38,12 @@ __global__ void __launch_bounds__(kWarpgroupThreads) convert(const __grid_consta
     const ConvertedBlock<64> block{args};
     const unsigned thread = threadIdx.x, lane = thread % 32, first = thread / 32 * 16 + lane / 4;
     GradientRows<Element> out{.to = args.dq, .f32 = args.f32, .dim = args.dim, .lane = lane};
-    bool sighted[2];
+    bool visible[2];
     for (int r = 0; r < 2; ++r) {
         const int row = static_cast<int>(first) + 8 * r;
-        out.first[r] = block.number(row);
+        out.first[r] = block.index(row);
         out.wanted[r] = block.position(row) < args.q_len;
-        sighted[r] = block.is_sighted(row);
+        visible[r] = block.is_visible(row);
     }
     const float4* from = reinterpret_cast<const float4*>(args.sums + block.in_workspace * args.kernel_dim) + thread;
     for (int column = 0; column < args.dim; column += 32) {
@@ -51,16 +51,16 @@ __global__ void __launch_bounds__(kWarpgroupThreads) convert(const __grid_consta
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const float4 x = from[(column / 8 + i) * kWarpgroupThreads];
-            part[4 * i] = sighted[0] ? x.x * args.scale : 0.f;
-            part[4 * i + 1] = sighted[0] ? x.y * args.scale : 0.f;
-            part[4 * i + 2] = sighted[1] ? x.z * args.scale : 0.f;
-            part[4 * i + 3] = sighted[1] ? x.w * args.scale : 0.f;
+            part[4 * i] = visible[0] ? x.x * args.scale : 0.f;
+            part[4 * i + 1] = visible[0] ? x.y * args.scale : 0.f;
+            part[4 * i + 2] = visible[1] ? x.z * args.scale : 0.f;
+            part[4 * i + 3] = visible[1] ? x.w * args.scale : 0.f;
         }
         out.store(part, column);
     }
 }
 
-// Eight numbers of a row.
+// Stores eight numbers of a row.
 template <typename Element>
 __device__ __forceinline__ void store(const ConvertArguments& args, int64_t at, const float (&x)[8]) {
     if (args.f32) {
@@ -73,18 +73,18 @@ __device__ __forceinline__ void store(const ConvertArguments& args, int64_t at, 
     }
 }
 
-// Queries of a row block whose sums are transposed.
+// Rows of a row block with transposed sums.
 constexpr int kTransposedRows = 80;
 static_assert(has_transposed_sums(row_block_of(kTransposedRows)));
 
-// Of transposed sums, with at most 128 columns. A thread has 8 columns, which are 8 rows of an accumulator, of every
+// Converts transposed sums of at most 128 columns. A thread has 8 columns, which are 8 rows of an accumulator, of every
 // eighth query.
 template <typename Element>
 __global__ void __launch_bounds__(kWarpgroupThreads) convert_transposed(const __grid_constant__ ConvertArguments args) {
     constexpr int kRowBlock = kTransposedRows;
     const ConvertedBlock<kRowBlock> block{args};
     const int thread = threadIdx.x, first = thread % 32 / 4, eight = thread / 32 * 4 + thread % 4;
-    // Where the first column lies: panel, warp and half of the accumulator, and the pair and place of the query.
+    // The first column's address has terms for panel, warp and half of the accumulator, and for the query.
     const float* const from = args.sums + eight / 8 * args.panel + block.in_workspace * kPanelColumns +
                               eight % 8 / 2 * 128 + eight % 2 * 2 + first / 2 * 4 + first % 2;
     if (eight * 8 >= args.dim)
@@ -92,13 +92,13 @@ __global__ void __launch_bounds__(kWarpgroupThreads) convert_transposed(const __
 #pragma unroll 2
     for (int i = 0; i < kRowBlock / 8; ++i) {
         const int row = 8 * i + first;
-        const bool sighted = block.is_sighted(row);
+        const bool visible = block.is_visible(row);
         float x[8];
 #pragma unroll
         for (int column = 0; column < 8; ++column)
-            x[column] = sighted ? from[i * 4 * kWarpgroupThreads + column * 16] * args.scale : 0.f;
+            x[column] = visible ? from[i * 4 * kWarpgroupThreads + column * 16] * args.scale : 0.f;
         if (block.position(row) < args.q_len)
-            store<Element>(args, block.number(row) * args.dim + eight * 8, x);
+            store<Element>(args, block.index(row) * args.dim + eight * 8, x);
     }
 }
 

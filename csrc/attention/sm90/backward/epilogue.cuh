@@ -2,28 +2,30 @@
 
 #include "csrc/attention/sm90/backward/arguments.cuh"
 #include "csrc/attention/sm90/backward/config.cuh"
+#include "csrc/attention/sm90/backward/consumer_thread.cuh"
 #include "csrc/attention/sm90/backward/gradient_rows.cuh"
 
-// Stores the gradients of keys and values of a tile.
+// Stores dK and dV of the 64 keys of a warpgroup.
 
 namespace jaxmagi::sm90 {
 
 template <typename Config> struct BackwardEpilogue {
     unsigned lane;
     bool f32;
-    int64_t rows[2];  // numbers of the thread's two rows in [batch, kv_len, kv_heads]
-    bool exist[2], seen[2];
+    int64_t rows[2];  // indices of the thread's two rows in [batch, kv_len, kv_heads]
+    bool exist[2], visible[2];
 
-    // first_key: of the thread, in the tile.
-    __device__ __forceinline__ BackwardEpilogue(const BackwardArguments& args, const KeyTileMessage& tile,
-                                                int first_key, unsigned lane)
-        : lane(lane), f32(args.gradients_f32) {
+    __device__ __forceinline__ BackwardEpilogue(const BackwardArguments& args, const BackwardWorkItem& work,
+                                                ConsumerThread thread)
+        : f32(args.gradients_f32) {
+        const int first_key = thread.warpgroup * 64 + thread.row();
+        lane = thread.index() % 32;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int at = first_key + 8 * r, key = tile.key + at;
-            rows[r] = (int64_t{tile.example} * args.kv_len + key) * args.kv_heads + tile.key_head;
+            const int at = first_key + 8 * r, key = work.key + at;
+            rows[r] = (int64_t{work.example} * args.kv_len + key) * args.kv_heads + work.key_head;
             exist[r] = key < args.kv_len;
-            seen[r] = tile.seen[at / 32] >> at % 32 & 1;
+            visible[r] = work.visible[at / 32] >> at % 32 & 1;
         }
     }
 
@@ -35,7 +37,7 @@ template <typename Config> struct BackwardEpilogue {
             float part[16];
 #pragma unroll
             for (int j = 0; j < 16; ++j)
-                part[j] = seen[j / 2 % 2] ? gradient[i + j] * scale : 0.f;
+                part[j] = visible[j / 2 % 2] ? gradient[i + j] * scale : 0.f;
             out.store(part, i * 2);
         }
     }

@@ -7,16 +7,16 @@
 
 namespace jaxmagi::sm90 {
 
-// The two rows of which a thread has a part, each `dim` numbers long. Rows that are not wanted are not stored.
+// The two rows of which a thread has a part, each `dim` numbers long. Only wanted rows are stored.
 template <typename Element> struct GradientRows {
     void* to;
     bool f32;
     int dim;
     unsigned lane;
-    int64_t first[2];  // number of each row
+    int64_t first[2];  // index of each row
     bool wanted[2];
 
-    // Columns [column, column + 32) from 4 fragments of 8 columns.
+    // Stores columns [column, column + 32) from 4 fragments of 8 columns.
     __device__ __forceinline__ void store(const float (&part)[16], int column) const {
         if (f32)
             store_f32(part, column);
@@ -38,7 +38,7 @@ private:
         }
     }
 
-    // 16 bytes a lane, 64 in a row a quad.
+    // Stores 16 bytes a lane, and so 64 contiguous bytes a quad.
     __device__ __forceinline__ void store_16bit(const float (&part)[16], int column) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {

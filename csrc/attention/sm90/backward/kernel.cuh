@@ -1,50 +1,59 @@
 #pragma once
 
+#include "csrc/attention/sm90/backward/consumer_rs.cuh"
+#include "csrc/attention/sm90/backward/consumer_ss.cuh"
+#include "csrc/attention/sm90/backward/consumer_wide.cuh"
 #include "csrc/attention/sm90/backward/producer.cuh"
 #include "csrc/attention/sm90/backward/reducer.cuh"
-#include "csrc/attention/sm90/backward/rs_consumer.cuh"
 #include "csrc/attention/sm90/backward/scheduler.cuh"
-#include "csrc/attention/sm90/backward/ss_consumer.cuh"
-#include "csrc/attention/sm90/backward/wide_consumer.cuh"
 
-#include <type_traits>
-
-// The backward kernel: persistent; a scheduler warp, a producer warp, a reducer warp and Config::kConsumers consumer
-// warpgroups a CTA. A CTA takes tiles of keys. Their dK and dV stay in registers over all bands and all query heads
-// of the group and are stored once; dQ of each step is added to sums in global memory, which another kernel converts.
+// The backward kernel is persistent. A CTA has a scheduler warp, a producer warp, a reducer warp and Config::kConsumers
+// consumer warpgroups. It claims work items, tiles of keys of one key head. dK and dV of a tile stay in registers over
+// all bands and all query heads of the group and are stored once. dQ of each step is added to sums in global memory,
+// which convert.cu converts.
 //
-// A step is a block of queries of one head that sees keys of the tile. Schedule of a tile with steps 0 .. n - 1:
-//   scheduler   a run of blocks for each band; one tile ahead of the producer
-//   producer    K V | Q0 dO0 | Q1 dO1 | ...   each when its place is free
-//   consumers   S(0) = K·Q0, dP(0) = V·dO0, P(0), dS(0)
-//               step j, 80 queries (BackwardSsConsumer):
-//                        dV += P(j)·dO(j);  dQ = dS(j)·K;  dK += dS(j)·Q(j), dQ handed over beside it;
-//                        S(j+1) = K·Q(j+1);  dP(j+1) = V·dO(j+1), P(j+1) beside it;  dS(j+1)
-//               step j with kLateDk (BackwardRsConsumer):
-//                        dV += P(j)·dO(j);  dQ = dS(j)·K;  S(j+1) = K·Q(j+1), dQ handed over beside it;
-//                        dP(j+1) = V·dO(j+1), P(j+1) beside it;  dK += dS(j)·Q(j), dS(j+1) beside it
-//               the last step without S and dP;  stores
-//               The others have dK before S(j+1), beside which (with three warpgroups, before which) dQ is handed over.
-//   reducer     adds dQ(j) to the sums, while the consumers are at step j + 1
+// A step is a block of queries of one head that sees keys of the tile. Schedule of a work item with steps 0 .. n - 1:
+//   scheduler   writes a run of blocks for each band; claims the next tile once the loads of this one are issued
+//   producer    loads K V | Q0 dO0 | Q1 dO1 | ...   each when its stage is free
+//   consumers   S(0) = K·Q0, dP(0) = V·dO0, P(0), dS(0); steps 0 .. n - 1; dK and dV are stored.
+//               Step j begins with P(j) and dS(j). Its products are issued in the order in which they stand here, and
+//               the last step leaves out all that has j + 1:
+//               consumer_ss.cuh (80 queries, D 128):
+//                        dS(j) is stored, dV += P(j)·dO(j);  dQ = dS(j)·K;  dK += dS(j)·Q(j), dQ is stored meanwhile;
+//                        S(j+1) = K·Q(j+1);  dP(j+1) = V·dO(j+1), P(j+1) is computed meanwhile;  dS(j+1)
+//               consumer_rs.cuh (64 or 128 queries, D up to 128) with kLateDk:
+//                        dS(j) is stored, dV += P(j)·dO(j);  dQ = dS(j)·K;  S(j+1) = K·Q(j+1), dQ is stored meanwhile;
+//                        dP(j+1) = V·dO(j+1), P(j+1) is computed meanwhile;  dK += dS(j)·Q(j), dS(j+1) meanwhile.
+//                        Without kLateDk, dK comes before S(j+1), and dQ is stored while both run
+//               consumer_wide.cuh (64 queries, D above 128):
+//                        P(j) and dS(j) are stored;  dV += P(j)·dO(j);  dK += dS(j)·Q(j);  dQ = dS(j)·K;
+//                        S(j+1) = Q(j+1)·K, dQ is stored meanwhile (with three warpgroups, before);
+//                        dP(j+1) = dO(j+1)·V, P(j+1) is computed meanwhile;  dS(j+1)
+//   reducer     adds dQ(j) to the sums while the consumers go on
+// All variants wait for the product of dQ in step(), right before store_dq.
 //
-// Mbarriers (arrivals a phase), what completes them, and what they protect:
-//   run_full (1)   scheduler          a run, and with the first of a tile the tile's message
-//   run_empty (1)  producer           after the last block of the run is on its way. It also keeps the messages of
-//                                     tiles from being overwritten: see BackwardMemory
-//   kv_full (1)    producer and TMA   keys and values of a tile; of one that nobody sees, and at the end, the producer
-//   kv_empty (all consumer warps)     after the last product of the tile, and so after the stores of the tile before
-//   q_full (1)     producer and TMA   queries of a step, what is known of them, and the step's message
-//   q_empty (consumer warpgroups)     after the product for dK, which may end in the next step
-//   dout_full (1)  producer and TMA   cotangents of a step
-//   dout_empty (consumer warpgroups)  after the product for dV
+// Mbarriers (arrivals of a phase), who completes them, and what they protect:
+//   run_full (1)   scheduler          a run and, with the first run of a work item, the work item
+//   run_empty (1)  producer           the run, once the loads of its last block are issued. It also keeps work items
+//                                     from being overwritten (BackwardMemory)
+//   kv_full (1)    producer and TMA   keys and values of a tile, and with them the work item; of a work item without
+//                                     steps, and at the end, the producer alone
+//   kv_empty (all consumer warps)     keys and values, after their last product. Every warp has then stored the
+//                                     gradients of the work item before
+//   q_full (1)     producer and TMA   queries of a step, their row statistics, and the descriptor of the step
+//   q_empty (consumer warpgroups)     the queries, after the product for dK, which with kLateDk ends in the next step
+//   dout_full (1)  producer and TMA   dO of a step
+//   dout_empty (consumer warpgroups)  dO, after the product for dV
 // Named barriers:
-//   kLogitsWritten (consumers)  dS of all keys of the tile is there for dQ; in wide kernels P too, for dV. There are 2
-//                               places for dS: that of step j is written again in step j + 2, when all have waited for
-//                               dQ(j) before they came to the barrier of step j + 1, and each for its own dK(j)
-//   kLogitsRead (consumers)     wide kernels, which have one place: the products of the step before are done
-//   kRowsCleaned (consumers)    what nobody may see was overwritten with zeros
-//   kDqEmpty, kDqFull (a warpgroup and the reducer)  the warpgroup's part of dQ was read; is there. The reducer is the
-//                               first to arrive
+//   kLogitsStored (consumers)  dS of all keys of the tile is stored, for dQ; in wide kernels P too, for dV. The other
+//                              kernels have two places for dS. A warpgroup overwrites dS(j) in step j + 2, after the
+//                              barrier of step j + 1. All warpgroups came to it after they had waited for dQ(j), and
+//                              each has waited for its own dK(j)
+//   kLogitsRead (consumers)    P and dS may be overwritten, since all warpgroups have waited for the products of the
+//                              step before. Only wide kernels need it: they have one place for each
+//   kZeroFilled (consumers)    fully masked keys or queries are zero-filled
+//   kDqEmpty + i (warpgroup i and the reducer)  the reducer has read the warpgroup's part of dQ, or not begun
+//   kDqFull + i (warpgroup i and the reducer)   the warpgroup's part of dQ is stored
 
 namespace jaxmagi::sm90 {
 
@@ -75,12 +84,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             BackwardScheduler<Config>{memory, args, lane}.run();
     } else {
         warpgroup_reg_alloc<Config::kConsumerRegisters>();
-        // Found again, or ptxas would keep it in local memory in between.
-        const int consumer = uniform(threadIdx.x / kWarpgroupThreads) - 1;
-        using NarrowConsumer =
-            std::conditional_t<Config::kTransposedDq, BackwardSsConsumer<Config>, BackwardRsConsumer<Config>>;
-        using Consumer = std::conditional_t<Config::kWide, BackwardWideConsumer<Config>, NarrowConsumer>;
-        Consumer{memory, args, consumer, thread}.run();
+        // Computed again: ptxas would keep `warpgroup` in local memory.
+        const ConsumerThread consumer{uniform(threadIdx.x / kWarpgroupThreads) - 1, thread};
+        if constexpr (Config::kWide)
+            run_consumer(BackwardConsumerWide<Config>{memory, args, consumer});
+        else if constexpr (Config::kRows == 80)
+            run_consumer(BackwardConsumerSs<Config>{memory, args, consumer});
+        else
+            run_consumer(BackwardConsumerRs<Config>{memory, args, consumer});
     }
 }
 

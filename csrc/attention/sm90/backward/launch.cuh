@@ -35,7 +35,7 @@ inline BackwardArguments make_arguments(const BackwardParams& params, const Back
             .scale = params.scale};
 }
 
-// Static shared memory would lie before the dynamic one, which has to be aligned: see BackwardMemory.
+// Fails if there is static shared memory: it would lie before the dynamic one, which BackwardMemory needs aligned.
 template <typename Config> cudaError_t load_backward() {
     using Memory = BackwardMemory<Config>;
     cudaFuncAttributes attributes;

@@ -2,11 +2,11 @@
 
 #include "csrc/attention/sm90/backward/workspace.h"
 
-// What runs before and after the backward kernel.
+// The kernels that run before and after the backward kernel.
 
 namespace jaxmagi::sm90 {
 
-// Fills the workspace: zeros, what is known of the rows and, where the order of sums is fixed, what it is found by.
+// Fills the workspace with zeros, the row statistics and, for a fixed order of sums, the tables that define the order.
 cudaError_t prepare_backward(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile,
                              cudaStream_t stream);
 
@@ -14,7 +14,7 @@ cudaError_t prepare_backward(const BackwardParams& params, const BackwardWorkspa
 cudaError_t convert_dq(const BackwardParams& params, const BackwardWorkspace& workspace, int kernel_dim,
                        cudaStream_t stream);
 
-// Not to be called while a stream is captured.
+// Load the kernels; not allowed while a stream is captured.
 cudaError_t preload_prepare();
 cudaError_t preload_convert();
 

@@ -7,7 +7,7 @@ namespace jaxmagi::sm90 {
 namespace {
 
 constexpr int kThreads = 256, kWarpSize = 32;
-constexpr int kHeads = kWarpSize, kRows = 64;  // of a CTA of transpose_rows
+constexpr int kHeads = kWarpSize, kRows = 64;  // heads and rows of a CTA of transpose_rows
 constexpr int kMostBlockRows = 128;
 
 struct RowsArguments {
@@ -17,52 +17,52 @@ struct RowsArguments {
     int block_rows;  // of a block of queries
 };
 
-// What a CTA has in shared memory of its rows, and of as many more as a block that begins with its last ones may have.
+// The rows of a CTA in shared memory, and as many more as a block that begins with the last of them may have.
 struct StagedRows {
     static constexpr int kEights = (kRows + kMostBlockRows) / 8 - 1;
 
     float lse_log2[kRows][kHeads + 1], delta[kRows][kHeads + 1];
-    uint32_t blind[kEights];  // a bit for each head: whether any of eight rows exists and has no logits
+    uint32_t has_masked[kEights];  // a bit for each head: set if any of eight rows exists and is fully masked
 };
 
-// Eight rows by a warp, a head a lane.
+// Stages eight rows by a warp, with a head for each lane.
 __device__ void stage_rows(const RowsArguments& args, StagedRows& staged, int64_t example, int first_row, int head,
                            int eight) {
     const int lane = threadIdx.x % kWarpSize;
-    bool is_blind = false;
+    bool has_masked = false;
 #pragma unroll
     for (int i = eight * 8; i < eight * 8 + 8; ++i) {
         const int position = first_row + i;
         const int64_t at = (example * args.q_len + position) * args.heads + head;
         const bool exists = head < args.heads and position < args.q_len;
         const float lse = exists ? args.lse[at] : -INFINITY;
-        is_blind = is_blind or (exists and lse == -INFINITY);
+        has_masked = has_masked or (exists and lse == -INFINITY);
         if (i >= kRows)
             continue;
         staged.lse_log2[i][lane] = lse == -INFINITY ? INFINITY : lse * kLog2E;
         staged.delta[i][lane] = lse == -INFINITY ? 0.f : args.delta[at];
     }
-    const uint32_t blind = __ballot_sync(~0u, is_blind);
+    const uint32_t masked_heads = __ballot_sync(~0u, has_masked);
     if (lane == 0)
-        staged.blind[eight] = blind;
+        staged.has_masked[eight] = masked_heads;
 }
 
-// Of one head, by a warp.
+// Writes the rows of one head by a warp.
 __device__ void write_rows(const StagedRows& staged, EightRows* to, int num_rows, int head, int block_rows) {
     for (int i = threadIdx.x % kWarpSize; i < num_rows; i += kWarpSize) {
         to[i / 8].lse_log2[i % 8] = staged.lse_log2[i][head];
         to[i / 8].delta[i % 8] = staged.delta[i][head];
         if (i % 8 != 0)
             continue;
-        uint32_t blind = 0;
+        uint32_t masked_heads = 0;
         for (int eight = i / 8; eight < (i + block_rows) / 8; ++eight)
-            blind |= staged.blind[eight];
-        to[i / 8].begins_blind_block = blind >> head & 1;
+            masked_heads |= staged.has_masked[eight];
+        to[i / 8].block_has_masked_rows = masked_heads >> head & 1;
     }
 }
 
-// A CTA takes some rows of some heads of an example: heads lie side by side in what it reads, positions in what it
-// writes.
+// Writes the row statistics. A CTA takes some rows of some heads of an example: heads are contiguous in what it reads,
+// positions in what it writes.
 __global__ void __launch_bounds__(kThreads) transpose_rows(const __grid_constant__ RowsArguments args) {
     __shared__ StagedRows staged;
     const int first_head = blockIdx.y * kHeads, first_row = blockIdx.x % args.ctas_per_example * kRows;
@@ -81,23 +81,23 @@ __global__ void __launch_bounds__(kThreads) transpose_rows(const __grid_constant
 struct OrderArguments {
     const ScheduledBand* bands;
     const ScheduledTile* tiles;
-    Range* windows;
-    int* places;
+    Range* band_ranges;
+    int* tile_ranks;
     int capacity, key_tiles;
     int blocks_per_head, block_rows;  // blocks of queries, and the rows of one
 };
 
-// Plans lie along x, of which there may be more than a grid is high.
-__global__ void __launch_bounds__(kThreads) find_places(const __grid_constant__ OrderArguments args) {
+// Inverts the order of the tiles in the tile schedule. Masks are along x, since there may be more than a grid's height.
+__global__ void __launch_bounds__(kThreads) find_tile_ranks(const __grid_constant__ OrderArguments args) {
     const int64_t first = int64_t{blockIdx.x} * args.key_tiles;
     for (int i = blockIdx.y * kThreads + threadIdx.x; i < args.key_tiles; i += gridDim.y * kThreads)
-        args.places[first + args.tiles[first + i].tile] = i;
+        args.tile_ranks[first + args.tiles[first + i].tile] = i;
 }
 
-// A warp for each block of queries of a plan; bands are transposed.
-__global__ void __launch_bounds__(kThreads) find_windows(const __grid_constant__ OrderArguments args) {
+// Finds the bands that touch each block of queries of a mask, with a warp for each block. Bands are transposed.
+__global__ void __launch_bounds__(kThreads) find_band_ranges(const __grid_constant__ OrderArguments args) {
     const ScheduledBand* bands = args.bands + int64_t{blockIdx.x} * args.capacity;
-    Range* windows = args.windows + int64_t{blockIdx.x} * args.blocks_per_head;
+    Range* ranges = args.band_ranges + int64_t{blockIdx.x} * args.blocks_per_head;
     const int lane = threadIdx.x % kWarpSize, stride = gridDim.y * kThreads / kWarpSize;
     for (int block = (blockIdx.y * kThreads + threadIdx.x) / kWarpSize; block < args.blocks_per_head; block += stride) {
         const int row = block * args.block_rows;
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads) find_windows(const __grid_constant__
         begin = __reduce_min_sync(~0u, begin);
         end = __reduce_max_sync(~0u, end);
         if (lane == 0)
-            windows[block] = {begin, end};
+            ranges[block] = {begin, end};
     }
 }
 
@@ -136,17 +136,17 @@ void launch_order(const BackwardParams& params, const BackwardWorkspace& workspa
     const int blocks_per_head = workspace.rows_per_head / tile.rows;
     const OrderArguments args{.bands = params.bands,
                               .tiles = params.tiles,
-                              .windows = workspace.windows,
-                              .places = workspace.places,
+                              .band_ranges = workspace.band_ranges,
+                              .tile_ranks = workspace.tile_ranks,
                               .capacity = params.capacity,
                               .key_tiles = workspace.key_tiles,
                               .blocks_per_head = blocks_per_head,
                               .block_rows = tile.rows};
     constexpr int kMaxCtas = 1024, kWarps = kThreads / kWarpSize;
-    const dim3 places_grid(params.num_masks, std::min(kMaxCtas, ceil_div(workspace.key_tiles, kThreads)));
-    const dim3 windows_grid(params.num_masks, std::min(kMaxCtas, ceil_div(blocks_per_head, kWarps)));
-    find_places<<<places_grid, kThreads, 0, stream>>>(args);
-    find_windows<<<windows_grid, kThreads, 0, stream>>>(args);
+    const dim3 ranks_grid(params.num_masks, std::min(kMaxCtas, ceil_div(workspace.key_tiles, kThreads)));
+    const dim3 ranges_grid(params.num_masks, std::min(kMaxCtas, ceil_div(blocks_per_head, kWarps)));
+    find_tile_ranks<<<ranks_grid, kThreads, 0, stream>>>(args);
+    find_band_ranges<<<ranges_grid, kThreads, 0, stream>>>(args);
 }
 
 }  // namespace
@@ -166,8 +166,8 @@ cudaError_t preload_prepare() {
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, transpose_rows);
     if (error == cudaSuccess)
-        error = cudaFuncGetAttributes(&attributes, find_places);
-    return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, find_windows) : error;
+        error = cudaFuncGetAttributes(&attributes, find_tile_ranks);
+    return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, find_band_ranges) : error;
 }
 
 }  // namespace jaxmagi::sm90

@@ -5,8 +5,8 @@
 #include "csrc/common/sm90/bulk.cuh"
 #include "csrc/common/sm90/tma.cuh"
 
-// The producer warp: streams keys, values, queries and cotangents of the output through shared memory. One lane does
-// it all; it reads runs where they are, since it has few registers.
+// The producer warp loads keys, values, queries and dO into shared memory. One lane issues everything. It has few
+// registers and reads runs in shared memory.
 
 namespace jaxmagi::sm90 {
 
@@ -16,28 +16,28 @@ template <typename Config> struct BackwardProducer {
     BackwardMemory<Config> memory;
     const BackwardTensorMaps& maps;
     const BackwardArguments& args;
-    unsigned step = 0;  // the next one
+    unsigned step = 0;  // the next one to load
 
-    // By one lane.
+    // Called by one lane.
     __device__ __forceinline__ void run() {
 #pragma unroll 1
-        for (unsigned number = 0;; ++number) {
-            memory.run_full(number).wait(memory.run_parity(number));
-            const QueryRun& run = memory.query_run(number);
-            const int num_steps = memory.tile_message(run.turn).num_steps;
+        for (unsigned index = 0;; ++index) {
+            memory.run_full(index).wait(memory.run_parity(index));
+            const BackwardBandRun& run = memory.band_run(index);
+            const int num_steps = memory.work_item(run.item).num_steps;
             if (run.first)
                 load_keys(run, num_steps);
             if (num_steps < 0)
                 return;
             load_blocks(run);
-            memory.run_empty(number).arrive();
+            memory.run_empty(index).arrive();
         }
     }
 
 private:
-    // Once the tile before is done with.
-    __device__ __forceinline__ void load_keys(const QueryRun& run, int num_steps) const {
-        memory.kv_empty().wait((run.turn & 1) ^ 1);
+    // Loads keys and values once the consumers released those of the work item before.
+    __device__ __forceinline__ void load_keys(const BackwardBandRun& run, int num_steps) const {
+        memory.kv_empty().wait((run.item & 1) ^ 1);
         if (num_steps <= 0) {
             memory.kv_full().arrive();
             return;
@@ -48,11 +48,12 @@ private:
         load<Config::kVDim>(memory.v(), maps.v, Config::kKeys, at, memory.kv_full());
     }
 
-    // From the last block to the first, since under a causal mask all tiles have the last one: CTAs that began together
-    // with keys of different tiles are at the same queries, and find them in the L2 cache. Query heads take turns at
-    // chunks of blocks. At every block, a group of 8 heads would go through more than the cache holds before the tile
-    // next to this one comes to the same queries; over a whole sequence, tiles of different lengths would drift apart.
-    __device__ __forceinline__ void load_blocks(const QueryRun& run) {
+    // Loads the blocks of a run from the last to the first, since under a causal mask all tiles have the last block:
+    // CTAs that began together with different tiles need the same queries, and find them in the L2 cache. The query
+    // heads of the group follow each other within chunks of blocks. If they changed at every block, a group of 8 heads
+    // would go through more than the cache holds before the neighbouring tile needs the same queries; if each went over
+    // the whole sequence, tiles of different lengths would drift apart.
+    __device__ __forceinline__ void load_blocks(const BackwardBandRun& run) {
 #pragma unroll 1
         for (int end = run.blocks.end; end > run.blocks.begin;) {
             const int begin = max((end - 1) / kChunkBlocks * kChunkBlocks, run.blocks.begin);
@@ -63,7 +64,7 @@ private:
         }
     }
 
-    __device__ __forceinline__ void load_chunk(const QueryRun& run, Range blocks, int head) {
+    __device__ __forceinline__ void load_chunk(const BackwardBandRun& run, Range blocks, int head) {
 #pragma unroll 1
         for (int block = blocks.end - 1; block >= blocks.begin; --block, ++step) {
             load_queries(run, block, head);
@@ -71,7 +72,7 @@ private:
         }
     }
 
-    __device__ __forceinline__ void load_queries(const QueryRun& run, int block, int head) const {
+    __device__ __forceinline__ void load_queries(const BackwardBandRun& run, int block, int head) const {
         const int first = run.origin + block * Config::kRows;
         const int row = (run.example * args.heads + head) * args.workspace.rows_per_head + first;
         describe(run, block, first, row);
@@ -82,24 +83,24 @@ private:
         bulk_load(shared_address(memory.rows(step)), args.workspace.rows + row / 8, Config::kRowsBytes, full);
     }
 
-    __device__ __forceinline__ void describe(const QueryRun& run, int block, int first, int row) const {
-        StepMessage& message = memory.step_message(step);
-        message.key_begin = run.key_begin;
-        message.key_end = run.key_end;
-        // Bounded, so that sums do not overflow.
-        message.lower = max(run.lower - first, -kUnbounded);
-        message.upper = min(run.upper - first, run.end_query - first);
-        message.first_column = run.first_query - first;
-        message.end_column = run.end_query - first;
-        message.masked = block < run.whole.begin or block >= run.whole.end;
-        message.row = row;
-        message.mask = run.mask;
-        message.block = block;
-        message.band = run.band;
-        message.tile = run.key / Config::kKeys;
+    __device__ __forceinline__ void describe(const BackwardBandRun& run, int block, int first, int row) const {
+        StepDescriptor& descriptor = memory.descriptor(step);
+        descriptor.key_begin = run.key_begin;
+        descriptor.key_end = run.key_end;
+        // The limits are bounded, so that sums of them and rows do not overflow.
+        descriptor.lower = max(run.lower - first, -kUnbounded);
+        descriptor.upper = min(run.upper - first, run.end_query - first);
+        descriptor.first_column = run.first_query - first;
+        descriptor.end_column = run.end_query - first;
+        descriptor.masked = block < run.unmasked.begin or block >= run.unmasked.end;
+        descriptor.row = row;
+        descriptor.mask = run.mask;
+        descriptor.block = block;
+        descriptor.band = run.band;
+        descriptor.tile = run.key / Config::kKeys;
     }
 
-    __device__ __forceinline__ void load_dout(const QueryRun& run, int block, int head) const {
+    __device__ __forceinline__ void load_dout(const BackwardBandRun& run, int block, int head) const {
         memory.dout_empty(step).wait(memory.dout_parity(step) ^ 1);
         const Mbarrier full = memory.dout_full(step);
         full.arrive_and_expect(Config::kDoutBytes);

@@ -4,10 +4,9 @@
 #include "csrc/attention/sm90/backward/config.cuh"
 #include "csrc/common/sm90/bits.cuh"
 
-// The scheduler warp: takes tiles of keys and finds the blocks of queries that see them, a run for each band, for the
-// producer. It works ahead, so that neither the counter of items nor the bands are waited for between two tiles.
-//
-// Bands are those of a plan by keys, and so transposed: their rows are keys, their columns queries.
+// The scheduler warp claims tiles of keys and finds, for each band of the mask, the run of blocks of queries that see
+// keys of the tile. It does so while the consumers still work on the tile before, so that the producer waits neither
+// for the counter of work items nor for the bands. Bands are transposed: their rows are keys, their columns queries.
 
 namespace jaxmagi::sm90 {
 
@@ -15,39 +14,40 @@ template <typename Config> struct BackwardScheduler {
     BackwardMemory<Config> memory;
     const BackwardArguments& args;
     int lane;
-    unsigned num_runs = 0;  // sent so far
+    unsigned num_runs = 0;  // written so far
 
     __device__ __forceinline__ void run() {
         if (lane == 0)
-            memory.tile_in_work().turn = -1;
+            memory.current_tile().item = -1;
 #pragma unroll 1
-        for (int item = take_item(); item < args.schedule.num_items; item = take_item()) {
-            find_tile(item_at(args.schedule, item));
+        for (int index = claim_index(); index < args.schedule.num_items; index = claim_index()) {
+            find_tile(item_at(args.schedule, index));
             schedule();
-            // Whoever takes a tile long before it begins with it may keep it from others that could.
+            // A CTA that claims a tile long before it can begin with it keeps the tile from other CTAs.
             memory.run_empty(num_runs - 1).wait(memory.run_parity(num_runs - 1));
         }
-        await_room();
+        wait_for_free_run();
         __syncwarp();
         if (lane == 0)
-            memory.tile_message(begin_tile().turn).num_steps = -1;
-        send_empty();
+            memory.work_item(begin_tile().item).num_steps = -1;
+        write_empty_run();
     }
 
 private:
-    // Whatever a tile may wait for, where sums have an order, was taken before it, by a CTA that runs.
-    __device__ __forceinline__ int take_item() const {
-        int taken = 0;
+    // Claims the next work item. Where the order of sums is fixed, all tiles that it may wait for were claimed before
+    // it, by CTAs that run.
+    __device__ __forceinline__ int claim_index() const {
+        int claimed = 0;
         if (lane == 0)
-            asm volatile("atom.global.add.u32 %0, [%1], 1;" : "=r"(taken) : "l"(args.workspace.counter) : "memory");
-        return __shfl_sync(~0u, taken, 0);
+            asm volatile("atom.global.add.u32 %0, [%1], 1;" : "=r"(claimed) : "l"(args.workspace.counter) : "memory");
+        return __shfl_sync(~0u, claimed, 0);
     }
 
-    // By one lane.
-    __device__ __forceinline__ KeyTile& begin_tile() const {
-        KeyTile& tile = memory.tile_in_work();
-        ++tile.turn;
-        tile.is_new = true;
+    // Called by one lane.
+    __device__ __forceinline__ CurrentTile& begin_tile() const {
+        CurrentTile& tile = memory.current_tile();
+        ++tile.item;
+        tile.has_no_run = true;
         return tile;
     }
 
@@ -55,11 +55,11 @@ private:
         const int64_t first = int64_t{item.mask} * args.schedule.num_tiles;
         int rank = item.rank;
         if (args.deterministic)
-            rank = args.workspace.places[first + rank];
+            rank = args.workspace.tile_ranks[first + rank];
         __syncwarp();
         if (lane == 0) {
             const ScheduledTile scheduled = args.tiles[first + rank];
-            KeyTile& tile = begin_tile();
+            CurrentTile& tile = begin_tile();
             tile.key = scheduled.tile * Config::kKeys;
             tile.first_band = scheduled.first_band;
             tile.end_band = scheduled.end_band;
@@ -73,25 +73,25 @@ private:
 
     __device__ __forceinline__ void schedule() {
         const int num_blocks = count_blocks();
-        await_room();
-        announce(num_blocks);
+        wait_for_free_run();
+        write_item(num_blocks);
         __syncwarp();
         if (num_blocks == 0)
-            send_empty();
+            write_empty_run();
         else
-            send_runs();
+            write_runs();
     }
 
-    // The i-th band, and the blocks of queries that see keys of the tile in it. Those of the tile count also where
-    // they do not exist.
-    struct Found {
+    // A band and the blocks of queries that see keys of the tile in it. Keys of the tile that do not exist count too.
+    struct LaneRun {
         Band band;
         Range blocks;
         int origin;
     };
 
-    __device__ __forceinline__ Found find(int index) const {
-        const KeyTile& tile = memory.tile_in_work();
+    // Returns the run of one band, and an empty one outside the bands of the tile.
+    __device__ __forceinline__ LaneRun find_run(int index) const {
+        const CurrentTile& tile = memory.current_tile();
         if (index < tile.first_band or index >= tile.end_band)
             return {};
         const int4* words = reinterpret_cast<const int4*>(tile.bands + index);
@@ -101,87 +101,91 @@ private:
         const Range queries = keys_of_rows(band, {tile.key, tile.key + Config::kKeys});
         if (is_empty(queries))
             return {band, {0, 0}};
-        const int origin = begins_blocks_anywhere() ? queries.begin % Config::kRows / 8 * 8 : 0;
+        const int origin = blocks_begin_anywhere() ? queries.begin % Config::kRows / 8 * 8 : 0;
         return {band, {queries.begin / Config::kRows, ceil_div(queries.end - origin, Config::kRows)}, origin};
     }
 
-    // Whether the first block of a run begins with the first query that sees a key, rounded down to a multiple of 8.
-    // Where sums have an order, blocks count the additions to them, and so are the same in every run.
-    __device__ __forceinline__ bool begins_blocks_anywhere() const {
+    // Returns true if the first block of a run begins with the first query that sees a key, rounded down to a multiple
+    // of 8. Where the order of sums is fixed, blocks are the same in every run, since the additions to them are
+    // counted.
+    __device__ __forceinline__ bool blocks_begin_anywhere() const {
         return Config::kTransposedDq and not args.deterministic;
     }
 
     __device__ __forceinline__ int count_blocks() const {
-        const KeyTile& tile = memory.tile_in_work();
+        const CurrentTile& tile = memory.current_tile();
         int count = 0;
 #pragma unroll 1
         for (int i = tile.first_band + lane; i < tile.end_band; i += 32) {
-            const Range blocks = find(i).blocks;
+            const Range blocks = find_run(i).blocks;
             count += blocks.end - blocks.begin;
         }
         return __reduce_add_sync(~0u, count);
     }
 
-    // A bit for each of 32 keys that anyone sees, or that do not exist.
-    __device__ __forceinline__ uint32_t seen_keys_from(int first) const {
-        const KeyTile& tile = memory.tile_in_work();
-        uint32_t seen = 0;
+    // Returns a bit for each of 32 keys: set if some query sees the key, or if it does not exist.
+    __device__ __forceinline__ uint32_t visible_keys(int first) const {
+        const CurrentTile& tile = memory.current_tile();
+        uint32_t visible = 0;
 #pragma unroll 1
         for (int i = tile.first_band + lane; i < tile.end_band; i += 32) {
             const ScheduledBand* band = tile.bands + i;
-            seen |= low_bits(__ldg(&band->q1) - first) & ~low_bits(__ldg(&band->q0) - first);
+            visible |= low_bits(__ldg(&band->q1) - first) & ~low_bits(__ldg(&band->q0) - first);
         }
-        return __reduce_or_sync(~0u, seen) | ~low_bits(args.kv_len - first);
+        return __reduce_or_sync(~0u, visible) | ~low_bits(args.kv_len - first);
     }
 
-    __device__ __forceinline__ void announce(int num_blocks) const {
-        const KeyTile& tile = memory.tile_in_work();
-        KeyTileMessage& message = memory.tile_message(tile.turn);
-        bool all_seen = true;
+    // Writes the work item, which the barrier of its first run publishes.
+    __device__ __forceinline__ void write_item(int num_blocks) const {
+        const CurrentTile& tile = memory.current_tile();
+        BackwardWorkItem& work = memory.work_item(tile.item);
+        bool all_visible = true;
 #pragma unroll 1
         for (int word = 0; word < Config::kKeys / 32; ++word) {
-            const uint32_t seen = seen_keys_from(tile.key + 32 * word);
-            all_seen = all_seen and seen == ~0u;
+            const uint32_t visible = visible_keys(tile.key + 32 * word);
+            all_visible = all_visible and visible == ~0u;
             if (lane == 0)
-                message.seen[word] = seen;
+                work.visible[word] = visible;
         }
         if (lane != 0)
             return;
-        message.num_steps = num_blocks * args.schedule.group;
-        message.key = tile.key;
-        message.key_head = tile.key_head;
-        message.example = tile.example;
-        message.all_seen = all_seen;
+        work.num_steps = num_blocks * args.schedule.group;
+        work.key = tile.key;
+        work.key_head = tile.key_head;
+        work.example = tile.example;
+        work.all_visible = all_visible;
     }
 
-    // Where sums have an order, from the last band to the first: see BackwardReducer.
-    __device__ __forceinline__ void send_runs() {
-        const KeyTile& tile = memory.tile_in_work();
+    // Writes the runs of the tile. Where the order of sums is fixed, bands come from the last to the first, as
+    // BackwardReducer explains.
+    __device__ __forceinline__ void write_runs() {
+        const CurrentTile& tile = memory.current_tile();
 #pragma unroll 1
         for (int i = lane; i - lane < tile.end_band - tile.first_band; i += 32)
-            send_runs_of_bands(args.deterministic ? tile.end_band - 1 - i : tile.first_band + i);
+            write_runs_of_lanes(args.deterministic ? tile.end_band - 1 - i : tile.first_band + i);
     }
 
-    // Of the bands of all lanes.
-    __device__ __forceinline__ void send_runs_of_bands(int index) {
-        const Found own = find(index);
+    // Writes the runs of 32 bands, each found by one lane.
+    __device__ __forceinline__ void write_runs_of_lanes(int index) {
+        const LaneRun found = find_run(index);
 #pragma unroll 1
-        for (unsigned live = __ballot_sync(~0u, not is_empty(own.blocks)); live != 0; live &= live - 1) {
-            await_room();
-            if (lane == __ffs(live) - 1) {
-                describe(own, index);
-                finish_run();
+        for (unsigned nonempty = __ballot_sync(~0u, not is_empty(found.blocks)); nonempty != 0;
+             nonempty &= nonempty - 1) {
+            wait_for_free_run();
+            if (lane == __ffs(nonempty) - 1) {
+                write_run(found, index);
+                publish_run();
             }
             ++num_runs;
             __syncwarp();
         }
     }
 
-    // From one lane.
-    __device__ __forceinline__ void describe(const Found& found, int band_index) const {
-        const KeyTile& tile = memory.tile_in_work();
+    // Called by one lane.
+    __device__ __forceinline__ void write_run(const LaneRun& found, int band_index) const {
+        const CurrentTile& tile = memory.current_tile();
         const Band& band = found.band;
-        QueryRun& run = memory.query_run(num_runs);
+        BackwardBandRun& run = memory.band_run(num_runs);
         run.key_begin = band.q0 - tile.key;
         run.key_end = band.q1 - tile.key;
         run.lower = band.lo + tile.key;
@@ -193,19 +197,19 @@ private:
         run.band = band_index;
         run.first_head = tile.key_head * args.schedule.group;
         const bool holds_keys = band.q0 <= tile.key and tile.key + Config::kKeys <= band.q1;
-        // All of a block's queries see all keys if it lies between these, counted from the origin.
+        // Every query of a block sees every key if the block lies between these, counted from the origin.
         const int from = max(band.k0, band.lo + tile.key + Config::kKeys - 1) - found.origin;
         const int to = min(band.k1, run.upper) - found.origin;
-        run.whole = {ceil_div(max(from, 0), Config::kRows), holds_keys ? max(to, 0) / Config::kRows : 0};
+        run.unmasked = {ceil_div(max(from, 0), Config::kRows), holds_keys ? max(to, 0) / Config::kRows : 0};
     }
 
-    // From one lane.
-    __device__ __forceinline__ void finish_run() const {
-        KeyTile& tile = memory.tile_in_work();
-        QueryRun& run = memory.query_run(num_runs);
-        run.turn = tile.turn;
-        run.first = tile.is_new;
-        tile.is_new = false;
+    // Writes what a run has from its tile and hands it to the producer. Called by one lane.
+    __device__ __forceinline__ void publish_run() const {
+        CurrentTile& tile = memory.current_tile();
+        BackwardBandRun& run = memory.band_run(num_runs);
+        run.item = tile.item;
+        run.first = tile.has_no_run;
+        tile.has_no_run = false;
         run.key = tile.key;
         run.key_head = tile.key_head;
         run.example = tile.example;
@@ -213,17 +217,17 @@ private:
         memory.run_full(num_runs).arrive();
     }
 
-    // For a tile without blocks, or behind the last tile.
-    __device__ __forceinline__ void send_empty() {
+    // Writes the only run of a tile without blocks, or the one behind the last tile.
+    __device__ __forceinline__ void write_empty_run() {
         if (lane == 0) {
-            memory.query_run(num_runs).blocks = {0, 0};
-            finish_run();
+            memory.band_run(num_runs).blocks = {0, 0};
+            publish_run();
         }
         ++num_runs;
         __syncwarp();
     }
 
-    __device__ __forceinline__ void await_room() const {
+    __device__ __forceinline__ void wait_for_free_run() const {
         memory.run_empty(num_runs).wait(memory.run_parity(num_runs) ^ 1);
     }
 };

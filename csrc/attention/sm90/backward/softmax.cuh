@@ -1,21 +1,33 @@
 #pragma once
 
+#include "csrc/attention/sm90/backward/arguments.cuh"
 #include "csrc/attention/sm90/backward/config.cuh"
+#include "csrc/attention/sm90/backward/consumer_thread.cuh"
 #include "csrc/attention/sm90/logits.cuh"
 #include "csrc/common/sm90/bits.cuh"
 
-// From logits to probabilities and to gradients of logits. Transposed logits: each thread on two keys (rows) and
-// kCount / 4 pairs of queries (columns). Others, in functions whose names say so, on two queries and pairs of keys.
+// P and dS of a step from its S and dP, each thread on its part of an accumulator of two rows. In transposed logits the
+// rows are keys and the columns queries; in those of wide kernels the rows are queries.
 
 namespace jaxmagi::sm90 {
 
-// What a thread needs of the rows, by fragments of 8 columns.
-struct ThreadRows {
-    const EightRows* fragments;
-    int first_column;  // of the thread
+// A bit for each of a thread's logits in its two rows, in order of columns: set if the query sees the key.
+struct BackwardVisibleBits {
+    uint32_t words[2] = {~0u, ~0u};
 
-    __device__ __forceinline__ float2 lse_log2(int fragment) const { return pair(fragments[fragment].lse_log2); }
-    __device__ __forceinline__ float2 delta(int fragment) const { return pair(fragments[fragment].delta); }
+    // The bit of register i.
+    __device__ __forceinline__ bool operator[](int i) const {
+        return words[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1;
+    }
+};
+
+// log-sum-exp and delta of the queries of registers i and i + 1 (i even), where queries are columns.
+struct ColumnStatistics {
+    const EightRows* eights;
+    int first_column;
+
+    __device__ __forceinline__ float2 lse_log2(int i) const { return pair(eights[i / 4].lse_log2); }
+    __device__ __forceinline__ float2 delta(int i) const { return pair(eights[i / 4].delta); }
 
 private:
     __device__ __forceinline__ float2 pair(const float (&numbers)[8]) const {
@@ -23,155 +35,189 @@ private:
     }
 };
 
-// A bit for each of a thread's logits in its two rows of the accumulator, in order of columns: whether the query sees
-// the key. Rows are keys, or queries where row_bits finds them.
-struct SeenBits {
-    uint32_t words[2];
+// log-sum-exp and delta of the query of registers i and i + 1 (i even), where queries are rows.
+struct RowStatistics {
+    float lse[2], row_delta[2];
 
-    // Of register i.
-    __device__ __forceinline__ bool operator[](int i) const {
-        return words[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1;
-    }
+    __device__ __forceinline__ float2 lse_log2(int i) const { return {lse[i / 2 % 2], lse[i / 2 % 2]}; }
+    __device__ __forceinline__ float2 delta(int i) const { return {row_delta[i / 2 % 2], row_delta[i / 2 % 2]}; }
 };
 
-// A bit for each pair of a thread's columns: whether the query has logits.
-template <int kCount>
-__device__ __forceinline__ uint32_t sighted_bits(const ThreadRows& rows) {
-    uint32_t sighted = ~0u;
+// Turns logits into probabilities.
+template <int kCount, typename Statistics>
+__device__ __forceinline__ void compute_p(float (&logits)[kCount], const Statistics& statistics, float to_log2) {
 #pragma unroll
-    for (int i = 0; i < kCount / 4; ++i) {
-        const float2 lse = rows.lse_log2(i);
-        sighted &= ~((lse.x == INFINITY ? 1u : 0u) << 2 * i | (lse.y == INFINITY ? 2u : 0u) << 2 * i);
-    }
-    return sighted;
-}
-
-// key: the thread's first one in the tile. Queries without logits, if there are any that exist, see nothing, whatever
-// their numbers are.
-template <int kCount>
-__device__ __forceinline__ SeenBits seen_bits(const StepMessage& message, const ThreadRows& rows, int key,
-                                              bool has_blind_rows) {
-    static_assert(kCount <= 64);
-    const int4 keys = reinterpret_cast<const int4*>(&message)[0];     // key_begin, key_end, lower, upper
-    const int2 columns = reinterpret_cast<const int2*>(&message)[2];  // first_column, end_column
-    const uint32_t sighted = has_blind_rows ? sighted_bits<kCount>(rows) : ~0u;
-    SeenBits bits;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int at = key + 8 * r;
-        const bool inside = keys.x <= at and at < keys.y;
-        const int end = columns_below((inside ? min(columns.y, at + keys.w) : 0) - rows.first_column);
-        const int begin = columns_below(max(columns.x, at + keys.z) - rows.first_column);
-        bits.words[r] = low_bits(end) & ~low_bits(begin) & sighted;
-    }
-    return bits;
-}
-
-// Logits become probabilities.
-template <int kCount>
-__device__ __forceinline__ void exponentiate(float (&logits)[kCount], const ThreadRows& rows,
-                                             float to_log2) {
-#pragma unroll
-    for (int i = 0; i < kCount / 4; ++i) {
-        const float2 lse = rows.lse_log2(i);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            logits[4 * i + 2 * r] = exp2_approx(logits[4 * i + 2 * r] * to_log2 - lse.x);
-            logits[4 * i + 2 * r + 1] = exp2_approx(logits[4 * i + 2 * r + 1] * to_log2 - lse.y);
-        }
+    for (int i = 0; i < kCount; i += 2) {
+        const float2 lse = statistics.lse_log2(i);
+        logits[i] = exp2_approx(logits[i] * to_log2 - lse.x);
+        logits[i + 1] = exp2_approx(logits[i + 1] * to_log2 - lse.y);
     }
 }
 
-template <int kCount> __device__ __forceinline__ void hide(float (&p)[kCount], const SeenBits& seen) {
+template <int kCount>
+__device__ __forceinline__ void apply_mask(float (&p)[kCount], const BackwardVisibleBits& visible) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
-        p[i] = seen[i] ? p[i] : 0.f;
+        p[i] = visible[i] ? p[i] : 0.f;
 }
 
-// Gradients of the probabilities become those of the logits.
-template <int kCount>
-__device__ __forceinline__ void differentiate(float (&dp)[kCount], const float (&p)[kCount],
-                                              const ThreadRows& rows) {
+// Turns gradients of the probabilities into those of the logits.
+template <int kCount, typename Statistics>
+__device__ __forceinline__ void compute_ds(float (&dp)[kCount], const float (&p)[kCount],
+                                           const Statistics& statistics) {
 #pragma unroll
-    for (int i = 0; i < kCount / 4; ++i) {
-        const float2 delta = rows.delta(i);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            dp[4 * i + 2 * r] = p[4 * i + 2 * r] * (dp[4 * i + 2 * r] - delta.x);
-            dp[4 * i + 2 * r + 1] = p[4 * i + 2 * r + 1] * (dp[4 * i + 2 * r + 1] - delta.y);
-        }
+    for (int i = 0; i < kCount; i += 2) {
+        const float2 delta = statistics.delta(i);
+        dp[i] = p[i] * (dp[i] - delta.x);
+        dp[i + 1] = p[i + 1] * (dp[i + 1] - delta.y);
     }
 }
 
-// With a soft cap: logits become tanh(logits / cap).
-template <int kCount> __device__ __forceinline__ void saturate(float (&logits)[kCount], float logit_scale) {
+// With a soft cap, turns logits into tanh(logits / cap).
+template <int kCount> __device__ __forceinline__ void apply_tanh(float (&logits)[kCount], float logit_scale) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
         logits[i] = fast_tanh(logits[i] * logit_scale);
 }
 
-// With a soft cap: saturated logits become probabilities, and gradients of the probabilities those of the logits.
-template <int kCount>
-__device__ __forceinline__ void differentiate_capped(float (&dp)[kCount], float (&saturated)[kCount],
-                                                     const ThreadRows& rows, const SeenBits& seen,
-                                                     float cap_log2) {
+// With a soft cap, turns tanh(logits / cap) into probabilities, and gradients of the probabilities into those of the
+// logits.
+template <int kCount, typename Statistics>
+__device__ __forceinline__ void compute_capped_p_and_ds(float (&tanh)[kCount], float (&dp)[kCount],
+                                                        const Statistics& statistics,
+                                                        const BackwardVisibleBits& visible, float cap_log2) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-        const float2 lse = rows.lse_log2(i / 4), delta = rows.delta(i / 4);
-        const float t = saturated[i], p = exp2_approx(cap_log2 * t - (i % 2 ? lse.y : lse.x));
-        const float gradient = p * (1.f - t * t) * (dp[i] - (i % 2 ? delta.y : delta.x));
-        saturated[i] = seen[i] ? p : 0.f;
-        dp[i] = seen[i] ? gradient : 0.f;
+        const float2 lse = statistics.lse_log2(i / 2 * 2), delta = statistics.delta(i / 2 * 2);
+        const float t = tanh[i], p = exp2_approx(cap_log2 * t - (i % 2 ? lse.y : lse.x));
+        const float ds = p * (1.f - t * t) * (dp[i] - (i % 2 ? delta.y : delta.x));
+        tanh[i] = visible[i] ? p : 0.f;
+        dp[i] = visible[i] ? ds : 0.f;
     }
 }
 
-// row: the thread's first query in the block; first_column: the first key in the tile.
-__device__ __forceinline__ SeenBits row_bits(const StepMessage& message, const float (&lse_log2)[2], int row,
-                                             int first_column) {
-    const int4 keys = reinterpret_cast<const int4*>(&message)[0];     // key_begin, key_end, lower, upper
-    const int2 columns = reinterpret_cast<const int2*>(&message)[2];  // first_column, end_column
-    SeenBits bits;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int at = row + 8 * r;
-        const bool inside = columns.x <= at and at < columns.y and lse_log2[r] != INFINITY;
-        const int end = columns_below((inside ? min(keys.y, at - keys.z + 1) : 0) - first_column);
-        const int begin = columns_below(max(keys.x, at - keys.w + 1) - first_column);
-        bits.words[r] = low_bits(end) & ~low_bits(begin);
-    }
-    return bits;
-}
+// P and dS of a step from transposed logits: 64 keys of the warpgroup by kRows queries. To be made when the statistics
+// of the step are there, before S is waited for.
+template <typename Config> struct TransposedSoftmax {
+    static constexpr int kCount = Config::kRows / 2;
+    static_assert(kCount <= 64);
 
-template <int kCount>
-__device__ __forceinline__ void exponentiate_rows(float (&logits)[kCount], const float (&lse_log2)[2],
-                                                  const SeenBits& seen, float to_log2) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        const float p = exp2_approx(logits[i] * to_log2 - lse_log2[i / 2 % 2]);
-        logits[i] = seen[i] ? p : 0.f;
-    }
-}
+    BackwardMemory<Config> memory;
+    const BackwardArguments& args;
+    ConsumerThread thread;
+    unsigned step;
+    bool has_masked_rows;  // some query exists and sees no key
+    const StepDescriptor& descriptor = memory.descriptor(step);
+    bool masked = descriptor.masked or has_masked_rows;
+    // With a soft cap both P and dS are masked, otherwise only P, once it is there.
+    BackwardVisibleBits visible = Config::kSoftCap and masked ? visible_bits() : BackwardVisibleBits{};
 
-template <int kCount>
-__device__ __forceinline__ void differentiate_rows(float (&dp)[kCount], const float (&p)[kCount],
-                                                   const float (&delta)[2]) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-        dp[i] = p[i] * (dp[i] - delta[i / 2 % 2]);
-}
-
-template <int kCount>
-__device__ __forceinline__ void differentiate_capped_rows(float (&dp)[kCount], float (&saturated)[kCount],
-                                                          const float (&lse_log2)[2], const float (&delta)[2],
-                                                          const SeenBits& seen, float cap_log2) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        const int r = i / 2 % 2;
-        const float t = saturated[i], p = exp2_approx(cap_log2 * t - lse_log2[r]);
-        const float gradient = p * (1.f - t * t) * (dp[i] - delta[r]);
-        saturated[i] = seen[i] ? p : 0.f;
-        dp[i] = seen[i] ? gradient : 0.f;
+    __device__ __forceinline__ void compute_p(float (&p)[kCount]) const {
+        if constexpr (Config::kSoftCap) {
+            apply_tanh(p, args.logit_scale);
+        } else {
+            sm90::compute_p(p, statistics(), args.logit_scale);
+            if (masked)
+                apply_mask(p, visible_bits());
+        }
     }
-}
+
+    __device__ __forceinline__ void compute_ds(float (&dp)[kCount], float (&p)[kCount]) const {
+        if constexpr (Config::kSoftCap)
+            compute_capped_p_and_ds(p, dp, statistics(), visible, args.cap_log2);
+        else
+            sm90::compute_ds(dp, p, statistics());
+    }
+
+private:
+    __device__ __forceinline__ ColumnStatistics statistics() const { return {memory.rows(step), thread.column()}; }
+
+    // A bit for each of the thread's columns: set if the query sees any key at all. The logits of other queries do not
+    // count, whatever they are.
+    __device__ __forceinline__ static uint32_t visible_columns(const ColumnStatistics& statistics) {
+        uint32_t visible = ~0u;
+#pragma unroll
+        for (int i = 0; i < kCount / 4; ++i) {
+            const float2 lse = statistics.lse_log2(4 * i);
+            visible &= ~((lse.x == INFINITY ? 1u : 0u) << 2 * i | (lse.y == INFINITY ? 2u : 0u) << 2 * i);
+        }
+        return visible;
+    }
+
+    __device__ __forceinline__ BackwardVisibleBits visible_bits() const {
+        const ColumnStatistics queries = statistics();
+        const int key = thread.warpgroup * 64 + thread.row();
+        const int4 keys = reinterpret_cast<const int4*>(&descriptor)[0];     // key_begin, key_end, lower, upper
+        const int2 columns = reinterpret_cast<const int2*>(&descriptor)[2];  // first_column, end_column
+        const uint32_t visible = has_masked_rows ? visible_columns(queries) : ~0u;
+        BackwardVisibleBits bits;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int at = key + 8 * r;
+            const bool inside = keys.x <= at and at < keys.y;
+            const int end = columns_below((inside ? min(columns.y, at + keys.w) : 0) - queries.first_column);
+            const int begin = columns_below(max(columns.x, at + keys.z) - queries.first_column);
+            bits.words[r] = low_bits(end) & ~low_bits(begin) & visible;
+        }
+        return bits;
+    }
+};
+
+// P and dS of a step in a wide kernel: 64 queries by 2 · kCount keys of the warpgroup.
+template <typename Config, int kCount> struct WideSoftmax {
+    const BackwardArguments& args;
+    RowStatistics rows;
+    BackwardVisibleBits visible;
+
+    // To be called when the statistics of the step are there, before S is waited for.
+    __device__ __forceinline__ WideSoftmax(BackwardMemory<Config> memory, const BackwardArguments& args,
+                                           ConsumerThread thread, unsigned step, bool has_masked_rows)
+        : args(args) {
+        const EightRows* const eights = memory.rows(step) + thread.row() / 8;
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            rows.lse[r] = eights[r].lse_log2[thread.row() % 8];
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            rows.row_delta[r] = eights[r].delta[thread.row() % 8];
+        const StepDescriptor& descriptor = memory.descriptor(step);
+        if (descriptor.masked or has_masked_rows)
+            visible = visible_bits(descriptor, thread.row(), thread.warpgroup * 2 * kCount + thread.column());
+    }
+
+    __device__ __forceinline__ void compute_p(float (&p)[kCount]) const {
+        if constexpr (Config::kSoftCap) {
+            apply_tanh(p, args.logit_scale);
+        } else {
+            sm90::compute_p(p, rows, args.logit_scale);
+            apply_mask(p, visible);
+        }
+    }
+
+    __device__ __forceinline__ void compute_ds(float (&dp)[kCount], float (&p)[kCount]) const {
+        if constexpr (Config::kSoftCap)
+            compute_capped_p_and_ds(p, dp, rows, visible, args.cap_log2);
+        else
+            sm90::compute_ds(dp, p, rows);
+    }
+
+private:
+    // row: the thread's first query in the block; first_column: its first key in the tile.
+    __device__ __forceinline__ BackwardVisibleBits visible_bits(const StepDescriptor& descriptor, int row,
+                                                                int first_column) const {
+        const int4 keys = reinterpret_cast<const int4*>(&descriptor)[0];     // key_begin, key_end, lower, upper
+        const int2 columns = reinterpret_cast<const int2*>(&descriptor)[2];  // first_column, end_column
+        BackwardVisibleBits bits;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int at = row + 8 * r;
+            const bool inside = columns.x <= at and at < columns.y and rows.lse[r] != INFINITY;
+            const int end = columns_below((inside ? min(keys.y, at - keys.z + 1) : 0) - first_column);
+            const int begin = columns_below(max(keys.x, at - keys.w + 1) - first_column);
+            bits.words[r] = low_bits(end) & ~low_bits(begin);
+        }
+        return bits;
+    }
+};
 
 }  // namespace jaxmagi::sm90

@@ -9,40 +9,41 @@
 #include "csrc/common/sm90/panel.h"
 #include "csrc/mask/band.h"
 
-// What the kernels of one backward pass share.
+// The global memory that the kernels of one backward pass share.
 
 namespace jaxmagi::sm90 {
 
 struct BackwardWorkspace {
     int row_block;      // rows of a row block
-    int rows_per_head;  // with those behind the last one
+    int rows_per_head;  // with padding
     int key_tiles;
-    int64_t dq_panel;  // numbers of a panel of transposed sums
-    // The first three are to be set to zero, and lie side by side.
+    int64_t dq_panel;  // floats of a panel of transposed sums
+    // The first three are contiguous and have to be set to zero.
     float* dq;     // [batch, heads, rows_per_head · dim of the kernel], or [panels, batch, heads, rows_per_head · 64]
-                   // where sums are transposed: see has_transposed_sums
-    int* counter;  // of items that were taken
-    int* turns;    // [batch, heads, blocks of queries]: how many additions to dq are done. Deterministic runs only
+                   // where has_transposed_sums
+    int* counter;  // number of claimed work items
+    int* additions;  // [batch, heads, blocks of queries]: how many additions to dq are done. Deterministic runs only
     int64_t bytes_to_clear;
     EightRows* rows;  // [batch, heads, rows_per_head / 8]
-    Range* windows;   // [plans, blocks of queries]: the bands that touch a block. Deterministic runs only
-    int* places;      // [plans, key_tiles]: where a tile stands among the planned ones. Deterministic runs only
+    Range* band_ranges;  // [num_masks, blocks of queries]: the bands that touch a block. Deterministic runs only
+    int* tile_ranks;     // [num_masks, key_tiles]: index of a tile in the tile schedule. Deterministic runs only
     int64_t bytes;
 };
 
-// Blocks of queries begin at multiples of their length or, where sums are transposed and have no order, of 8.
+// Returns the rows of a head with padding. Blocks of queries begin at multiples of their length or, where sums are
+// transposed and their order is not fixed, at multiples of 8.
 inline int padded_rows(int q_len, int block_rows, bool deterministic) {
     const bool anywhere = has_transposed_sums(row_block_of(block_rows)) and not deterministic;
     return anywhere ? round_up(q_len, 8) - 8 + block_rows : round_up(q_len, block_rows);
 }
 
-// base may be nullptr, to learn how many bytes it takes.
+// Returns the layout of the workspace at base, which may be nullptr if only `bytes` is wanted.
 inline BackwardWorkspace lay_out(char* base, const BackwardShape& shape, TileShape tile, int kernel_dim, int num_masks,
                                  bool deterministic) {
     const int rows_per_head = padded_rows(shape.q_len, tile.rows, deterministic);
     const int64_t all_rows = int64_t{shape.batch} * shape.heads * rows_per_head;
-    const int64_t turns = deterministic ? all_rows / tile.rows : 0;
-    const int64_t windows = deterministic ? int64_t{num_masks} * (rows_per_head / tile.rows) : 0;
+    const int64_t additions = deterministic ? all_rows / tile.rows : 0;
+    const int64_t band_ranges = deterministic ? int64_t{num_masks} * (rows_per_head / tile.rows) : 0;
     int64_t bytes = 0;
     const auto take = [&](int64_t size) {
         char* const begin = base + bytes;
@@ -55,11 +56,12 @@ inline BackwardWorkspace lay_out(char* base, const BackwardShape& shape, TileSha
                              .dq_panel = all_rows * kPanelColumns};
     layout.dq = reinterpret_cast<float*>(take(all_rows * kernel_dim * sizeof(float)));
     layout.counter = reinterpret_cast<int*>(take(sizeof(int)));
-    layout.turns = reinterpret_cast<int*>(take(turns * sizeof(int)));
+    layout.additions = reinterpret_cast<int*>(take(additions * sizeof(int)));
     layout.bytes_to_clear = bytes;
     layout.rows = reinterpret_cast<EightRows*>(take(all_rows / 8 * sizeof(EightRows)));
-    layout.windows = reinterpret_cast<Range*>(take(windows * sizeof(Range)));
-    layout.places = reinterpret_cast<int*>(take(deterministic ? int64_t{num_masks} * layout.key_tiles * sizeof(int) : 0));
+    layout.band_ranges = reinterpret_cast<Range*>(take(band_ranges * sizeof(Range)));
+    const int64_t tile_ranks = deterministic ? int64_t{num_masks} * layout.key_tiles : 0;
+    layout.tile_ranks = reinterpret_cast<int*>(take(tile_ranks * sizeof(int)));
     layout.bytes = bytes;
     return layout;
 }

@@ -4,26 +4,25 @@
 #include "csrc/attention/sm90/backward/config.cuh"
 #include "csrc/common/sm90/stmatrix.cuh"
 
-// Stores gradients of keys and values of a tile that accumulators hold transposed: 64 rows of the head dimension by
-// all keys.
+// Stores dK and dV of a tile from transposed accumulators: 64 rows of the head dimension by all keys.
 
 namespace jaxmagi::sm90 {
 
-template <typename Config> struct BackwardWideEpilogue {
+template <typename Config> struct BackwardEpilogueWide {
     using Element = typename Config::Element;
     using Gradient = float[Config::kKeys / 2];
 
-    const KeyTileMessage& tile;
-    int num_keys;       // of the tile, that exist
-    int row, lane;      // first row of the warp; of the warp
-    int64_t first_row;  // of the tile in [batch, kv_len, kv_heads]
+    const BackwardWorkItem& work;
+    int num_keys;       // keys of the tile that exist
+    int row, lane;      // first row of the warp; lane in the warp
+    int64_t first_row;  // index of the tile's first key in [batch, kv_len, kv_heads]
     int kv_heads;
     bool f32;
 
-    __device__ __forceinline__ BackwardWideEpilogue(const BackwardArguments& args, const KeyTileMessage& tile,
+    __device__ __forceinline__ BackwardEpilogueWide(const BackwardArguments& args, const BackwardWorkItem& work,
                                                     int thread)
-        : tile(tile), num_keys(args.kv_len - tile.key), row(thread / 32 * 16), lane(thread % 32),
-          first_row((int64_t{tile.example} * args.kv_len + tile.key) * args.kv_heads + tile.key_head),
+        : work(work), num_keys(args.kv_len - work.key), row(thread / 32 * 16), lane(thread % 32),
+          first_row((int64_t{work.example} * args.kv_len + work.key) * args.kv_heads + work.key_head),
           kv_heads(args.kv_heads), f32(args.gradients_f32) {}
 
     __device__ __forceinline__ void store(const Gradient& gradient, void* to, int dim, int panel, float scale) const {
@@ -35,7 +34,7 @@ template <typename Config> struct BackwardWideEpilogue {
     }
 
 private:
-    __device__ __forceinline__ uint32_t seen_bits(int i) const { return tile.seen[i / 4] >> i % 4 * 8; }
+    __device__ __forceinline__ uint32_t visible_bits(int i) const { return work.visible[i / 4] >> i % 4 * 8; }
 
     // A lane has columns lane / 4 + {0, 8} of keys 2 · (lane % 4) + {0, 1}: 8 lanes fill a sector.
     __device__ __forceinline__ void store_f32(const Gradient& gradient, float* to, int dim, int first,
@@ -46,31 +45,31 @@ private:
             float* at = to + int64_t{key + j} * stride + column;
 #pragma unroll
             for (int i = 0; i < Config::kKeys / 8; ++i, at += 8 * stride) {
-                const bool seen = seen_bits(i) >> (key + j) & 1, exists = 8 * i + key + j < num_keys;
+                const bool visible = visible_bits(i) >> (key + j) & 1, exists = 8 * i + key + j < num_keys;
                 const float x = j == 0 ? gradient[4 * i] : gradient[4 * i + 1];
                 const float y = j == 0 ? gradient[4 * i + 2] : gradient[4 * i + 3];
                 if (exists and column < dim)
-                    at[0] = seen ? x * scale : 0.f;
+                    at[0] = visible ? x * scale : 0.f;
                 if (exists and column + 8 < dim)
-                    at[8] = seen ? y * scale : 0.f;
+                    at[8] = visible ? y * scale : 0.f;
             }
         }
     }
 
-    // Transposed, a lane has columns 2 · (lane % 4) + {0, 1} of key lane / 4.
+    // After transposing, a lane has columns 2 · (lane % 4) + {0, 1} of key lane / 4.
     __device__ __forceinline__ void store_16bit(const Gradient& gradient, uint16_t* to, int dim, int first,
                                                 float scale) const {
         const int key = lane / 4, column = first + lane % 4 * 2, stride = kv_heads * dim;
         uint16_t* at = to + int64_t{key} * stride + column;
 #pragma unroll
         for (int i = 0; i < Config::kKeys / 8; ++i, at += 8 * stride) {
-            const bool seen = seen_bits(i) >> key & 1, exists = 8 * i + key < num_keys;
+            const bool visible = visible_bits(i) >> key & 1, exists = 8 * i + key < num_keys;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const float x = gradient[4 * i + 2 * r] * scale, y = gradient[4 * i + 2 * r + 1] * scale;
                 const uint32_t pair = transpose_matrix(Element::pack(x, y));
                 if (exists and column + 8 * r < dim)
-                    *reinterpret_cast<uint32_t*>(at + 8 * r) = seen ? pair : 0;
+                    *reinterpret_cast<uint32_t*>(at + 8 * r) = visible ? pair : 0;
             }
         }
     }

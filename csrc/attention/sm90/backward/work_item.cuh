@@ -1,0 +1,50 @@
+#pragma once
+
+#include "csrc/attention/sm90/tile_schedule.h"
+#include "csrc/mask/band.h"
+
+// What the warps of a backward kernel tell each other in shared memory: work items, runs of blocks of queries, steps.
+
+namespace jaxmagi::sm90 {
+
+// One tile of keys of one key head, for the consumers.
+struct alignas(16) BackwardWorkItem {
+    uint32_t visible[4];  // a bit for each key: set if some query sees the key, or if the key does not exist
+    int num_steps;  // blocks of queries of all heads of the group; 0: no query sees a key; -1: no more work items
+    int key, key_head, example;  // first key
+    bool all_visible;
+};
+
+// One block of queries of one head, for the consumers and the reducer. Columns are queries. Columns [max(first_column,
+// r + lower), min(end_column, r + upper)) see key r of the tile if key_begin <= r < key_end, and no column does
+// otherwise. In a step that is not masked every column sees every key.
+struct alignas(16) StepDescriptor {
+    int key_begin, key_end, lower, upper;  // read together
+    int first_column, end_column;          // read together
+    int masked;
+    int row;  // first row among those of all heads: sums of 2^31 rows would take 512 GiB or more
+    int mask, block, band, tile;  // fix the order of sums: block of queries in its head, index of the band in the mask
+};
+
+// The blocks of queries that see keys of a tile in one band, for the producer.
+struct alignas(16) BackwardBandRun {
+    int key_begin, key_end;        // keys of the band, counted from the tile's first key
+    int lower, upper;              // queries [lower, upper) see the first key, [lower + 1, upper + 1) the next one
+    int first_query, end_query;    // queries of the band
+    Range blocks, unmasked;        // all blocks; those in which every query sees every key
+    int band, first_head;
+    int item;                      // number of work items that the CTA had before
+    int key, key_head, example, mask;
+    bool first;                    // first run of the work item
+    int origin;  // query at which block 0 begins, one of the first kRows. At another place here, ptxas would spill
+};
+
+// The tile of keys that the scheduler works on. It is in shared memory because the scheduler has few registers.
+struct alignas(16) CurrentTile {
+    int item, key;  // number of work items before; first key
+    int first_band, end_band, mask, key_head, example;
+    const ScheduledBand* bands;  // of the mask
+    bool has_no_run;             // no run of the tile was written yet
+};
+
+}  // namespace jaxmagi::sm90
