@@ -95,11 +95,11 @@ NB_MODULE(_cuda, m) {
           nb::arg("capacity"), nb::arg("length"), nb::arg("tile_rows"),
           "Returns the workspace of the tile schedule in words of 8 bytes.");
     m.def("pair_buffer_bytes", pair_buffer_bytes, nb::arg("batch"), nb::arg("cp_size"), nb::arg("pair_rows"),
-          nb::arg("row_bytes"), "Workspace of a group collective for pairs of ranks over NCCL, a multiple of 16.");
+          nb::arg("row_bytes"), "Returns the bytes that a group collective needs for pairs of ranks over NCCL, a multiple of 16.");
     m.def("finalize_collectives", jaxmagi::collectives::finalize, nb::call_guard<nb::gil_scoped_release>(),
           "Frees the memory that the group collectives keep on the devices.");
     m.def("set_memory_limit", jaxmagi::collectives::set_memory_limit, nb::arg("ordinal"), nb::arg("bytes"),
           "Sets how much memory of a device XLA's allocator may take in this process; 0 if that is unknown.");
     m.def("staging_bytes", jaxmagi::collectives::staging_bytes,
-          "Device memory of this process that rows to and from other processes are copied through, beside XLA's.");
+          "Returns the bytes of the staging buffers of this process, through which rows of other processes are copied.");
 }

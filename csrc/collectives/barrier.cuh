@@ -53,8 +53,8 @@ __device__ inline void signal_ready(const TransferParams& params, uint32_t epoch
     });
 }
 
-// Checks all entries, and stores the counts of rows for `compare_rows`. No other code checks every entry: a send of
-// rows beyond the last row meets no chunk.
+// Checks all entries, and stores the counts of rows for `compare_rows`. Without this, a send of rows beyond the
+// last row would be skipped silently, since it meets no chunk.
 __device__ inline void check_entries_and_publish_rows(const TransferParams& params, CallState& call) {
     ControlBlock& control = *params.controls[params.rank];
     const auto check = [&](const auto* entries, int64_t i) { check_entry(params, entries, i); };

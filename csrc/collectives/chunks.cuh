@@ -53,8 +53,8 @@ struct ChunkSchedule {
     }
 };
 
-// Cuts the input into at least four chunks per warp. Chunks are multiples of `unit` bytes, at least one and at most
-// `max_bytes`.
+// Cuts the input into at least four chunks per warp where it is large enough. A chunk is a multiple of `unit` bytes and
+// at most `max_bytes`; the last one of an array may be shorter.
 inline ChunkSchedule make_chunk_schedule(const TransferParams& params, int warps, int unit, int max_bytes) {
     const int64_t share = params.row_bytes() * params.input_rows * params.batch / (4 * params.num_sms * warps);
     ChunkSchedule chunks{};

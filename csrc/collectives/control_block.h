@@ -17,7 +17,8 @@ struct alignas(128) PeerSignals {
     uint64_t call_hash;
     uint64_t rows[2];  // rows that the peer expects from this rank, for even and odd epochs: when this rank compares
                        // them, the peer may already be in the next call
-    uint32_t ready, done;  // last epoch in which the peer's arrays are ready, or are no longer needed
+    uint32_t ready, done;  // last epoch in which the peer's arrays may be accessed, and in which the peer has finished
+                           // accessing this rank's
 };
 
 struct ControlBlock {

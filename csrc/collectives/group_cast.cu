@@ -23,9 +23,10 @@ namespace {
 constexpr int kWarps = 4, kThreads = (kWarps + 1) * kWarp;
 constexpr int kPiece = 8192, kStages = 5, kAhead = 2;
 constexpr int kMaxChunkBytes = 32 * kPiece;     // one bit per piece in `needed`
-constexpr int kMaxZeroedBytesPerCta = 1 << 18;  // if there are enough SMs
+constexpr int kZeroedBytesPerCta = 1 << 18;     // if there are enough SMs
 
 using Storage = SharedStorage<kWarps, kStages, kPiece>;
+static_assert(sizeof(Storage) <= Storage::kMaxBytes);
 using PushStorage = WarpStorage<kStages, kPiece>;
 
 struct ByteRange {
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 // Decides on how many SMs a group cast runs, one CTA each: at most params.num_sms, and fewer where there is less to
 // send and to zero. Only the device knows how many rows are to be zeroed, so that all output rows count.
 int num_ctas(const TransferParams& params, const ChunkSchedule& schedule) {
-    const int64_t zeroing = params.row_bytes() * params.output_rows * params.batch / kMaxZeroedBytesPerCta;
+    const int64_t zeroing = params.row_bytes() * params.output_rows * params.batch / kZeroedBytesPerCta;
     return std::max(schedule.num_ctas(params, kWarps), static_cast<int>(std::min<int64_t>(zeroing, params.num_sms)));
 }
 

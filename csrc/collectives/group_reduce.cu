@@ -27,6 +27,7 @@ constexpr int kPiece = 4096, kStages = 5, kMaxChunkBytes = 32 * kPiece;
 constexpr int kVectorBytes = 16, kVectors = kPiece / kVectorBytes / kWarp;  // per lane
 
 using Storage = SharedStorage<kWarps, kStages, kPiece>;
+static_assert(sizeof(Storage) <= Storage::kMaxBytes);
 using PullStorage = WarpStorage<kStages, kPiece>;
 
 // --- vectors of 16 bytes ---

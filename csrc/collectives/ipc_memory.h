@@ -4,8 +4,9 @@
 
 #include <cstddef>
 
-// Device memory that other devices access, in this process or by CUDA IPC in another process of the host. All functions
-// are for the current device. A failure is a result and not an error, unless a comment says otherwise.
+// Device memory that other devices access, in this process or by CUDA IPC in another process of the host: the control
+// blocks of peers, and the staging buffers of rows where there is no pool to map (xla_pool.h). All functions are for
+// the current device. A failure is a result and not an error, unless a comment says otherwise.
 
 namespace jaxmagi::collectives {
 

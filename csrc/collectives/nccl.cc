@@ -38,13 +38,42 @@ void* loaded_library() {
         "loads it from the package nvidia-nccl-cu12 or nvidia-nccl-cu13)");
 }
 
-// Returns a function of the loaded NCCL. If it throws while a static is initialized, the next call tries again.
-template <typename Function> Function* find(const char* name) {
-    static void* const library = loaded_library();
-    void* const function = dlsym(library, name);
-    if (function == nullptr)
-        throw std::runtime_error(std::string("the loaded NCCL has no ") + name);
-    return reinterpret_cast<Function*>(function);
+// A function of the loaded NCCL, of the type that it is assigned to.
+struct Symbol {
+    void* address;
+    template <typename Function> operator Function*() const { return reinterpret_cast<Function*>(address); }
+};
+
+struct Library {
+    Result (*comm_user_rank)(Communicator, int*);
+    Result (*comm_count)(Communicator, int*);
+    Result (*comm_get_async_error)(Communicator, Result*);
+    Result (*all_gather)(const void*, void*, size_t, int, Communicator, cudaStream_t);
+    Result (*send)(const void*, size_t, int, int, Communicator, cudaStream_t);
+    Result (*recv)(void*, size_t, int, int, Communicator, cudaStream_t);
+    Result (*group_start)();
+    Result (*group_end)();
+    const char* (*get_error_string)(Result);
+    const char* (*get_last_error)(Communicator);
+};
+
+Library load() {
+    const auto find = [handle = loaded_library()](const char* name) {
+        void* const function = dlsym(handle, name);
+        if (function == nullptr)
+            throw std::runtime_error(std::string("the loaded NCCL has no ") + name);
+        return Symbol{function};
+    };
+    return {find("ncclCommUserRank"), find("ncclCommCount"),      find("ncclCommGetAsyncError"),
+            find("ncclAllGather"),    find("ncclSend"),           find("ncclRecv"),
+            find("ncclGroupStart"),   find("ncclGroupEnd"),       find("ncclGetErrorString"),
+            find("ncclGetLastError")};
+}
+
+// Returns all functions, which are found at the first call; if that throws, the next call tries again.
+const Library& library() {
+    static const Library library = load();
+    return library;
 }
 
 // --- results ---
@@ -52,19 +81,16 @@ template <typename Function> Function* find(const char* name) {
 void check(Result result, const char* call, Communicator communicator) {
     if (result == kSuccess)
         return;
-    static const auto error_string = find<const char*(Result)>("ncclGetErrorString");
-    static const auto last_error = find<const char*(Communicator)>("ncclGetLastError");
-    const char* const detail = last_error(communicator);
-    throw std::runtime_error(std::string(call) + ": " + error_string(result) +
+    const char* const detail = library().get_last_error(communicator);
+    throw std::runtime_error(std::string(call) + ": " + library().get_error_string(result) +
                              (detail and *detail ? std::string(" (") + detail + ")" : ""));
 }
 
 // On a non-blocking communicator, which XLA may use, operations return before they are enqueued.
 void wait_and_check(Result result, const char* call, Communicator communicator) {
-    static const auto get_async_error = find<Result(Communicator, Result*)>("ncclCommGetAsyncError");
     while (result == kInProgress) {
         std::this_thread::yield();
-        check(get_async_error(communicator, &result), "ncclCommGetAsyncError", communicator);
+        check(library().comm_get_async_error(communicator, &result), "ncclCommGetAsyncError", communicator);
     }
     check(result, call, communicator);
 }
@@ -73,42 +99,37 @@ bool has_failed(Result result) {
     return result != kSuccess and result != kInProgress;
 }
 
-int query(const char* function, Communicator communicator) {
-    int value = 0;
-    check(find<Result(Communicator, int*)>(function)(communicator, &value), function, communicator);
-    return value;
-}
-
 }  // namespace
 
 int rank(Communicator communicator) {
-    return query("ncclCommUserRank", communicator);
+    int rank = 0;
+    check(library().comm_user_rank(communicator, &rank), "ncclCommUserRank", communicator);
+    return rank;
 }
 
 int size(Communicator communicator) {
-    return query("ncclCommCount", communicator);
+    int size = 0;
+    check(library().comm_count(communicator, &size), "ncclCommCount", communicator);
+    return size;
 }
 
 void all_gather(const void* from, void* to, size_t bytes_each, Communicator communicator, cudaStream_t stream) {
-    static const auto gather =
-        find<Result(const void*, void*, size_t, int, Communicator, cudaStream_t)>("ncclAllGather");
-    wait_and_check(gather(from, to, bytes_each, kInt8, communicator, stream), "ncclAllGather", communicator);
+    wait_and_check(library().all_gather(from, to, bytes_each, kInt8, communicator, stream), "ncclAllGather",
+                   communicator);
 }
 
 void exchange(std::span<const Message> sends, std::span<const Message> receives, Communicator communicator,
               cudaStream_t stream) {
-    static const auto group_start = find<Result()>("ncclGroupStart"), group_end = find<Result()>("ncclGroupEnd");
-    static const auto send = find<Result(const void*, size_t, int, int, Communicator, cudaStream_t)>("ncclSend");
-    static const auto recv = find<Result(void*, size_t, int, int, Communicator, cudaStream_t)>("ncclRecv");
-    check(group_start(), "ncclGroupStart", communicator);
+    const Library& nccl = library();
+    check(nccl.group_start(), "ncclGroupStart", communicator);
     Result sent = kSuccess, received = kSuccess;
     for (const Message& message : sends)
         if (not has_failed(sent))
-            sent = send(message.data, message.bytes, kInt8, message.peer, communicator, stream);
+            sent = nccl.send(message.data, message.bytes, kInt8, message.peer, communicator, stream);
     for (const Message& message : receives)
         if (not has_failed(sent) and not has_failed(received))
-            received = recv(message.data, message.bytes, kInt8, message.peer, communicator, stream);
-    const Result ended = group_end();  // also after a failure, or the thread would stay in the group
+            received = nccl.recv(message.data, message.bytes, kInt8, message.peer, communicator, stream);
+    const Result ended = nccl.group_end();  // also after a failure, or the thread would stay in the group
     if (has_failed(sent))
         check(sent, "ncclSend", communicator);
     if (has_failed(received))

@@ -37,7 +37,6 @@ template <int kWarps, int kStages, int kPieceBytes> struct SharedStorage {
     CallState call;
 
     static constexpr int kMaxBytes = 227 * 1024;  // of a CTA
-    static_assert(sizeof(WarpStorage<kStages, kPieceBytes>) * kWarps + sizeof(CallState) <= kMaxBytes);
 };
 
 }  // namespace jaxmagi::collectives

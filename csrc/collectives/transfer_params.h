@@ -61,7 +61,7 @@ struct TransferParams {
     uint64_t call_hash;              // equal on all ranks that make the same call
     uint64_t published[kMaxArrays];  // addresses by which native peers access this rank's arrays
     ControlBlock* controls[kMaxRanks];
-    char* shared[kMaxRanks];  // shared memory of each native peer, mapped on this device (`Peers::shared`)
+    char* shared[kMaxRanks];  // shared memory of this rank and each native peer, mapped on this device
     uint64_t timeout_ns;
     int num_sms;
 

@@ -10,8 +10,8 @@ namespace jaxmagi::collectives {
 
 constexpr int kStoresAtOnce = 8;  // unrolled, or a lone warp would wait for an addition of addresses before each store
 
-// Zeroes output rows [begin, end) of transfer `index` of the batch. The CTAs share the work, beginning with CTA `turn`,
-// as short ranges need only few of them.
+// Zeroes output rows [begin, end) of transfer `index` of the batch. The CTAs share the work, rotated by `turn`, as
+// short ranges need only few of them.
 __device__ inline void zero_rows(const TransferParams& params, const CallState& call, int index, int begin, int end,
                                  int turn) {
     const int64_t cta = (blockIdx.x + turn) % gridDim.x;

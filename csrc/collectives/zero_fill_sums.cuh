@@ -7,7 +7,7 @@
 #include "csrc/common/sm90/dependent_launch.cuh"
 
 // Zero fill of a group reduce: a kernel on all SMs writes zeros to the input rows that no entry of `sends` has. It runs
-// at the same time as the kernel that sums, which has only a few SMs.
+// at the same time as the kernel that sums, which has only a few SMs and may write zeros to some of these rows as well.
 
 namespace jaxmagi::collectives {
 

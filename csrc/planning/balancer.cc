@@ -139,7 +139,7 @@ Quality Balancer::quality_of(const std::vector<RankChunks>& ranks) const {
 // not worth the merge of a stage that would hide them. Ranks cannot share more rows than that evenly, so up to 1.25
 // times the mean of what they send, and twice the mean of what they receive, which is harder to share, are free too.
 //
-// Predicted for packed documents (docs/performance.md): a tenth instead of a half makes 4 and 8 ranks 0.2 to 2 %
+// Predicted for packed documents (docs/log/planner.md): a tenth instead of a half makes 4 and 8 ranks 0.2 to 2 %
 // faster; a twentieth gains up to 0.4 % more, at 5 % more rows. Twice the mean makes 1024 ranks 3.5 % faster; 1.25 or
 // 1.5 times gains 4 to 6 % with 512 and 1024 ranks, but makes single plans up to 10 % slower, and the search takes 1.4
 // times as long.

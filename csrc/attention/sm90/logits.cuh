@@ -33,7 +33,7 @@ __device__ __forceinline__ int columns_below(int column) {
     return column < 0 ? 0 : column / 8 * 2 + min(column % 8, 2);
 }
 
-// Rounds probabilities to operand A of the product with the values, 16 keys at a time.
+// Rounds an accumulator to 16-bit numbers in the layout of operand A, 16 columns at a time.
 template <typename Element, int kCount>
 __device__ __forceinline__ void round_to_operand(const float (&p)[kCount], uint32_t (&operand)[kCount / 8][4]) {
 #pragma unroll

@@ -242,7 +242,7 @@ __device__ void sort_tiles(const TileScheduleParams& params, const MaskBuffers& 
 
 using Phase = void(const TileScheduleParams&, const MaskBuffers&, Threads);
 
-// Four CTAs a multiprocessor leave 64 registers to a thread. Without the bound ptxas takes 48 and spills.
+// Four CTAs per SM leave 64 registers to a thread. Without the bound ptxas takes 48 and spills.
 template <Phase& kPhase>
 __global__ void __launch_bounds__(kThreads, 4) run_phase(const __grid_constant__ TileScheduleParams params) {
     const int index = blockIdx.y * blockDim.x + threadIdx.x, count = gridDim.y * blockDim.x;

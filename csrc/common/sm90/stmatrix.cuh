@@ -2,7 +2,7 @@
 
 #include "csrc/common/sm90/shared.cuh"
 
-// These functions rearrange accumulators within a warp.
+// These functions rearrange the accumulators of a warp, or store them to shared memory.
 //
 // An 8 x 8 matrix of 16-bit numbers lies over the lanes of a warp: lane l holds numbers 2 · (l % 4) + {0, 1} of row l /
 // 4.

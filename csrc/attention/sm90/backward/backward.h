@@ -17,19 +17,19 @@ struct BackwardShape {
 };
 
 struct BackwardParams {
-    DType dtype;          // of q, k, v, dout, and of the gradients unless gradients_f32
+    DType dtype;  // of q, k, v, dout, and of the gradients unless gradients_f32
     bool gradients_f32;
     BackwardShape shape;
-    const void *q, *k, *v;  // [batch, length, heads, dim]
+    const void *q, *k, *v;       // [batch, length, heads, dim]
     int num_masks, capacity;     // one mask, or one mask per example
     const ScheduledBand* bands;  // of a tile schedule by keys, and so transposed
     const ScheduledTile* tiles;  // of keys
-    const void* dout;       // [batch, q_len, heads, v_dim]
-    const float* lse;       // [batch, q_len, heads]; rows with -inf get and give no gradient
-    const float* delta;     // [batch, q_len, heads]: rowsum(dout · out) minus the cotangent of lse
-    void *dq, *dk, *dv;     // as q, k, v
-    void* workspace;        // of backward_workspace_bytes(), 16-byte aligned
-    float scale, soft_cap;  // scale > 0; soft_cap 0 for none
+    const void* dout;            // [batch, q_len, heads, v_dim]
+    const float* lse;            // [batch, q_len, heads]; rows with -inf get and give no gradient
+    const float* delta;          // [batch, q_len, heads]: rowsum(dout · out) minus the cotangent of lse
+    void *dq, *dk, *dv;          // as q, k, v
+    void* workspace;             // of backward_workspace_bytes(), 16-byte aligned
+    float scale, soft_cap;       // scale > 0; soft_cap 0 for none
     bool deterministic;
     int num_sms;
 };

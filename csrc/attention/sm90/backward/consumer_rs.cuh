@@ -6,8 +6,8 @@
 #include "csrc/attention/sm90/backward/softmax.cuh"
 #include "csrc/attention/sm90/backward/store_logits.cuh"
 
-// The consumer warpgroup for blocks of 64 or 128 queries and head dimensions of at most 128, except 128 itself. It is
-// called RS because the product for dK has dS from registers. dQ is stored while the product for the next S runs. With
+// The consumer warpgroup for blocks of 64 or 128 queries and head dimensions of at most 96. It is called RS because
+// the product for dK has dS from registers. dQ is stored while the product for the next S runs. With
 // Config::kLateDk the product for dK overlaps with the softmax of the next step; the other kernels have no registers
 // to keep its operand for so long.
 

@@ -15,13 +15,13 @@
 // A step is a block of queries of one head that sees keys of the tile. Schedule of a work item with steps 0 .. n - 1:
 //   scheduler   writes a run of blocks for each band; claims the next tile once the loads of this one are issued
 //   producer    loads K V | Q0 dO0 | Q1 dO1 | ...   each when its stage is free
-//   consumers   S(0) = K·Q0, dP(0) = V·dO0, P(0), dS(0); steps 0 .. n - 1; dK and dV are stored.
+//   consumers   S(0), dP(0), P(0), dS(0); steps 0 .. n - 1; dK and dV are stored.
 //               Step j begins with P(j) and dS(j). Its products are issued in the order in which they stand here, and
 //               the last step leaves out all that has j + 1:
 //               consumer_ss.cuh (80 queries, D 128):
 //                        dS(j) is stored, dV += P(j)·dO(j);  dQ = dS(j)·K;  dK += dS(j)·Q(j), dQ is stored meanwhile;
 //                        S(j+1) = K·Q(j+1);  dP(j+1) = V·dO(j+1), P(j+1) is computed meanwhile;  dS(j+1)
-//               consumer_rs.cuh (64 or 128 queries, D up to 128) with kLateDk:
+//               consumer_rs.cuh (D up to 96; 64 or 128 queries) with kLateDk (64 queries, no soft cap):
 //                        dS(j) is stored, dV += P(j)·dO(j);  dQ = dS(j)·K;  S(j+1) = K·Q(j+1), dQ is stored meanwhile;
 //                        dP(j+1) = V·dO(j+1), P(j+1) is computed meanwhile;  dK += dS(j)·Q(j), dS(j+1) meanwhile.
 //                        Without kLateDk, dK comes before S(j+1), and dQ is stored while both run
@@ -30,7 +30,7 @@
 //                        S(j+1) = Q(j+1)·K, dQ is stored meanwhile (with three warpgroups, before);
 //                        dP(j+1) = dO(j+1)·V, P(j+1) is computed meanwhile;  dS(j+1)
 //   reducer     adds dQ(j) to the sums while the consumers go on
-// All variants wait for the product of dQ in step(), right before store_dq.
+// All variants wait for the product of dQ in step(), before store_dq.
 //
 // Mbarriers (arrivals of a phase), who completes them, and what they protect:
 //   run_full (1)   scheduler          a run and, with the first run of a work item, the work item
@@ -41,7 +41,7 @@
 //   kv_empty (all consumer warps)     keys and values, after their last product. Every warp has then stored the
 //                                     gradients of the work item before
 //   q_full (1)     producer and TMA   queries of a step, their row statistics, and the descriptor of the step
-//   q_empty (consumer warpgroups)     the queries, after the product for dK, which with kLateDk ends in the next step
+//   q_empty (consumer warpgroups)     the queries, after the product for dK: with kLateDk at the end of step()
 //   dout_full (1)  producer and TMA   dO of a step
 //   dout_empty (consumer warpgroups)  dO, after the product for dV
 // Named barriers:
@@ -51,8 +51,9 @@
 //                              each has waited for its own dK(j)
 //   kLogitsRead (consumers)    P and dS may be overwritten, since all warpgroups have waited for the products of the
 //                              step before. Only wide kernels need it: they have one place for each
-//   kZeroFilled (consumers)    fully masked keys or queries are zero-filled
-//   kDqEmpty + i (warpgroup i and the reducer)  the reducer has read the warpgroup's part of dQ, or not begun
+//   kZeroFilled (consumers)    keys and values that no query sees, or fully masked rows of Q and dO, are zero-filled
+//   kDqEmpty + i (warpgroup i and the reducer)  the warpgroup's part of dQ may be overwritten: the reducer has read the
+//                                               one before; it arrives once before it has read any
 //   kDqFull + i (warpgroup i and the reducer)   the warpgroup's part of dQ is stored
 
 namespace jaxmagi::sm90 {

@@ -19,21 +19,21 @@ template <typename Config> struct BackwardProducts {
     using KeyGradient = float[Config::kDim / 2];
     using ValueGradient = float[Config::kVDim / 2];
     using QueryGradient = float[Config::kRowBlock / 2];  // the warpgroup's part of dQ: 64 columns of a row block
-    static constexpr int kUnused = 16;                   // stride of panels
+    static constexpr int kNoStride = 16;  // stride of panels, for operands within one panel
 
     BackwardMemory<Config> memory;
     int warpgroup;
 
     // S = K · Q
     __device__ __forceinline__ void issue_qk(Logits& s, unsigned step) const {
-        const SwizzledOperand k(memory.k() + warpgroup * 64 * kPanelRowBytes, kUnused), q(memory.q(step), kUnused);
+        const SwizzledOperand k(memory.k() + warpgroup * 64 * kPanelRowBytes, kNoStride), q(memory.q(step), kNoStride);
         issue_over_head_dim<Config::kDim>(s, k, q);
     }
 
     // dP = V · dO
     __device__ __forceinline__ void issue_dov(Logits& dp, unsigned step) const {
-        const SwizzledOperand v(memory.v() + warpgroup * 64 * kPanelRowBytes, kUnused);
-        const SwizzledOperand dout(memory.dout(step), kUnused);
+        const SwizzledOperand v(memory.v() + warpgroup * 64 * kPanelRowBytes, kNoStride);
+        const SwizzledOperand dout(memory.dout(step), kNoStride);
         issue_over_head_dim<Config::kVDim>(dp, v, dout);
     }
 
@@ -59,7 +59,7 @@ template <typename Config> struct BackwardProducts {
 
     // dK += dS · Q, with dS from the warpgroup's own panel in shared memory
     __device__ __forceinline__ void issue_dk(KeyGradient& dk, unsigned step) const {
-        const SwizzledOperand ds(memory.ds(step) + warpgroup * Config::kRows * kPanelRowBytes, kUnused);
+        const SwizzledOperand ds(memory.ds(step) + warpgroup * Config::kRows * kPanelRowBytes, kNoStride);
         const SwizzledOperand q(memory.q(step), Config::kRows * kPanelRowBytes);
         fence_operand(dk);
         wgmma_fence();
@@ -69,11 +69,11 @@ template <typename Config> struct BackwardProducts {
                                                              q.at(i * 16 * kPanelRowBytes), true);
     }
 
-    // dQ = dS · K: with 128 queries all 64 columns of 64 queries of the warpgroup, otherwise 64 columns of all queries
+    // dQ = dS · K: with 128 queries (D 64) the warpgroups split the queries, otherwise the head dimension
     __device__ __forceinline__ void issue_dq(QueryGradient& dq, unsigned step) const {
         constexpr bool kByRows = Config::kRows == 128;
-        const SwizzledOperand ds(memory.ds(step) + (kByRows ? warpgroup * 64 * kPanelRowBytes : 0), kUnused);
-        const SwizzledOperand k(memory.k() + (kByRows ? 0 : warpgroup * Config::kKeys * kPanelRowBytes), kUnused);
+        const SwizzledOperand ds(memory.ds(step) + (kByRows ? warpgroup * 64 * kPanelRowBytes : 0), kNoStride);
+        const SwizzledOperand k(memory.k() + (kByRows ? 0 : warpgroup * Config::kKeys * kPanelRowBytes), kNoStride);
         fence_operand(dq);
         wgmma_fence();
 #pragma unroll
@@ -84,8 +84,8 @@ template <typename Config> struct BackwardProducts {
 
     // dQ = dS · K, transposed: 64 columns (rows of the accumulator) of all queries
     __device__ __forceinline__ void issue_transposed_dq(QueryGradient& dq, unsigned step) const {
-        const SwizzledOperand k(memory.k() + warpgroup * Config::kKeys * kPanelRowBytes, kUnused);
-        const SwizzledOperand ds(memory.ds(step), kUnused);
+        const SwizzledOperand k(memory.k() + warpgroup * Config::kKeys * kPanelRowBytes, kNoStride);
+        const SwizzledOperand ds(memory.ds(step), kNoStride);
         fence_operand(dq);
         wgmma_fence();
 #pragma unroll

@@ -22,7 +22,7 @@ template <typename Config> struct BackwardProductsWide {
     using KeyGradient = float[kPanels][Config::kKeys / 2];
     using ValueGradient = float[kVPanels][Config::kKeys / 2];
     using QueryGradient = float[kPanels][32];
-    static constexpr int kUnused = 16;  // stride of panels
+    static constexpr int kNoStride = 16;  // stride of panels, for operands within one panel
 
     BackwardMemory<Config> memory;
     int warpgroup;
@@ -43,8 +43,8 @@ template <typename Config> struct BackwardProductsWide {
     template <int kColumns>
     __device__ __forceinline__ void issue_over_head_dim(Logits& logits, SharedAddress query_panels,
                                                         SharedAddress key_panels) const {
-        const SwizzledOperand queries(query_panels, kUnused);
-        const SwizzledOperand keys(key_panels + warpgroup * kLogitsKeys * kPanelRowBytes, kUnused);
+        const SwizzledOperand queries(query_panels, kNoStride);
+        const SwizzledOperand keys(key_panels + warpgroup * kLogitsKeys * kPanelRowBytes, kNoStride);
         fence_operand(logits);
         wgmma_fence();
 #pragma unroll
@@ -78,7 +78,7 @@ template <typename Config> struct BackwardProductsWide {
     __device__ __forceinline__ static void issue_over_queries(float (&gradient)[Config::kKeys / 2],
                                                               SharedAddress query_panels, int panel,
                                                               SharedAddress logits) {
-        const SwizzledOperand rows(query_panels + panel * Config::kRows * kPanelRowBytes, kUnused);
+        const SwizzledOperand rows(query_panels + panel * Config::kRows * kPanelRowBytes, kNoStride);
         const SwizzledOperand keys(logits, Config::kRows * kPanelRowBytes);
 #pragma unroll
         for (int i = 0; i < Config::kRows / 16; ++i)
@@ -90,8 +90,8 @@ template <typename Config> struct BackwardProductsWide {
     __device__ __forceinline__ void issue_dq(QueryGradient& dq, unsigned step) const {
 #pragma unroll
         for (int i = 0; i < kPanels; ++i) {
-            const SwizzledOperand ds(memory.ds(step), kUnused);
-            const SwizzledOperand k(memory.k() + panel(i) * Config::kKeys * kPanelRowBytes, kUnused);
+            const SwizzledOperand ds(memory.ds(step), kNoStride);
+            const SwizzledOperand k(memory.k() + panel(i) * Config::kKeys * kPanelRowBytes, kNoStride);
 #pragma unroll
             for (int j = 0; j < Config::kKeys / 16; ++j)
                 Wgmma<Element, 64>::template mma<0, 1>(dq[i],

@@ -18,7 +18,7 @@ struct BackwardWorkspace {
     int rows_per_head;  // with padding
     int key_tiles;
     int64_t dq_panel;  // floats of a panel of transposed sums
-    // The first three are contiguous and have to be set to zero.
+    // The next three, dq, counter and additions, are contiguous and have to be set to zero.
     float* dq;     // [batch, heads, rows_per_head · dim of the kernel], or [panels, batch, heads, rows_per_head · 64]
                    // where has_transposed_sums
     int* counter;  // number of claimed work items

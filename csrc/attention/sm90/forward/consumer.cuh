@@ -213,8 +213,8 @@ private:
     }
 
     __device__ __forceinline__ void multiply_keys(Logits& logits) const {
-        constexpr int kUnused = 16;
-        const SwizzledOperand q(memory.q() + warpgroup * 64 * kPanelRowBytes, kUnused), k(memory.k(block), kUnused);
+        constexpr int kNoStride = 16;
+        const SwizzledOperand q(memory.q() + warpgroup * 64 * kPanelRowBytes, kNoStride), k(memory.k(block), kNoStride);
 #pragma unroll
         for (int i = 0; i < Config::kDim / 16; ++i) {
             const int panel = i / 4, inside = i % 4 * 32;

@@ -62,6 +62,7 @@ private:
         const auto [mask, rank, item_head, head_in_group, slice] = coordinates;
         const ScheduledTile tile = args.tiles[static_cast<int64_t>(mask) * args.schedule.num_tiles + rank];
         const ScheduledBand* bands = args.bands + static_cast<int64_t>(mask) * args.capacity;
+        // One mask may serve all examples, whose heads are then counted on, or each example has a mask of its own.
         const int example = mask + item_head / args.kv_heads, key_head = item_head % args.kv_heads;
         const int num_rows = Config::kRows >> args.schedule.pack_shift;
         const int row = tile.tile * Config::kRows + slice * num_rows;
