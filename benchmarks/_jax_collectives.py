@@ -35,10 +35,10 @@ class Implementation(NamedTuple):
     """A way to make a transfer.
 
     Attributes:
-        run: of a rank's part of the operands and of the tables, inside shard_map.
-        rows: of a rank's operands.
-        arrays: how many operands keys and values are.
-        tables: the second operand of run, arrays that lead with the ranks.
+        run: makes the transfer inside shard_map, from a rank's part of the operands and of the tables.
+        rows: each operand has this many rows on a rank.
+        arrays: keys and values are this many operands.
+        tables: these arrays, which lead with the ranks, are the second operand of ``run``.
     """
 
     run: Callable[[Arrays, Any], Any]

@@ -47,7 +47,7 @@ def normalize(state: SoftmaxState) -> Partial[jax.Array]:
 
 
 def to_state(partial: Partial[jax.Array]) -> SoftmaxState:
-    """Returns the state that `normalize` makes this of. Outputs with log-sum-exp -inf may be anything."""
+    """Inverts `normalize`, with row_max = lse and row_sum = 1. Outputs with lse -inf may be anything."""
     masked = jnp.isneginf(partial.lse)
     out = jnp.where(masked[..., None], 0, partial.out)
     return SoftmaxState(out, partial.lse, (~masked).astype(partial.lse.dtype))

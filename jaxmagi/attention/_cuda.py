@@ -48,7 +48,7 @@ def unsupported_reason(operands: Sequence[Any], *, scale: float, soft_cap: float
 
 
 def _is_within_range(scale: float, soft_cap: float) -> bool:
-    """Returns whether the kernels, which compute in units of log 2 and of the cap, can do so with these."""
+    """Returns whether scale and cap stay normal float32 numbers in the kernels' units."""
     numbers = (scale, scale * _LOG2E)
     if soft_cap > 0:
         numbers = (scale, scale / soft_cap, soft_cap * _LOG2E)

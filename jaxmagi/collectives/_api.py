@@ -45,7 +45,7 @@ def group_cast[Tree](
         axis_name: mesh axis whose ranks exchange rows.
         implementation: "native", "nccl" or "xla" (plain JAX, on any platform). None: on GPUs, for every two
             ranks, "native" within a host and "nccl" between hosts; "xla" where that does not fit. Static.
-        num_sms: multiprocessors that "native" takes, from 1 to 132. Static.
+        num_sms: "native" takes at most this many multiprocessors, from 1 to 132. Static.
         ranks_per_host: ranks of the axis with the same ``rank // ranks_per_host`` are taken to share a host.
             None: what the hardware says, or that of a spec by `GroupCastSpec.by_host`. Static.
 
@@ -180,9 +180,9 @@ def _reduce_lse(
     x: jax.Array, lse: jax.Array, accumulate: Any, transfer: Transfer
 ) -> tuple[jax.Array, jax.Array]:
     check_rows("x", [x], transfer.output_rows)
-    if x.ndim < 2 or lse.shape != x.shape[:-1]:
+    if x.ndim != 3 or lse.shape != x.shape[:-1]:
         raise ValueError(
-            f"lse must have the shape of x without its last axis, but they are {lse.shape}, {x.shape}."
+            f"op='lse' needs x [rows, N, D] and lse [rows, N], but they are {x.shape} and {lse.shape}."
         )
     own = None
     if accumulate is not None:

@@ -13,9 +13,9 @@ _timeout_ms = 300_000
 def set_timeout(seconds: float) -> None:
     """Sets how long a collective on GPUs waits for its peers before it reports an error: 300 s by default.
 
-    The limit becomes part of a program when that is compiled: programs that are compiled already keep theirs,
-    ``jax.jit`` does not compile them again, and a saved program (`jax.export`) keeps the limit of the process
-    that compiled it. So call this first, and with the same number in all processes.
+    The limit becomes part of a program when that is lowered: programs that are lowered already keep theirs,
+    ``jax.jit`` does not lower them again, and a saved program (`jax.export`) keeps the limit of the process
+    that exported it. So call this first, and with the same number in all processes.
 
     The limit also holds where ranks come together before their first transfer, or a larger one: it should be
     longer than one process may compile while another has begun. A process whose rank waits in NCCL ends.

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,17 @@ from ._validation import check_plan
 _PADDING = -1
 
 
-def dispatch[ArrayT: (Array, np.ndarray)](
-    x: Shaped[ArrayT, "..."], plan: ContextPlan, *, axis: int = 0, pad_value: ArrayLike = 0
-) -> Shaped[ArrayT, "..."]:
+@overload
+def dispatch(
+    x: Shaped[np.ndarray, "..."], plan: ContextPlan, *, axis: int = 0, pad_value: ArrayLike = 0
+) -> Shaped[np.ndarray, "..."]: ...
+@overload
+def dispatch(
+    x: Shaped[Array, "..."], plan: ContextPlan, *, axis: int = 0, pad_value: ArrayLike = 0
+) -> Shaped[Array, "..."]: ...
+def dispatch(
+    x: Shaped[Array | np.ndarray, "..."], plan: ContextPlan, *, axis: int = 0, pad_value: ArrayLike = 0
+) -> Shaped[Array | np.ndarray, "..."]:
     """Puts the tokens of a global array into the plan's order, in which equal shards go to the ranks.
 
     It works on the host and under ``jax.jit``, is differentiable, and keeps the sharding over Explicit axes.
@@ -45,9 +53,15 @@ def dispatch[ArrayT: (Array, np.ndarray)](
     return _take_sharded(jnp.asarray(x), _replicated(order), axis, pad_value)
 
 
-def undispatch[ArrayT: (Array, np.ndarray)](
-    x: Shaped[ArrayT, "..."], plan: ContextPlan, *, axis: int = 0
-) -> Shaped[ArrayT, "..."]:
+@overload
+def undispatch(
+    x: Shaped[np.ndarray, "..."], plan: ContextPlan, *, axis: int = 0
+) -> Shaped[np.ndarray, "..."]: ...
+@overload
+def undispatch(x: Shaped[Array, "..."], plan: ContextPlan, *, axis: int = 0) -> Shaped[Array, "..."]: ...
+def undispatch(
+    x: Shaped[Array | np.ndarray, "..."], plan: ContextPlan, *, axis: int = 0
+) -> Shaped[Array | np.ndarray, "..."]:
     """Puts the tokens of a dispatched array back into their global order, without the padding.
 
     This is the inverse of `dispatch`. It works on the host and under ``jax.jit``, and is differentiable. Over

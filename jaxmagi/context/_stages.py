@@ -92,15 +92,15 @@ def _attend_in_stages(
     query, local, transfers = _tie_together((query, local, stages.transfers))
     buffer, result = local, None
     for stage in range(_num_stages(stages)):
-        flights = _start_cast(local, transfers, stage, options)
-        query, flights = in_order(query, flights)
+        pending = _start_cast(local, transfers, stage, options)
+        query, pending = in_order(query, pending)
         bands = stages.bands[:, stage]
         wide = accumulator_dtype(query.dtype)
         result = _attend(
             query, buffer, bands, sinks=no_sinks, out_dtype=wide, previous=result, options=options
         )
-        (result, transfers), flights = in_order((result, transfers), flights)
-        buffer = next((KeyValue(*flight.wait()) for flight in flights), buffer)
+        (result, transfers), pending = in_order((result, transfers), pending)
+        buffer = next((KeyValue(*transfer.wait()) for transfer in pending), buffer)
     assert result is not None
     return Partial(result.out[0], result.lse[0])
 
@@ -184,18 +184,18 @@ def _gradients_in_stages(
         casts = _start_cast(local, transfers, stage, options)
         (rows, transfers), casts = in_order((rows, transfers), casts)
         returns = _start_return(parts, transfers, options, goes_first=not casts)
-        rows, flights = in_order(rows, [*casts, *returns])
+        rows, pending = in_order(rows, [*casts, *returns])
         results = _stage_gradients(rows, buffer, stages.bands[:, stage], options)
-        ((dq, part), transfers), flights = in_order((results, transfers), flights)
-        buffer = next((KeyValue(*flight.wait()) for flight in flights[: len(casts)]), buffer)
-        returned += [flight.wait() for flight in flights[len(casts) :]]
+        ((dq, part), transfers), pending = in_order((results, transfers), pending)
+        buffer = next((KeyValue(*transfer.wait()) for transfer in pending[: len(casts)]), buffer)
+        returned += [transfer.wait() for transfer in pending[len(casts) :]]
         dqs.append(dq)
         parts.append(part)
     # The last gradients of keys are returned while those of the queries are summed.
-    dqs, flights = in_order(dqs, _start_return(parts, transfers, options, goes_first=False))
+    dqs, pending = in_order(dqs, _start_return(parts, transfers, options, goes_first=False))
     dq = functools.reduce(jnp.add, dqs).astype(rows[0].dtype)
-    dq, flights = in_order(dq, flights)
-    returned += [flight.wait() for flight in flights]
+    dq, pending = in_order(dq, pending)
+    returned += [transfer.wait() for transfer in pending]
     # The barrier keeps the ends of all started transfers, even if only the gradients of queries are used.
     dq, returned = jax.lax.optimization_barrier((dq, returned))
     sums = [functools.reduce(jnp.add, addends) for addends in zip(parts[0], *returned, strict=True)]

@@ -33,9 +33,9 @@ def balanced_owners(
 ) -> Int32[np.ndarray, " n"]:
     """Returns the rank of each chunk. Their number is a multiple of ``cp_size``: the last may be padding.
 
-    `jaxmagi.plan_context` has the limits of a rank's area, which is larger where it is larger for chunks
-    assigned largest first (LPT, Graham 1969); ``csrc/planning/balance.h`` describes the search. The slowest
-    rank takes about as long as with LPT of the same groups of chunks, or less.
+    `jaxmagi.plan_context` says how large a rank's area may be; it may be larger where chunks assigned largest
+    first (LPT, Graham 1969) exceed that too. The slowest rank takes about as long as with LPT of the same
+    groups of chunks, or less. ``csrc/planning/balance.h`` describes the search.
 
     Args:
         masks: the masks of layers that share the layout.
@@ -44,8 +44,8 @@ def balanced_owners(
         chunk: tokens of a chunk.
         cost: the time of rows that travel and the tiles of the kernels; by default rows take no time and
             tiles are single cells.
-        least_chunk: chunks are halved where areas need it, down to this size, which the length of the result
-            tells; by default they stay whole.
+        least_chunk: chunks may be halved down to this size where areas need it. The length of the result
+            tells the size that was used. By default chunks stay whole.
 
     Raises:
         NotImplementedError: the chunks cut the mask into more than 2**22 pieces.

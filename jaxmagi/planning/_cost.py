@@ -45,7 +45,7 @@ class CostModel:
     The defaults are those of hosts with eight H100 or H200, NVLink and a 400 Gb/s network card for each GPU,
     and of a layer with 64 query heads, 8 key heads and head dimension 128 in bfloat16. The speeds of
     attention, the cost of partial tiles (between those of the two passes) and the speed of NVLink fit what
-    was measured on an H200 (docs/performance.md); that of the network was not measured. `jaxmagi.calibrate`
+    was measured on an H200 (docs/log/planner.md); that of the network was not measured. `jaxmagi.calibrate`
     measures other machines. Only ratios matter to the planner.
 
     A kernel works in tiles, so work is counted in whole tiles of the kernels for compute capability 9.0.

@@ -1,9 +1,10 @@
 """Plans the next batches in a background thread while the step of the last one runs."""
 
 import collections
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Self
 
 import jax
@@ -62,10 +63,10 @@ def prefetch_plans[Batch, Plan](
 class PlanPrefetcher[Batch, Plan]:
     """The iterator of ``(batch, plan)`` that `jaxmagi.prefetch_plans` returns, which owns a thread.
 
-    The thread ends with the source, at an error (``KeyboardInterrupt`` in ``next`` included), at `close`, at
-    the end of a ``with`` block, after its current call when the prefetcher is garbage, and at the exit of the
-    program, after the pairs that it may still take. ``batches`` and ``make_plan`` should not refer to the
-    prefetcher, for the thread keeps them alive.
+    The thread ends when ``next`` raises (at the end of the source, at an error, at ``KeyboardInterrupt``), at
+    `close`, and at the end of a ``with`` block. When the prefetcher is garbage, and at the exit of the
+    program, it ends after its current call. ``batches`` and ``make_plan`` should not refer to the prefetcher,
+    for the thread keeps them alive.
     """
 
     def __init__(
@@ -73,29 +74,49 @@ class PlanPrefetcher[Batch, Plan]:
     ):
         self._pairs, self._fits, self._taken = pairs, fits, 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD_NAME)
-        self._ahead = collections.deque(self._thread.submit(next, pairs) for _ in range(depth))
-        # It does not wait, because the thread itself may be the one that collects the prefetcher.
-        weakref.finalize(self, self._thread.shutdown, wait=False, cancel_futures=True)
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._ahead = collections.deque(self._submit() for _ in range(depth))
+        # Any line of any thread may collect the prefetcher, even one that holds a lock of the executor. So
+        # this only sets a flag, and the executor ends its thread when the last queued call has let it go.
+        weakref.finalize(self, self._closed.set)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> tuple[Batch, Plan]:
-        if not self._ahead:
-            raise StopIteration
         try:
-            batch, plan = self._ahead.popleft().result()
+            batch, plan = self._take()
             if self._fits is not None and not self._fits(batch, plan):
                 raise ValueError(
                     f"the plan of batch {self._taken} (the first is 0), for {_lengths(plan)} tokens, is "
                     "stale: fits(batch, plan) is false."
                 )
+            with self._lock:
+                self._taken += 1
+                if not self._closed.is_set():
+                    self._ahead.append(self._submit())
         except BaseException:  # KeyboardInterrupt too: a pair may be lost, so none may follow
             self.close()
             raise
-        self._taken += 1
-        self._ahead.append(self._thread.submit(next, self._pairs))
         return batch, plan
+
+    def _take(self) -> tuple[Batch, Plan]:
+        """Waits for the next pair. Raises StopIteration if it is dropped by `close`, or was before."""
+        try:
+            return self._next_future().result()
+        except CancelledError:
+            if self._closed.is_set():
+                raise StopIteration from None
+            raise
+
+    def _next_future(self) -> Future[tuple[Batch, Plan]]:
+        with self._lock:
+            if self._closed.is_set():
+                raise StopIteration
+            return self._ahead.popleft()
+
+    def _submit(self) -> Future[tuple[Batch, Plan]]:
+        return self._thread.submit(_next_pair, self._pairs, self._closed, self._thread)
 
     def __enter__(self) -> Self:
         return self
@@ -106,11 +127,25 @@ class PlanPrefetcher[Batch, Plan]:
     def close(self) -> None:
         """Ends the thread and waits for its current call of the source or of ``make_plan``.
 
-        Plans made ahead are dropped. Closing again does nothing.
+        Plans made ahead are dropped. A consumer that waits in another thread gets the pair of that call, or
+        the end of the iteration. Closing again does nothing.
         """
-        self._ahead.clear()
+        with self._lock:
+            self._closed.set()
+            self._ahead.clear()
         self._thread.shutdown(cancel_futures=True)
         self._pairs = iter(())  # drops the source
+
+
+def _next_pair[Pair](pairs: Iterator[Pair], closed: threading.Event, thread: ThreadPoolExecutor) -> Pair:
+    """Returns the next pair. Raises CancelledError if the prefetcher is closed or the program exits."""
+    try:
+        thread.submit(int)  # does nothing, but is refused as soon as the program exits
+    except RuntimeError:
+        raise CancelledError("a plan is not made, because the program exits") from None
+    if closed.is_set():
+        raise CancelledError
+    return next(pairs)
 
 
 def _lengths(plans: Any) -> list[int]:

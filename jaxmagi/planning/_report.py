@@ -29,8 +29,8 @@ class PlanReport:
         network_rows_sent: int64 ``[cp]``, those of ``rows_sent`` that go to another host, of which the
             `CostModel` says how many ranks it has.
         network_rows_received: int64 ``[cp]``, those of ``rows_received`` that come from another host.
-        redundant_rows: rows that the transfers of a pass send in vain: the receiving rank does not see them,
-            owns them, or gets them a second time. 0 in every plan of `jaxmagi.plan_context`.
+        redundant_rows: rows that the transfers of a pass send to other ranks that do not need them or have
+            them. It is 0 in every plan of `jaxmagi.plan_context`.
         num_stages: attention calls of a rank.
         num_backward_stages: the same of the backward pass.
         predicted_seconds: forward time under the `CostModel` given to `jaxmagi.ContextPlan.report`, which

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmagi import masks
 from jaxmagi.attention import attention_reference
 from jaxmagi.masks import AttnMask
 from tests.cases import random_bands
@@ -83,3 +84,16 @@ def test_detects_errors(rng: np.random.Generator, fault: str) -> None:
     report: Report = judge(operands, logits, *spoil(*exact(operands, logits), fault))
     with pytest.raises(AssertionError):
         check(report, jnp.bfloat16)
+
+
+def test_small_faults_in_late_rows_are_noticed(rng: np.random.Generator) -> None:
+    """Only the tolerance of rows shows them: the first rows' numbers, and so their errors, are far larger."""
+    logits = Logits(0.125)
+    query, key, value = (jnp.asarray(rng.standard_normal((1, 2048, 1, 64)), jnp.bfloat16) for _ in range(3))
+    bands, sinks = masks.causal(2048).bands[None], np.full(1, -np.inf, np.float32)
+    operands = Operands(query, key, value, bands, sinks)
+    out, lse = exact(operands, logits)
+    check(judge(operands, logits, out.astype(jnp.bfloat16), lse), jnp.bfloat16)
+    out = out.at[:, -256:].multiply(1.02).astype(jnp.bfloat16)
+    with pytest.raises(AssertionError, match="a row of the output"):
+        check(judge(operands, logits, out, lse), jnp.bfloat16)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmagi import masks
-from jaxmagi.attention import attention, attention_reference, flops
+from jaxmagi.attention import _tiles, attention, attention_reference, flops
 from jaxmagi.masks import AttnMask
 from tests.cases import FP32_TOLERANCE, FP64_TOLERANCE, MaskCase, mask_cases, random_bands
 
@@ -26,6 +26,7 @@ from .helpers import (
 )
 
 SMALL_CASES = [case for case in mask_cases() if max(case.q_len, case.kv_len) <= 400]
+LARGE_CASES = [case for case in mask_cases() if 400 < max(case.q_len, case.kv_len) <= 1024]
 
 
 def random_mask(rng: np.random.Generator, count: int = 9) -> AttnMask:
@@ -38,6 +39,17 @@ def test_public_masks(rng: np.random.Generator, implementation: str, case: MaskC
     mask = case.mask(400).pad_to(CAPACITY)
     x = make_inputs(rng, batch=(), q_len=400, kv_len=400, heads=2, kv_heads=1)
     assert_close(run(x, mask, implementation=implementation), run_reference(x, mask), FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("case", LARGE_CASES, ids=lambda case: case.name)
+def test_public_masks_of_many_blocks(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, case: MaskCase
+) -> None:
+    """No other test has these shapes, so none finds a program compiled with these blocks."""
+    monkeypatch.setattr(_tiles, "_MAX_BLOCK", 128)
+    mask = case.mask(1024).pad_to(CAPACITY)
+    x = make_inputs(rng, batch=(), q_len=1024, kv_len=1024, heads=1, kv_heads=1)
+    assert_close(run(x, mask, implementation="xla"), run_reference(x, mask), FP32_TOLERANCE)
 
 
 @pytest.mark.parametrize(

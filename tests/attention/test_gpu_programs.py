@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxmagi import masks
-from jaxmagi.attention import attention
+from jaxmagi.attention import _cuda, attention
 from jaxmagi.masks import AttnMask
 
 from .device_reference import check, judge
@@ -163,7 +163,10 @@ def gradient(x: jax.Array, mask: AttnMask) -> jax.Array:
 
 @pytest.mark.parametrize("model", [unrolled, scanned, gradient])
 def test_captured_models(rng: np.random.Generator, tmp_path: Path, model: Callable[..., jax.Array]) -> None:
-    """Results are the same with and without command buffers, for several masks of one capacity."""
+    """Results are the same with and without command buffers, for several masks of one capacity.
+
+    All layers share one tile schedule in each pass.
+    """
     x = jnp.asarray(rng.standard_normal((1000, 4, 128)), jnp.bfloat16)
     launched = with_command_buffers(model, "", tmp_path / "launched")
     captured = with_command_buffers(model, "FUSION,CUSTOM_CALL,WHILE", tmp_path / "captured")
@@ -174,6 +177,10 @@ def test_captured_models(rng: np.random.Generator, tmp_path: Path, model: Callab
         for _ in range(3):
             assert bool(jnp.array_equal(captured(x, mask), want))
     assert has_command_buffers(tmp_path / "captured") and not has_command_buffers(tmp_path / "launched")
+    text = jax.jit(model).lower(x, several[0].pad_to(capacity)).compile().as_text()
+    assert text is not None
+    schedules = text.count(f'custom_call_target="{_cuda.TILE_SCHEDULE}"')
+    assert schedules == (2 if model is gradient else 1)
 
 
 @jax.jit(donate_argnums=(1, 2), keep_unused=True)

@@ -88,8 +88,12 @@ LSE_MESSAGE = "lse goes with op='lse' and only with it, but"
         (lambda x, lse, spec: reduce(x, spec, op="lse"), f"{LSE_MESSAGE} op='lse' and lse is None"),
         (lambda x, lse, spec: reduce(x, spec, lse=lse), f"{LSE_MESSAGE} op='sum' and lse is an"),
         (
-            lambda x, lse, spec: reduce(x, spec, op="lse", lse=lse[:1]),
-            "lse must have the shape of x without its last axis",
+            lambda x, lse, spec: reduce(x, spec, op="lse", lse=lse),
+            "op='lse' needs x [rows, N, D] and lse [rows, N], but they are (2, 3) and (2,)",
+        ),
+        (
+            lambda x, lse, spec: reduce(x[:, None], spec, op="lse", lse=lse),
+            "op='lse' needs x [rows, N, D] and lse [rows, N], but they are (2, 1, 3) and (2,)",
         ),
         (
             lambda x, lse, spec: reduce(x, spec, accumulate=x[:1]),

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmagi import GroupCastSpec
 
-from .groups import SEVERAL, Group, assert_close, assert_equal, assert_same_bits, on_groups
+from .groups import SEVERAL, Group, assert_close, assert_equal, assert_same_bits, on_groups, place
 from .harness import AXIS, normal
 from .routes import INPUT_ROWS, random_transfer
 
@@ -37,7 +37,7 @@ def check_transposes(group: Group) -> None:
 
 
 def check_vmap(group: Group) -> None:
-    """Over x, over specs and over both; and back."""
+    """Maps over x, over specs and over both, and back; the stack of specs is replicated, then sharded."""
     rng = np.random.default_rng(group.size)
     transfers = [random_transfer(rng, group.size) for _ in range(2)]
     first = transfers[0]
@@ -58,17 +58,18 @@ def check_vmap(group: Group) -> None:
         ]
         return jax.tree.map(lambda leaf: leaf[None], results)
 
-    results = group.program(local, (P(AXIS), P()))(group.shard(x), group.replicate(specs))
     batches = [
         [(first, 0), (first, 1)],
         [(t, 0) for t in transfers],
         list(zip(transfers, (0, 1), strict=True)),
     ]
-    for (y, z), batch in zip(results, batches, strict=True):
-        casts = [transfer.cast(x[:, i]) for transfer, i in batch]
-        assert_equal(y, np.stack(casts, 1))
-        sums = [transfer.reduce_sum(y) for (transfer, _), y in zip(batch, casts, strict=True)]
-        assert_close(z, np.stack(sums, 1), 1e-6)
+    for layout in (P(), P(None, AXIS)):
+        results = group.program(local, (P(AXIS), layout))(group.shard(x), place(specs, group.mesh, layout))
+        for (y, z), batch in zip(results, batches, strict=True):
+            casts = [transfer.cast(x[:, i]) for transfer, i in batch]
+            assert_equal(y, np.stack(casts, 1))
+            sums = [transfer.reduce_sum(y) for (transfer, _), y in zip(batch, casts, strict=True)]
+            assert_close(z, np.stack(sums, 1), 1e-6)
 
 
 LAYERS = 3

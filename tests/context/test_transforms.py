@@ -106,20 +106,20 @@ def test_vmap_over_nothing() -> None:
 
 
 @pytest.fixture
-def landings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Records for each transfer that ends whether it was asynchronous."""
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Records for each wait whether its transfer was asynchronous."""
     seen = []
-    land = AsyncTransfer.wait
+    wait = AsyncTransfer.wait
 
-    def note(flight: AsyncTransfer) -> list[jax.Array]:
-        seen.append(bool(flight.arrays))
-        return land(flight)
+    def note(transfer: AsyncTransfer) -> list[jax.Array]:
+        seen.append(bool(transfer.arrays))
+        return wait(transfer)
 
     monkeypatch.setattr(AsyncTransfer, "wait", note)
     return seen
 
 
-def test_stages_without_jit(landings: list[bool], rng: np.random.Generator) -> None:
+def test_stages_without_jit(waits: list[bool], rng: np.random.Generator) -> None:
     """A transfer starts and ends in one program, which is traced once; without jit it is synchronous."""
     plan = make_plan(MASK, 4, 3, chunk_size=4)
     x = rng.normal(size=(plan.token_order.size, 2, 8)).astype(np.float32)
@@ -130,11 +130,11 @@ def test_stages_without_jit(landings: list[bool], rng: np.random.Generator) -> N
         return y, vjp(y)
 
     expected = jax.jit(both)()
-    landings.clear()
+    waits.clear()
     for _ in range(2):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), both(), expected)
-    assert landings in ([], [True] * 6)
-    landings.clear()
+    assert waits in ([], [True] * 6)
+    waits.clear()
     with jax.disable_jit():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), both(), expected)
-    assert landings == [False] * 6
+    assert waits == [False] * 6

@@ -146,7 +146,7 @@ def test_documents_are_balanced_in_tiles(length: int, cp_size: int, imbalance: f
     ("cp_size", "area", "work"), [(4, 1.0231, 1.05), (8, 1.0231, 1.03), (16, 1.0301, 1.03)]
 )
 def test_areas_make_up_for_tiles_within_limits(cp_size: int, area: float, work: float) -> None:
-    """Of twenty sets of documents; by areas alone the work is up to 1.07 of the mean."""
+    """The limits hold for twenty sets of documents. By areas alone the work is up to 1.07 of the mean."""
     for seed in range(20):
         mask = masks.documents(document_lengths(cp_size * 16384, seed))
         report = plan_context(mask, cp_size, num_stages=1).report()

@@ -5,12 +5,12 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxmagi import masks
+from jaxmagi import AttnMask, masks
 from jaxmagi.planning import ContextPlan, CostModel, plan_context
 from jaxmagi.planning._compiled import planner
 from jaxmagi.planning._overlap import OverlapSolver, StageSplit, StagingCandidate
 
-from ..cases import document_lengths
+from ..cases import document_lengths, random_bands
 from .oracle import check_plan
 
 SLOW, FAST = CostModel(link_gb_per_second=20.0), CostModel(link_gb_per_second=1e6)
@@ -101,6 +101,19 @@ def test_all_owners_send_in_each_part_by_owner() -> None:
     )
     np.testing.assert_array_equal(by_owner, 1024)
     assert in_order.max() > 2000
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 7])
+def test_stages_by_owner_compute_everything_once(seed: int) -> None:
+    """Slow transfers make these plans have such stages."""
+    rng = np.random.default_rng(seed)
+    length, cp_size = int(rng.integers(40, 160)), int(rng.integers(2, 7))
+    mask = AttnMask.from_bands(random_bands(rng, length, length, 9), q_len=length, kv_len=length)
+    plan = plan_context(mask, cp_size, chunk_size=3, num_stages=4, cost=SLOW)
+    routing = planner().Routing(np.asarray(mask.bands), plan.token_order, cp_size)
+    solver = OverlapSolver(routing, plan.shard_length, SLOW)
+    assert solver.best([4], (SLOW.forward, SLOW.backward)).split.is_by_owner
+    check_plan(mask, plan)
 
 
 def test_more_than_four_stages_are_equal() -> None:

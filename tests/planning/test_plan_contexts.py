@@ -20,13 +20,13 @@ FULL, WINDOW = masks.documents(LENGTHS), masks.documents(LENGTHS, inner=(1023, 0
 
 
 def weighted_imbalance(weights: tuple[int, int], plans: Any) -> float:
-    """Of areas."""
+    """Returns the largest over the mean weighted area of the ranks."""
     areas = np.array(weights) @ np.stack([plan.report().area for plan in plans])
     return float(areas.max() / areas.mean())
 
 
 def weighted_work_imbalance(weights: tuple[int, int], plans: Any, direction: Pass) -> float:
-    """Of the tiles of a pass in one call."""
+    """Returns the largest over the mean weighted work of the ranks, by the tiles of a pass in one call."""
     tiles = np.stack(
         [count_tiles(plan.bands[:, 0].reshape(-1, 6), bands_of(plan), direction) for plan in plans]
     )
@@ -35,7 +35,7 @@ def weighted_work_imbalance(weights: tuple[int, int], plans: Any, direction: Pas
 
 
 def bands_of(plan: ContextPlan) -> np.ndarray:
-    """How many each rank has."""
+    """Returns the number of bands of each rank."""
     return np.full(plan.cp_size, plan.bands.shape[2])
 
 

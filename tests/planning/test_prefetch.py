@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxmagi import masks
@@ -112,6 +113,40 @@ def test_stale_plans() -> None:
     assert list(pairs) == []
 
 
+def test_batch_that_changes_after_planning_is_stale() -> None:
+    def refill_one_buffer() -> Iterator[np.ndarray]:
+        buffer = np.zeros(2, int)
+        for i in range(4):
+            buffer[:] = i, 6
+            yield buffer
+            planned.append(i)
+
+    planned: list[int] = []
+    pairs = prefetch_plans(refill_one_buffer(), documents_plan, depth=3, fits=is_for)
+    wait_until(lambda: len(planned) >= 2)
+    with pytest.raises(ValueError, match=r"batch 0 .* for \[6\] tokens, is stale"):
+        next(pairs)
+
+
+def test_errors_of_fits() -> None:
+    def refuse(batch: int, plan: int) -> bool:
+        raise OSError("disk")
+
+    pairs = prefetch_plans(range(9), square, fits=refuse)
+    with pytest.raises(OSError, match="disk"):
+        next(pairs)
+    assert not threads() and list(pairs) == []
+
+
+def test_fits_may_close() -> None:
+    def close(batch: int, plan: int) -> bool:
+        pairs.close()
+        return True
+
+    pairs = prefetch_plans(range(9), square, fits=close)
+    assert list(pairs) == [(0, 0)]
+
+
 def test_leaving_a_loop_ends_the_thread() -> None:
     with pytest.raises(KeyboardInterrupt), prefetch_plans(itertools.count(), square) as pairs:
         next(pairs)
@@ -164,14 +199,52 @@ def test_close_waits_for_a_blocked_call_and_drops_the_source() -> None:
     assert list(pairs) == []
 
 
+@pytest.mark.parametrize("depth", [1, 5])
+def test_close_frees_a_consumer_in_another_thread(depth: int) -> None:
+    """The consumer gets the pair that is in the making, or the end."""
+    for delay in np.linspace(0, 2e-3, 50):
+        delivered: list[Any] = []
+
+        def batches(delay: float = delay) -> Iterator[int]:
+            for i in itertools.count():
+                time.sleep(delay / 5)
+                yield i
+
+        def consume(pairs: Iterable[Any], delivered: list[Any] = delivered) -> None:
+            try:
+                delivered.extend(pairs)
+            except BaseException as error:
+                delivered.append(error)
+
+        pairs = prefetch_plans(batches(), square, depth=depth)
+        consumer = threading.Thread(target=consume, args=(pairs,))
+        consumer.start()
+        time.sleep(delay)
+        pairs.close()
+        consumer.join(PATIENCE)
+        assert not consumer.is_alive()
+        assert delivered == [(i, i * i) for i in range(len(delivered))]
+
+
+def test_exit_does_not_wait_for_all_queued_batches() -> None:
+    run_program("""
+import itertools, jaxmagi, time
+pairs = jaxmagi.prefetch_plans(itertools.count(), lambda _: time.sleep(0.5), depth=1000)
+next(pairs)
+""")
+
+
 def test_a_program_without_devices_that_leaves_a_prefetcher_open() -> None:
     """JAX is told to use a platform that does not exist, so that the first use of a device fails."""
-    program = """
+    run_program("""
 import itertools, jaxmagi
 make_plan = lambda length: jaxmagi.plan_context(jaxmagi.masks.causal(length), 4)
 pairs = jaxmagi.prefetch_plans(itertools.count(1000), make_plan)
 assert next(pairs)[1].length == 1000
-"""
+""")
+
+
+def run_program(program: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", program],
         env=os.environ | {"JAX_PLATFORMS": "nowhere"},

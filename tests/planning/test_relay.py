@@ -104,7 +104,7 @@ def test_report_counts_each_row_once_between_hosts() -> None:
 
 
 def test_steps_are_predicted_one_after_the_other() -> None:
-    """Of one row that goes to two ranks of another host: both latencies instead of the longer one."""
+    """One row goes to two ranks of another host, which takes both latencies instead of the longer one."""
     mask = AttnMask.from_bands([[2, 4, 0, 1, -4, 4]], q_len=4, kv_len=4)
     cost = CostModel(ranks_per_host=2, latency_us=1000, network_latency_us=3000)
     plan = plan_context(mask, 4, num_stages=1, layout="contiguous")
