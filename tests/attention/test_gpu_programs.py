@@ -239,9 +239,13 @@ def seconds(function: Callable[[Operands], Any], operands: Operands) -> float:
 
 
 def test_margin_leaves_multiprocessors_alone() -> None:
-    """Without 113 of an H200's 132 multiprocessors, half a millisecond becomes seven times as long."""
+    """Without 113 of an H200's 132 multiprocessors, half a millisecond becomes seven times as long.
+
+    Other tests may run on the GPU meanwhile, hence three tries.
+    """
     operands = make_operands(Shape(8192, 8192, 8, 1), np.asarray(masks.full(8192).bands))
-    assert seconds(with_margin(113), operands) > 3 * seconds(with_margin(0), operands)
+    tries = ((seconds(with_margin(113), operands), seconds(with_margin(0), operands)) for _ in range(3))
+    assert any(with_few > 3 * with_all for with_few, with_all in tries)
 
 
 def test_portable_implementation_runs_on_the_gpu(rng: np.random.Generator) -> None:
