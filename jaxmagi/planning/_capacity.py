@@ -12,7 +12,7 @@ _SIZES = ("bands", "copies", "pair_rows", "output_rows")
 _PARTS = ("backward", "between")
 
 SAME_STAGES = "give plan_context num_stages=plan.stage_counts of one of them, or an integer"
-"""What to do about plans with different numbers of stages."""
+"""The advice for plans with different numbers of stages, in messages of errors."""
 
 type StageCounts = int | tuple[int, int]
 """Attention calls of a rank: in both passes, or in the forward and in the backward pass."""

@@ -1,4 +1,4 @@
-"""What a plan costs, computed from its arrays alone."""
+"""Computes the report of a plan, its costs, from its arrays alone."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from ._spec import GroupCastSpec, RelayedSpec
 
 @dataclass(frozen=True, eq=False)
 class PlanReport:
-    """What each rank of a plan computes and communicates.
+    """The work and the traffic of each rank of a plan.
 
     Attributes:
         area: int64 ``[cp]``, visible cells of each rank's queries.

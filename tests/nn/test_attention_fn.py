@@ -34,7 +34,7 @@ def linen_module(attention_fn: Any = jaxmagi.nn.attention_fn) -> Any:
     return lambda x, mask: layer.apply(variables, x, mask=mask)
 
 
-# By kind of module: a layer with jaxmagi's attention_fn, or another one, and Flax's own.
+# Each kind of module has a layer with a given attention_fn, and Flax's own.
 MODULES = {"nnx": (module, nnx.dot_product_attention), "linen": (linen_module, linen.dot_product_attention)}
 
 

@@ -33,7 +33,7 @@ def load(owner: np.ndarray, areas: np.ndarray, cp_size: int) -> np.ndarray:
 
 
 def needs(bands: np.ndarray, length: int, chunk: int, count: int) -> np.ndarray:
-    """Whether a chunk sees a key, from the dense mask: bool ``[count, length]``."""
+    """Returns bool ``[count, length]``: which keys each chunk sees, from the dense mask."""
     dense = geometry.to_dense(bands, length, length) > 0
     padded = np.zeros((count * chunk, length), bool)
     padded[:length] = dense
@@ -137,7 +137,7 @@ def test_even_masks_are_balanced(mask: AttnMask) -> None:
 
 @pytest.mark.parametrize(("length", "cp_size", "imbalance"), [(1 << 17, 8, 1.015), (1 << 20, 64, 1.05)])
 def test_documents_are_balanced_in_tiles(length: int, cp_size: int, imbalance: float) -> None:
-    """By areas alone it is 1.038 and 1.075: whose documents are short has more partial tiles."""
+    """Balanced by areas alone it is 1.038 and 1.075: ranks with short documents have more partial tiles."""
     report = plan_context(masks.documents(document_lengths(length)), cp_size, chunk_size=512).report()
     assert max(report.work_imbalance, report.backward_work_imbalance) <= imbalance
 
