@@ -42,7 +42,7 @@ from jaxmagi.calibration._timing import DeviceWork, Timing, time_on_device
 
 NAMES: dict[Direction, str] = {"forward": "attention_h200", "backward": "attention_backward_h200"}
 PLAN = "plan of 4096 bands, 2048 tiles"
-# The time that the layers of one program take. Its one tile schedule is then about 0.2 % of a backward program.
+# The time that the layers of one program take; its one tile schedule is about 0.2 % of a backward one.
 BATCH_SECONDS: dict[Direction, float] = {"forward": 8e-3, "backward": 20e-3}
 MAX_LAYERS, MAX_QUERY_BYTES = 32, 4e9  # of the layers: the peers hold as much once more
 MEASURED_SECONDS = 20e-3  # at least, so that the clock's errors do not matter
