@@ -80,10 +80,16 @@ def make_works(
     return make_each(workload.name, direction, chosen)
 
 
-def num_layers(direction: Direction, workload: Workload, estimate: float) -> int:
-    """Returns how many layers one program runs, if each takes so many seconds."""
+def estimated_seconds(direction: Direction, workload: Workload) -> float:
+    """Returns how long a layer takes at 600 TFLOP/s."""
+    return workload.flops(direction) / 600e12
+
+
+def num_layers(direction: Direction, workload: Workload) -> int:
+    """Returns how many layers one program runs."""
     fitting = max(1, int(MAX_QUERY_BYTES / workload.query_bytes()))
-    return min(MAX_LAYERS, fitting, math.ceil(BATCH_SECONDS[direction] / estimate))
+    layers = math.ceil(BATCH_SECONDS[direction] / estimated_seconds(direction, workload))
+    return min(MAX_LAYERS, fitting, layers)
 
 
 def enough_repeats(least: int, seconds: float) -> int:
@@ -91,14 +97,20 @@ def enough_repeats(least: int, seconds: float) -> int:
     return max(least, math.ceil(REPEATED_SECONDS / (3 * seconds)))
 
 
+def time_layers(
+    direction: Direction, workload: Workload, works: dict[str, DeviceWork], repeats: int
+) -> dict[str, Timing]:
+    """Times works of `num_layers` layers, in turns and for long enough."""
+    program = num_layers(direction, workload) * estimated_seconds(direction, workload)
+    seconds = MEASURED_SECONDS_SHORT if workload.is_short else MEASURED_SECONDS
+    batches = math.ceil(seconds / program)
+    return time_on_device(works, enough_repeats(repeats, batches * program), batches)
+
+
 def measure(direction: Direction, workload: Workload, peers: str, repeats: int) -> list[Row | Failure]:
     """Returns the rows of one workload."""
-    estimate = workload.flops(direction) / 600e12
-    layers = num_layers(direction, workload, estimate)
-    works, failures = make_works(direction, workload, layers, peers)
-    seconds = MEASURED_SECONDS_SHORT if workload.is_short else MEASURED_SECONDS
-    batches = math.ceil(seconds / (layers * estimate))
-    timings = time_on_device(works, enough_repeats(repeats, batches * layers * estimate), batches)
+    works, failures = make_works(direction, workload, num_layers(direction, workload), peers)
+    timings = time_layers(direction, workload, works, repeats)
     return [*to_rows(direction, workload, timings), *failures]
 
 

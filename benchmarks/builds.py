@@ -13,7 +13,6 @@ With --out, writes builds_forward.json (builds_backward.json) there after each w
 import contextlib
 import functools
 import importlib.util
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,9 +26,9 @@ from benchmarks import _jax_attention
 from benchmarks._measure import gpu_environment
 from benchmarks._report import Check, Report, Row, argument_parser, check, in_unit
 from benchmarks._workloads import Direction, Workload, workloads
-from benchmarks.attention import MEASURED_SECONDS, MEASURED_SECONDS_SHORT, NAMES, enough_repeats, num_layers
+from benchmarks.attention import NAMES, num_layers, time_layers
 from jaxmagi.attention import _cuda
-from jaxmagi.calibration._timing import DeviceWork, time_on_device
+from jaxmagi.calibration._timing import DeviceWork
 
 TARGETS = ("TILE_SCHEDULE", "FORWARD", "BACKWARD")  # constants of `jaxmagi.attention._cuda`
 SLOWEST = 1 / 1.01  # what the other build may reach of ours in speed, if ours is to be called no slower
@@ -83,11 +82,7 @@ def measure(direction: Direction, workload: Workload, repeats: int) -> list[Row]
     Two builds alone take turns, so that each follows the other and itself equally often: what ran before
     changes the speed of a kernel by more than is to be measured.
     """
-    flops = workload.flops(direction)
-    estimate = flops / 600e12
-    layers = num_layers(direction, workload, estimate)
-    least = MEASURED_SECONDS_SHORT if workload.is_short else MEASURED_SECONDS
-    batches = math.ceil(least / (layers * estimate))
+    flops, layers = workload.flops(direction), num_layers(direction, workload)
     rows = []
     for name, make in _jax_attention.candidates(workload, direction).items():
         if name not in ("ours", _jax_attention.DETERMINISTIC):
@@ -96,7 +91,7 @@ def measure(direction: Direction, workload: Workload, repeats: int) -> list[Row]
             name.replace("ours", build): make_work(make, workload, layers, is_other=build == "other")
             for build in ("ours", "other")
         }
-        timings = time_on_device(works, enough_repeats(repeats, batches * layers * estimate), batches)
+        timings = time_layers(direction, workload, works, repeats)
         for build, timing in timings.items():
             rate, speedup = flops / timing.median / 1e12, timing.median / timings[name].median
             times = in_unit(timing, "ms")
