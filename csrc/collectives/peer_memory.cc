@@ -33,7 +33,7 @@ size_t memory_limit() {
     return memory_limits()[current_ordinal()];
 }
 
-// What a rank tells the others about its pool.
+// The record of its pool that a rank sends to the others.
 struct Offer {
     Pool pool;  // of 0 bytes if there is none
     SocketAddress address;

@@ -22,7 +22,7 @@ namespace jaxmagi::collectives {
 // if any rank has no such pool, rows are copied through staging buffers. Undecided until the first call that needs it.
 enum class Sharing { kUndecided, kXlaPools, kStagingBuffers };
 
-// What a rank knows of its group. Ranks are those of the communicator. In a group larger than kMaxRanks no rank is
+// A rank's view of its group. Ranks are those of the communicator. In a group larger than kMaxRanks no rank is
 // reachable, not even this one.
 struct Peers {
     nccl::Communicator communicator;
@@ -46,8 +46,8 @@ struct Peers {
     std::string who() const { return "rank " + std::to_string(rank) + " of " + std::to_string(size); }
 };
 
-// What the hosts of a group use to exchange records. A rank that waits for the others longer than the time limit ends
-// its process.
+// Means by which the processes of a group exchange records on the host. A rank that waits for the others longer than the
+// time limit ends its process.
 struct Bootstrap {
     nccl::Communicator communicator;
     cudaStream_t stream;

@@ -3,7 +3,7 @@
 #include "csrc/attention/sm90/tile_schedule.h"
 #include "csrc/mask/band.h"
 
-// What the warps of a backward kernel tell each other in shared memory: work items, runs of blocks of queries, steps.
+// Records that the warps of a backward kernel pass on in shared memory: work items, runs of blocks of queries, steps.
 
 namespace jaxmagi::sm90 {
 

@@ -2,7 +2,7 @@
 
 #include "csrc/mask/band.h"
 
-// What the warps of a forward kernel tell each other in shared memory: work items, runs of keys, blocks of keys.
+// Records that the warps of a forward kernel pass on in shared memory: work items, runs of keys, blocks of keys.
 
 namespace jaxmagi::sm90 {
 
