@@ -1,6 +1,6 @@
 """Times transfers of keys and values between the GPUs of a machine, in comparison with `jax.lax`, in one run.
 
-    python -m benchmarks.collectives [--tokens 65536] [--ranks N] [--processes pools|arenas] [--rows REGEX]
+    python -m benchmarks.collectives [--tokens 65536] [--ranks N] [--processes pools|staging] [--rows REGEX]
                                      [--implementations REGEX] [--repeats 5] [--out FOLDER]
 
 Each rank owns --tokens tokens (the sequence has as many times --ranks, by default all GPUs), with 8 key heads
@@ -18,10 +18,10 @@ program and waiting for it cost is. Operands stay as they are, and each call wri
 implementation is measured in turns with the others.
 
 One process has all GPUs, unless --processes starts one for each. These share XLA's memory in pools that they
-take in advance, or with "arenas" take it as they go, so that rows are copied from and to arenas. --rows is
+take in advance, or with "staging" take it as they go, so that rows are copied by staging buffers. --rows is
 matched with "cast, 64 KB" and the like.
 
-With --out, writes collectives_h200.json (collectives_pools.json, collectives_arenas.json) there after each
+With --out, writes collectives_h200.json (collectives_pools.json, collectives_staging.json) there after each
 row.
 """
 
@@ -46,7 +46,7 @@ from benchmarks._report import Check, Failure, Report, Result, argument_parser, 
 from benchmarks._transfers import DIM, KV_HEADS, Transfer, transfers
 from jaxmagi.calibration._chain import AXIS, chain, mesh_of
 from jaxmagi.calibration._timing import DeviceWork, Timing, time_on_device
-from tests.collectives.memory import arena_bytes
+from tests.collectives.memory import staging_bytes
 from tests.launcher import leave_memory_to_processes
 
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction.__value__)
@@ -153,8 +153,8 @@ def checks(rows: Sequence[Row | Failure]) -> list[Check]:
 def check_sharing(processes: str | None, rows: Sequence[Row | Failure]) -> None:
     """Exits if our kernels have run in processes, and did not share memory as they were asked to."""
     has_run = any(isinstance(row, Row) and row.implementation.startswith("native") for row in rows)
-    if processes and has_run and (arena_bytes() > 0) != (processes == "arenas"):
-        raise SystemExit(f"asked for {processes}, and arenas have {arena_bytes()} bytes")
+    if processes and has_run and (staging_bytes() > 0) != (processes == "staging"):
+        raise SystemExit(f"asked for {processes}, and staging buffers have {staging_bytes()} bytes")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -193,7 +193,7 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=65_536, help="of each rank")
     parser.add_argument("--ranks", type=int, help="by default all GPUs")
-    parser.add_argument("--processes", choices=("pools", "arenas"), help="one for each rank")
+    parser.add_argument("--processes", choices=("pools", "staging"), help="one for each rank")
     parser.add_argument("--implementations", default="", metavar="REGEX", help="only those it finds")
     arguments = parser.parse_args()
     run_all(arguments) if arguments.processes else run(arguments)

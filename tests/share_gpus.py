@@ -23,7 +23,7 @@ import pytest
 
 from benchmarks import gpu_log
 
-from .collectives.memory import arena_bytes
+from .collectives.memory import staging_bytes
 from .launcher import launch, leave_memory_to_processes
 
 PLACES = "tests/attention/test_gpu_sharding.py tests/collectives tests/context"
@@ -35,14 +35,14 @@ OPTIONS = (
 
 
 class Passed:
-    """A plugin of pytest that counts the tests that passed, and notes the most that arenas had."""
+    """A plugin of pytest that counts the tests that passed, and notes the most bytes of staging buffers."""
 
     def __init__(self) -> None:
-        self.count = self.arena_bytes = 0
+        self.count = self.staging_bytes = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.count += report.when == "call" and report.passed
-        self.arena_bytes = max(self.arena_bytes, arena_bytes())
+        self.staging_bytes = max(self.staging_bytes, staging_bytes())
 
 
 def run_tests(arguments: Sequence[str], log: Path) -> None:
@@ -55,7 +55,7 @@ def run_tests(arguments: Sequence[str], log: Path) -> None:
     if failed or passed.count == 0:
         raise SystemExit(failed or f"no test takes {jax.device_count()} ranks here")
     if recorder and log.exists():
-        log.write_text(json.dumps({"arena_bytes": passed.arena_bytes} | json.loads(log.read_text())))
+        log.write_text(json.dumps({"staging_bytes": passed.staging_bytes} | json.loads(log.read_text())))
 
 
 def save(recorded: Path, log: Path, **about: Any) -> None:

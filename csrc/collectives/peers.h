@@ -46,8 +46,8 @@ struct Peers {
     std::string who() const { return "rank " + std::to_string(rank) + " of " + std::to_string(size); }
 };
 
-// Means by which the processes of a group exchange records on the host. A rank that waits for the others longer than the
-// time limit ends its process.
+// Means by which the processes of a group exchange records on the host. A rank that waits for the others longer than
+// the time limit ends its process.
 struct Bootstrap {
     nccl::Communicator communicator;
     cudaStream_t stream;

@@ -5,7 +5,7 @@ import jax
 from jaxmagi import _native
 
 
-def arena_bytes() -> int:
+def staging_bytes() -> int:
     """The size of buffers through which rows are copied; 0 with shared memory pools, or without CUDA."""
     compiled = _native.extension("cuda")
     return compiled.staging_bytes() if compiled else 0

@@ -177,7 +177,7 @@ def test_specs_without_sense(
 
 @pytest.mark.parametrize(("implementation", "width"), [("native", 8), ("native", 64), ("nccl", 8)])
 def test_rank_that_never_comes(implementation: Implementation, width: int, launch: Launch) -> None:
-    """Wider rows take a larger arena, for which ranks come together before the transfer."""
+    """Wider rows take a larger staging buffer, for which ranks come together before the transfer."""
     require_processes(2)
     with pytest.raises(RankFailed, match=ABSENCE if width == 8 else NOT_TOGETHER):
         launch(stay_away, implementation, width, processes=2, timeout=90)

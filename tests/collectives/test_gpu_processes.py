@@ -11,14 +11,14 @@ from jaxmagi import _native
 from ..launcher import Launch
 from .groups import Group, Implementation, assert_equal, require_devices, require_processes
 from .harness import AXIS, normal
-from .memory import arena_bytes, pretend_memory_limit
+from .memory import pretend_memory_limit, staging_bytes
 from .routes import INPUT_ROWS, random_transfer
 from .test_gpu_constants import check_constants
 from .test_gpu_patterns import check_patterns
 from .test_gpu_soak import CALLS, check_soak
 from .test_gpu_transforms import check_scan_and_remat, check_transposes, check_vmap
 
-POOLS = (None, 0.05)  # memory as it goes, through arenas; and in advance, which processes share
+POOLS = (None, 0.05)  # memory as it goes, through staging buffers; and in advance, which processes share
 
 
 def everyone(implementation: Implementation, ranks_per_host: int | None = None) -> Group:
@@ -41,10 +41,10 @@ def check_first_cast(implementation: Implementation, without_pool: int | None) -
 
 
 def check_sharing(has_pool: bool) -> None:
-    """Checks that no row is copied through an arena where pools are shared."""
+    """Checks that no row is copied through a staging buffer where pools are shared."""
     about = jax.__version__, [device.memory_stats() for device in jax.local_devices()]
     assert _native.extension("cuda")
-    assert (arena_bytes() == 0) == has_pool, about
+    assert (staging_bytes() == 0) == has_pool, about
 
 
 def check_cast_and_sharing(has_pool: bool) -> None:
@@ -59,7 +59,7 @@ def check_constants_and_sharing(has_pool: bool) -> None:
 
 
 def check_mixed() -> None:
-    """All use arenas if one process has no pool."""
+    """All use staging buffers if one process has no pool."""
     check_first_cast("native", without_pool=1)
     check_sharing(has_pool=False)
 
@@ -77,7 +77,7 @@ def check_all(has_pool: bool) -> None:
         check_scan_and_remat(group)
     check_sharing(has_pool)
     jaxmagi.finalize()
-    assert arena_bytes() == 0
+    assert staging_bytes() == 0
     check_cast_and_sharing(has_pool)
 
 
