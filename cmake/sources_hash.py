@@ -1,15 +1,21 @@
 """Hashes the sources that decide what the kernels are, to tell which sources a module was built from.
 
+Comments of C++ and CUDA do not count: the kernels are the same with others.
+
     python cmake/sources_hash.py HEADER          # writes kSourcesHash, unless HEADER has it already
 
 The build puts it into `jaxmagi._cuda`, and the log of the GPU tests compares it with that of the tree.
 """
 
 import hashlib
+import re
 import sys
 from pathlib import Path
 
 SOURCES = ("CMakeLists.txt", "cmake", "csrc", "xla_ffi")
+
+_CODE = (".cc", ".cu", ".cuh", ".h")
+_STRING_OR_COMMENT = re.compile(rb'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 _HEADER = '#pragma once\n\ninline constexpr const char* kSourcesHash = "{}";\n'
 
@@ -19,9 +25,15 @@ def sources_hash(root: Path) -> str:
     files = (path for name in SOURCES for path in (root / name, *(root / name).rglob("*")) if path.is_file())
     digest = hashlib.sha256()
     for path in sorted(path for path in files if "__pycache__" not in path.parts):
-        text = path.read_bytes()
+        text = _without_comments(path.read_bytes()) if path.suffix in _CODE else path.read_bytes()
         digest.update(f"{path.relative_to(root).as_posix()}\0{len(text)}\0".encode() + text)
     return digest.hexdigest()
+
+
+def _without_comments(code: bytes) -> bytes:
+    """Returns C++ without its comments, and without blank lines and the space around line ends."""
+    code = _STRING_OR_COMMENT.sub(lambda match: match[1] or b"", code)
+    return re.sub(rb"\s*\n\s*", b"\n", code)
 
 
 def main() -> None:

@@ -91,3 +91,5 @@ def test_hash_covers_names_and_contents(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         hashes.append(gpu_log.sources_hash(tmp_path))
     assert len(set(hashes)) == len(hashes)
+    (tmp_path / "csrc/b/c.cu").write_text("// Words.\n\n3")
+    assert gpu_log.sources_hash(tmp_path) == hashes[-1]

@@ -10,6 +10,8 @@ struct LaunchOptions {
                                     // dependent launch (dependent_launch.cuh)
 };
 
+// Launches a kernel of `ctas` CTAs. How many SMs a transfer uses is decided by `num_ctas` in group_cast.cu, and for a
+// reduction in chunks.cuh.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), int ctas, int threads, size_t shared_bytes, cudaStream_t stream,
                    LaunchOptions options, const Arguments&... arguments) {

@@ -80,5 +80,5 @@ def test_two_layers_have_one_plan(rng: np.random.Generator) -> None:
         placed = [place(x, mesh, P(None, None, "x")) for x in (query, key, value)]
         text = jax.jit(layers).lower(*placed).compile().as_text()
     assert text is not None
-    calls = [f'custom_call_target="jaxmagi_attention_{name}"' for name in ("plan", "forward")]
+    calls = [f'custom_call_target="jaxmagi_attention_{name}"' for name in ("tile_schedule", "forward")]
     assert [text.count(call) for call in calls] == [1, 2]

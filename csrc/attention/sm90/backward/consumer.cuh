@@ -4,7 +4,8 @@
 #include "csrc/attention/sm90/backward/zero_masked.cuh"
 #include "csrc/common/sm90/wgmma.cuh"
 
-// The loops of a consumer warpgroup over work items and steps, whatever its variant.
+// The loops of a consumer warpgroup over work items and steps. The `step` of each variant, with its waits for the
+// products of S, dP, dV, dK and dQ, is in consumer_ss.cuh, consumer_rs.cuh or consumer_wide.cuh.
 
 namespace jaxmagi::sm90 {
 

@@ -3,7 +3,8 @@
 #include "csrc/attention/sm90/backward/config.cuh"
 #include "csrc/common/sm90/wgmma.cuh"
 
-// The products of a warpgroup for head dimensions above 128. As in products.cuh, the caller commits and waits.
+// The products of a warpgroup for head dimensions above 128. As in products.cuh, the caller, `step` in
+// consumer_wide.cuh, commits and waits.
 //
 // Each warpgroup has S and dP, queries by keys, of 32 keys. It has dK and dV, transposed, of all keys of the tile, and
 // dQ, each for some panels of the head dimension.
