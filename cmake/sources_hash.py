@@ -33,7 +33,7 @@ def sources_hash(root: Path) -> str:
 def _without_comments(code: bytes) -> bytes:
     """Returns C++ without its comments, and without blank lines and the space around line ends."""
     code = _STRING_OR_COMMENT.sub(lambda match: match[1] or b"", code)
-    return re.sub(rb"\s*\n\s*", b"\n", code)
+    return re.sub(rb"\s*\n\s*", b"\n", code).strip()
 
 
 def main() -> None:
