@@ -3,17 +3,17 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <numeric>
 #include <set>
 #include <tuple>
 
 #include "csrc/collectives/peer_memory.h"
+#include "csrc/collectives/remote_kernels.h"
 #include "xla_ffi/collectives_launch.h"
 
 // Handlers of group casts and group reduces. The program's stream waits for a transfer in the same call, or, for an
 // asynchronous one, in jaxmagi_group_done: what the program does between the two calls overlaps with the transfer. All
-// buffers of the start are operands of the done, so that XLA does not reuse them in between. XLA may reuse scratch
-// memory, so the program waits at once for a transfer that has some.
+// buffers of the start are operands of the done, so that XLA does not reuse them in between. Memory that the start has
+// allocated is given back by the done.
 //
 // A start has three stages. Prepare requests the group's communicator from XLA. Initialize connects the peers and maps
 // their memory, which takes exchanges between all ranks the first time. Execute launches. The handlers are not for
@@ -34,7 +34,7 @@ public:
         Peers& peers = connect_peers(current_ordinal(), bootstrap);
         const std::lock_guard lock(mutex_);
         if (not loaded_.contains(current_ordinal()))
-            for (const auto preload : {preload_push, preload_pack, preload_pull})
+            for (const auto preload : {preload_push, preload_pull, preload_remote_kernels})
                 check_cuda(preload(), "loading the kernels");
         loaded_.insert(current_ordinal());
         groups_[key(attributes.groups, attributes.group_size)] = &peers;
@@ -116,20 +116,32 @@ auto initialize(cudaStream_t program, const CollectivesContext& context, ffi::Re
     });
 }
 
+HeldMemory& held_memory() {
+    static auto* const held = new HeldMemory;  // never destroyed: handlers may outlive main
+    return *held;
+}
+
 template <Kind kKind>
-ffi::Error execute(cudaStream_t program, ffi::ScratchAllocator allocator, ffi::RemainingArgs arguments,
+ffi::Error execute(cudaStream_t program, const DeviceMemory& memory, ffi::RemainingArgs arguments,
                    ffi::RemainingRets results, const TransferAttributes& attributes) {
     return guarded(name_of(kKind), [&] {
         hopper_device();
         Peers& peers = known_groups().get(attributes.groups, attributes.group_size);
-        launch_transfer(kKind, to_buffers(arguments, results), attributes, peers, program, allocator);
+        if (peers.order.is_idle())
+            memory.free(held_memory().take_all(&peers));
+        const Buffers buffers = to_buffers(arguments, results);
+        auto blocks = launch_transfer(kKind, buffers, attributes, peers, program, memory);
+        if (attributes.is_async)
+            held_memory().keep(&peers, addresses_of(buffers.to), std::move(blocks));
+        else
+            memory.free(blocks);
     });
 }
 
 // Waits for a transfer. The first operands are the results of its start, and must be this call's results too. Where XLA
 // has moved them, the program waits nevertheless, since XLA gives the memory of both to others.
-ffi::Error done(cudaStream_t program, ffi::RemainingArgs arguments, ffi::RemainingRets results, DeviceIds groups,
-                int64_t group_size, int64_t transfer_id) {
+ffi::Error done(cudaStream_t program, const DeviceMemory& memory, ffi::RemainingArgs arguments,
+                ffi::RemainingRets results, DeviceIds groups, int64_t group_size, int64_t transfer_id) {
     return guarded("jaxmagi_group_done", [&] {
         check(arguments.size() >= results.size(), "the end of a transfer needs its results as operands too");
         Addresses from, to;
@@ -137,7 +149,9 @@ ffi::Error done(cudaStream_t program, ffi::RemainingArgs arguments, ffi::Remaini
             from.push_back(arguments.get<ffi::AnyBuffer>(i).value().untyped_data());
             to.push_back(results.get<ffi::AnyBuffer>(i).value()->untyped_data());
         }
-        known_groups().get(groups, group_size).order.wait(program, transfer_id, from);
+        Peers& peers = known_groups().get(groups, group_size);
+        peers.order.wait(program, transfer_id, from);
+        memory.free(held_memory().take(&peers, from));
         check(from == to, "the end of a transfer needs its results where the start has them, but XLA has moved them");
     });
 }
@@ -155,13 +169,14 @@ template <Kind kKind> CollectiveHandlers handlers() {
     XLA_FFI_DEFINE_HANDLER(kInitialize, initialize<kKind>,
                            with_buffers(ffi::Ffi::BindInitialize().Ctx<Stream>().Ctx<Extension>()));
     XLA_FFI_DEFINE_HANDLER(kExecute, execute<kKind>,
-                           with_buffers(ffi::Ffi::Bind().Ctx<Stream>().Ctx<ffi::ScratchAllocator>()));
+                           with_buffers(ffi::Ffi::Bind().Ctx<Stream>().Ctx<DeviceMemory>()));
     return {kPrepare, kInitialize, kExecute};
 }
 
 XLA_FFI_DEFINE_HANDLER(kDone, done,
                        ffi::Ffi::Bind()
                            .Ctx<Stream>()
+                           .Ctx<DeviceMemory>()
                            .RemainingArgs()
                            .RemainingRets()
                            .Attr<DeviceIds>("groups")
@@ -184,11 +199,6 @@ XLA_FFI_Handler* group_done_cuda() {
 
 StateType group_execution_cuda() {
     return {&Execution::id, &execution_info};
-}
-
-int64_t pair_buffer_bytes(int64_t batch, int64_t cp_size, int64_t pair_rows, std::span<const int64_t> row_bytes) {
-    const int64_t bytes = std::accumulate(row_bytes.begin(), row_bytes.end(), int64_t{0});
-    return 2 * cp_size * (static_cast<int64_t>(sizeof(PairHeader)) + batch * pair_rows * bytes);
 }
 
 }  // namespace jaxmagi

@@ -1,8 +1,5 @@
 #pragma once
 
-#include <cstdint>
-#include <span>
-
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxmagi {
@@ -22,8 +19,5 @@ struct StateType {
     XLA_FFI_TypeInfo* info;
 };
 StateType group_execution_cuda();
-
-// Returns the bytes of both pair buffers of a rank, for arrays with rows of these sizes. Calls take them as workspace.
-int64_t pair_buffer_bytes(int64_t batch, int64_t cp_size, int64_t pair_rows, std::span<const int64_t> row_bytes);
 
 }  // namespace jaxmagi

@@ -1,10 +1,13 @@
 #include "xla_ffi/collectives_launch.h"
 
+#include <bit>
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "csrc/collectives/nccl_watchdog.h"
+#include "csrc/collectives/remote_rows.h"
+#include "csrc/collectives/statistics.h"
 
 namespace jaxmagi {
 namespace {
@@ -15,33 +18,43 @@ using namespace collectives;
 struct Launch {
     const TransferParams& params;
     const Buffers& buffers;
-    const Peers& peers;
+    Peers& peers;
+    const RemoteRows* remote;  // null if this rank exchanges rows with native peers only
+    uint64_t timeout_ms;
     cudaStream_t stream;
     // Unless it is null, recorded when the native kernel has its SMs, or where NCCL is used just before its kernel:
     // that is next in the same stream, and so starts before another stream sees the event.
     cudaEvent_t started;
 
-    bool is_native() const { return params.outgoing == nullptr; }
+    void exchange_remote_rows(cudaStream_t in_stream) const {
+        remote->pack(in_stream);
+        remote->exchange(peers, timeout_ms, in_stream);
+        remote->unpack(in_stream);
+    }
 };
 
-void exchange_pair_buffers(const Launch& launch) {
-    const auto& [params, buffers, peers, stream, started] = launch;
-    if (started != nullptr)
-        check_cuda(cudaEventRecord(started, stream), "recording an event");
-    const size_t bytes = static_cast<size_t>(params.pair_bytes);
-    std::vector<nccl::Message> sends, receives;
-    for (int peer = 0; peer < params.size; ++peer)
-        if (not params.is_native(peer)) {
-            sends.push_back({params.outgoing + peer * params.pair_bytes, bytes, peer});
-            receives.push_back({params.incoming + peer * params.pair_bytes, bytes, peer});
+// The stream of what runs beside the rest of a transfer, which waits for it in the end, also after a failure.
+class SideStream {
+public:
+    SideStream(TransferOrder& order, cudaStream_t stream) : order_(order), stream_(stream), side_(order.fork(stream)) {}
+    SideStream(const SideStream&) = delete;
+    ~SideStream() {
+        try {
+            order_.join(stream_);
+        } catch (const std::exception&) {  // the error with which CUDA stays tells more
         }
-    enqueue_nccl(stream, params.timeout_ns / 1'000'000, peers.who(), "moved the rows of a group collective",
-                 [&] { nccl::exchange(sends, receives, peers.communicator, stream); });
-}
+    }
+
+    cudaStream_t stream() const { return side_; }
+
+private:
+    TransferOrder& order_;
+    const cudaStream_t stream_, side_;
+};
 
 // Returns the memory in which peers access array `i`.
 void* published_memory(const TransferParams& params, size_t i) {
-    return reinterpret_cast<void*>(params.resolve(params.published[i], params.rank));
+    return reinterpret_cast<void*>(params.resolve(params.published[i], params.slot));
 }
 
 // Copies where peers cannot access XLA's array itself.
@@ -71,42 +84,66 @@ TransferParams select_dtype(const TransferParams& params, const Buffers& buffers
     return part;
 }
 
+// Native rows and those of remote peers move at the same time: they arrive at different rows.
 void launch_cast(const Launch& launch) {
-    const auto& [params, buffers, peers, stream, started] = launch;
-    check_cuda(push_rows(params, stream, launch.is_native() ? started : nullptr),
-               "launching the kernel that pushes rows");
+    const auto& [params, buffers, peers, remote, timeout_ms, stream, started] = launch;
+    {
+        std::optional<SideStream> side;
+        if (remote != nullptr)
+            side.emplace(peers.order, stream);
+        check_cuda(push_rows(params, stream, started), "launching the kernel that pushes rows");
+        if (remote != nullptr)
+            launch.exchange_remote_rows(side->stream());
+    }
     for (size_t i = 0; i < buffers.to.size(); ++i)
         copy_if_staged(buffers.to[i].untyped_data(), published_memory(params, i), buffers.to[i], stream);
-    if (launch.is_native())
-        return;
-    exchange_pair_buffers(launch);
-    check_cuda(unpack_rows(params, stream), "launching the kernel that unpacks rows");
 }
 
 void launch_reduce(const Launch& launch) {
-    const auto& [params, buffers, peers, stream, started] = launch;
+    const auto& [params, buffers, peers, remote, timeout_ms, stream, started] = launch;
     for (size_t i = 0; i < buffers.from.size(); ++i)
         copy_if_staged(published_memory(params, i), buffers.from[i].untyped_data(), buffers.from[i], stream);
-    if (not launch.is_native()) {
-        check_cuda(pack_rows(params, stream), "launching the kernel that packs rows");
-        exchange_pair_buffers(launch);
+    if (remote != nullptr) {
+        if (started != nullptr)
+            check_cuda(cudaEventRecord(started, stream), "recording an event");
+        launch.exchange_remote_rows(stream);
     }
     for (int i = 0; i < params.num_arrays; ++i)
         if (const TransferParams part = select_dtype(params, buffers, i); part.num_arrays > 0)
-            check_cuda(pull_sums(part, stream, launch.is_native() and i == 0 ? started : nullptr),
+            check_cuda(pull_sums(part, stream, remote == nullptr and i == 0 ? started : nullptr),
                        "launching the kernels that sum rows");
+}
+
+// Returns the rows that go over NCCL, if there are any.
+std::optional<RemoteRows> remote_rows(Kind kind, TransferParams& params, const Peers& peers, cudaStream_t program,
+                                      Scratch& scratch) {
+    if (std::popcount(params.native) == peers.size)
+        return std::nullopt;
+    const auto is_remote = [&](int peer) { return not params.is_native(peers.slots[peer]); };
+    RemoteRows rows(kind, params, is_remote, program, [&](size_t bytes) { return scratch.allocate(bytes); });
+    if (rows.is_empty())
+        return std::nullopt;
+    rows.add_to(params);
+    return rows;
 }
 
 }  // namespace
 
-void launch_transfer(Kind kind, const Buffers& buffers, const TransferAttributes& attributes, Peers& peers,
-                     cudaStream_t program, ffi::ScratchAllocator& allocator) {
+std::vector<MemoryBlock> launch_transfer(Kind kind, const Buffers& buffers, const TransferAttributes& attributes,
+                                         Peers& peers, cudaStream_t program, const DeviceMemory& memory) {
     TransferOrder& order = peers.order;
     const bool is_async = attributes.is_async, goes_first = is_async and attributes.goes_first;
-    Scratch scratch(allocator);
-    const TransferParams params = to_params(kind, buffers, attributes, peers, scratch);
+    Scratch scratch(memory);
+    TransferParams params = to_params(kind, buffers, attributes, peers, scratch);
+    const std::optional<RemoteRows> remote = remote_rows(kind, params, peers, program, scratch);
     const cudaStream_t stream = order.begin(program, is_async);
-    const Launch launch{params, buffers, peers, stream, goes_first ? order.started() : nullptr};
+    const Launch launch{.params = params,
+                        .buffers = buffers,
+                        .peers = peers,
+                        .remote = remote ? &*remote : nullptr,
+                        .timeout_ms = params.timeout_ns / 1'000'000,
+                        .stream = stream,
+                        .started = goes_first ? order.started() : nullptr};
     try {
         (kind == Kind::kCast ? launch_cast : launch_reduce)(launch);
         if (is_async)
@@ -115,8 +152,6 @@ void launch_transfer(Kind kind, const Buffers& buffers, const TransferAttributes
             order.end_sync(stream, program);
         if (goes_first)
             order.wait_until_started(program);
-        if (is_async and scratch.is_used())
-            order.wait_until_complete(program, attributes.transfer_id);
     } catch (...) {
         try {
             order.end_sync(stream, program);  // of what has been launched before the failure
@@ -124,6 +159,8 @@ void launch_transfer(Kind kind, const Buffers& buffers, const TransferAttributes
         }
         throw;
     }
+    count_transfer();
+    return scratch.take();
 }
 
 }  // namespace jaxmagi

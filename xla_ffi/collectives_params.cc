@@ -50,19 +50,19 @@ void check_buffers(Kind kind, const Buffers& buffers, const TransferAttributes& 
 
 // --- parameters ---
 
-// Returns the bit mask of ranks that the kernels serve; the others are left to NCCL.
-uint64_t native_ranks(const Peers& peers, const TransferAttributes& attributes) {
+// Returns the bit mask of slots that the kernels serve; all other ranks are left to NCCL.
+uint64_t native_slots(const Peers& peers, const TransferAttributes& attributes) {
     const int64_t per_host = attributes.ranks_per_host;  // 0 if all ranks count as one host
     uint64_t native = 0;
     for (int peer = 0; peer < peers.size; ++peer) {
+        const int slot = peers.slots[peer];
         const bool is_self = peer == peers.rank;
         const bool is_one_host = per_host == 0 or peers.rank / per_host == peer / per_host;
-        const bool is_reached = is_self or (peer < kMaxRanks and peers.is_reachable[peer] and is_one_host);
+        const bool is_reached = is_self or (slot >= 0 and peers.is_reachable[slot] and is_one_host);
         check(is_reached or attributes.implementation != Implementation::kNative,
-              "implementation='native': rank " + std::to_string(peers.rank) + " does not reach the memory of rank " +
-                  std::to_string(peer) + " of " + std::to_string(peers.size));
-        if (peer < kMaxRanks and is_reached and (is_self or attributes.implementation != Implementation::kNccl))
-            native |= uint64_t{1} << peer;
+              "implementation='native': " + peers.who() + " does not reach the memory of " + peers.name_of(peer));
+        if (is_reached and (is_self or attributes.implementation != Implementation::kNccl))
+            native |= uint64_t{1} << slot;
     }
     return native;
 }
@@ -85,25 +85,11 @@ uint64_t hash_of(Kind kind, const Buffers& buffers, const TransferAttributes& at
 
 void set_arrays(TransferParams& params, const Buffers& buffers) {
     params.num_arrays = static_cast<int>(buffers.from.size());
-    params.pair_bytes = sizeof(PairHeader);
-    for (int i = 0; i < params.num_arrays; ++i) {
-        const int row_bytes = static_cast<int>(row_bytes_of(buffers.from[i]));
+    for (int i = 0; i < params.num_arrays; ++i)
         params.arrays[i] = {.from = data_of<const char>("an array", buffers.from[i], kRowUnit),
                             .to = data_of<char>("a result", buffers.to[i], kRowUnit),
-                            .row_bytes = row_bytes,
-                            .pair_offset = params.pair_bytes};
-        params.pair_bytes += int64_t{params.batch} * params.pair_rows * row_bytes;
-    }
-}
-
-void set_pair_buffers(TransferParams& params, const Buffers& buffers) {
-    const int64_t half = params.pair_bytes * params.size;
-    const auto bytes = static_cast<int64_t>(buffers.workspace.size_bytes());
-    check(bytes >= 2 * half, "ranks that do not reach each other's memory need a workspace of " +
-                                 std::to_string(2 * half) + " bytes, got " + std::to_string(bytes) +
-                                 ": use implementation='nccl'");
-    params.outgoing = data_of<char>("the workspace", buffers.workspace, kRowUnit);
-    params.incoming = params.outgoing + half;
+                            .row_bytes = static_cast<int>(row_bytes_of(buffers.from[i])),
+                            .incoming_offset = 0};
 }
 
 // --- published addresses ---
@@ -122,7 +108,7 @@ uint64_t publish_address(const TransferParams& params, const ffi::AnyBuffer& buf
 }
 
 uint64_t publish_offset_in_pool(const ffi::AnyBuffer& buffer, const Peers& peers, Scratch& scratch) {
-    const Pool pool{peers.shared[peers.rank], peers.shared_bytes[peers.rank]};
+    const Pool pool{peers.shared[peers.slot], peers.shared_bytes[peers.slot]};
     const size_t bytes = buffer.size_bytes();
     const void* shared = buffer.untyped_data();
     if (not pool.contains(shared, bytes))
@@ -146,27 +132,18 @@ void publish_arrays(TransferParams& params, const std::vector<ffi::AnyBuffer>& s
         else
             params.published[i] = kIsOffset | std::exchange(staged, staged + shared[i].size_bytes());
     }
-    if (staged > peers.shared_bytes[peers.rank])
-        throw std::runtime_error("the staging buffer has " + std::to_string(peers.shared_bytes[peers.rank]) +
+    if (staged > peers.shared_bytes[peers.slot])
+        throw std::runtime_error("the staging buffer has " + std::to_string(peers.shared_bytes[peers.slot]) +
                                  " bytes, and the call needs " + std::to_string(staged));
 }
 
 }  // namespace
 
-void* Scratch::allocate(size_t bytes) {
-    is_used_ = true;
-    const auto memory = allocator_.Allocate(bytes, kRowUnit);
-    if (not memory)
-        throw std::runtime_error("XLA has no " + std::to_string(bytes) +
-                                 " bytes left to copy an array to that is not in its memory pool");
-    return *memory;
-}
-
 Buffers to_buffers(const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results) {
-    const size_t num_arrays = results.size() - 1;
+    const size_t num_arrays = results.size() - 1;  // the last result is a token, which XLA orders calls by
     check(arguments.size() == num_arrays + 2 and 1 <= num_arrays and num_arrays <= kMaxArrays,
           "there must be sends, receives and 1 to " + std::to_string(kMaxArrays) +
-              " arrays, and as many results and a workspace, got " + std::to_string(arguments.size()) + " and " +
+              " arrays, and as many results and a token, got " + std::to_string(arguments.size()) + " and " +
               std::to_string(results.size()) + " buffers");
     std::vector<ffi::AnyBuffer> from, to;
     for (size_t i = 0; i < num_arrays; ++i) {
@@ -174,7 +151,7 @@ Buffers to_buffers(const ffi::RemainingArgs& arguments, const ffi::RemainingRets
         to.push_back(*results.get<ffi::AnyBuffer>(i).value());
     }
     return {arguments.get<ffi::AnyBuffer>(0).value(), arguments.get<ffi::AnyBuffer>(1).value(), std::move(from),
-            std::move(to), *results.get<ffi::AnyBuffer>(num_arrays).value()};
+            std::move(to)};
 }
 
 Addresses addresses_of(const std::vector<ffi::AnyBuffer>& buffers) {
@@ -196,11 +173,14 @@ bool may_access_processes(const Peers& peers, const TransferAttributes& attribut
 TransferParams to_params(Kind kind, const Buffers& buffers, const TransferAttributes& attributes, Peers& peers,
                          Scratch& scratch) {
     check_buffers(kind, buffers, attributes);
-    check(peers.size <= kMaxRanks, "groups of more than " + std::to_string(kMaxRanks) + " ranks are not supported");
     TransferParams params{};
     params.rank = peers.rank;
     params.size = peers.size;
-    params.native = native_ranks(peers, attributes);
+    params.slot = peers.slot;
+    params.num_slots = peers.num_slots();
+    params.slots = peers.device_slots;
+    std::ranges::copy(peers.ranks, params.ranks);
+    params.native = native_slots(peers, attributes);
     params.sends = data_of<const Send>("sends", buffers.sends);
     params.receives = data_of<const Receive>("receives", buffers.receives);
     params.batch = static_cast<int>(buffers.sends.dimensions()[0]);
@@ -212,10 +192,8 @@ TransferParams to_params(Kind kind, const Buffers& buffers, const TransferAttrib
     params.timeout_ns = static_cast<uint64_t>(to_int("timeout_ms", attributes.timeout_ms, 1)) * 1'000'000;
     params.num_sms = to_int("num_sms", attributes.num_sms, 1, hopper_device().num_sms);
     set_arrays(params, buffers);
-    if (std::popcount(params.native) < peers.size)
-        set_pair_buffers(params, buffers);
-    std::copy_n(peers.control, peers.size, params.controls);
-    std::copy_n(peers.shared, peers.size, params.shared);
+    std::ranges::copy(peers.control, params.controls);
+    std::ranges::copy(peers.shared, params.shared);
     publish_arrays(params, shared_arrays(kind, buffers), peers, scratch);
     return params;
 }

@@ -1,17 +1,20 @@
 #pragma once
 
+#include <exception>
+#include <utility>
 #include <vector>
 
 #include "csrc/collectives/peers.h"
 #include "csrc/collectives/transfer_params.h"
 #include "xla_ffi/communicator.h"
 #include "xla_ffi/cuda_checks.h"
+#include "xla_ffi/device_memory.h"
 
 // Turns the buffers and attributes of a group cast or group reduce into the parameters of its kernels.
 
 namespace jaxmagi {
 
-enum class Kind { kCast, kReduce };
+using collectives::Kind;
 
 enum class Implementation : int64_t { kAuto, kNative, kNccl };
 
@@ -27,7 +30,6 @@ struct TransferAttributes {
 struct Buffers {
     xla::ffi::AnyBuffer sends, receives;
     std::vector<xla::ffi::AnyBuffer> from, to;
-    xla::ffi::AnyBuffer workspace;
 };
 
 Buffers to_buffers(const xla::ffi::RemainingArgs& arguments, const xla::ffi::RemainingRets& results);
@@ -37,18 +39,30 @@ collectives::Addresses addresses_of(const std::vector<xla::ffi::AnyBuffer>& buff
 // Returns the arrays that peers access: the results of a cast, the operands of a reduction.
 const std::vector<xla::ffi::AnyBuffer>& shared_arrays(Kind kind, const Buffers& buffers);
 
-// Memory of XLA's for the length of a call. The program may use it again as soon as the call has returned. If there is
-// too little, this rank alone throws, and the others wait for it until their time limit.
+// Memory of XLA's that a transfer needs beside its arrays. If there is too little, this rank alone throws, and the
+// others wait for it until their time limit.
 class Scratch {
 public:
-    explicit Scratch(xla::ffi::ScratchAllocator& allocator) : allocator_(allocator) {}
+    explicit Scratch(const DeviceMemory& memory) : memory_(memory) {}
+    Scratch(const Scratch&) = delete;
+    ~Scratch() {
+        try {
+            memory_.free(blocks_);
+        } catch (const std::exception&) {  // there is an error already, or `take` would have been called
+        }
+    }
 
-    void* allocate(size_t bytes);
-    bool is_used() const { return is_used_; }
+    void* allocate(size_t bytes) {
+        blocks_.push_back(memory_.allocate(bytes));
+        return blocks_.back().data;
+    }
+
+    // Returns the memory, which the caller frees when the transfer has ended.
+    std::vector<MemoryBlock> take() { return std::exchange(blocks_, {}); }
 
 private:
-    xla::ffi::ScratchAllocator& allocator_;
-    bool is_used_ = false;
+    const DeviceMemory& memory_;
+    std::vector<MemoryBlock> blocks_;
 };
 
 // Returns whether any rank of the group may access arrays of another process. It is the same on all ranks, since all

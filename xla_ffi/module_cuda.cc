@@ -74,8 +74,19 @@ int64_t backward_workspace_bytes(int batch, int q_len, int kv_len, int heads, in
     return jaxmagi::sm90::backward_workspace_bytes(shape, num_masks, deterministic);
 }
 
-int64_t pair_buffer_bytes(int64_t batch, int64_t cp_size, int64_t pair_rows, const std::vector<int64_t>& row_bytes) {
-    return jaxmagi::pair_buffer_bytes(batch, cp_size, pair_rows, row_bytes);
+nb::dict statistics() {
+    jaxmagi::collectives::Statistics sums;
+    {
+        const nb::gil_scoped_release release;
+        sums = jaxmagi::collectives::statistics();
+    }
+    nb::dict numbers;
+    numbers["transfers"] = sums.transfers;
+    numbers["native_bytes"] = sums.native_bytes;
+    numbers["nccl_bytes"] = sums.nccl_bytes;
+    numbers["nccl_messages"] = sums.nccl_messages;
+    numbers["control_bytes"] = sums.control_bytes;
+    return numbers;
 }
 
 }  // namespace
@@ -94,12 +105,12 @@ NB_MODULE(_cuda, m) {
     m.def("tile_schedule_workspace_words", jaxmagi::sm90::tile_schedule_workspace_words, nb::arg("num_masks"),
           nb::arg("capacity"), nb::arg("length"), nb::arg("tile_rows"),
           "Returns the workspace of the tile schedule in words of 8 bytes.");
-    m.def("pair_buffer_bytes", pair_buffer_bytes, nb::arg("batch"), nb::arg("cp_size"), nb::arg("pair_rows"),
-          nb::arg("row_bytes"), "Returns the bytes that a group collective needs for pairs of ranks over NCCL, a multiple of 16.");
+    m.def("collective_statistics", statistics,
+          "Returns what the group collectives of this process have moved, by the names of Statistics in Python.");
     m.def("finalize_collectives", jaxmagi::collectives::finalize, nb::call_guard<nb::gil_scoped_release>(),
           "Frees the memory that the group collectives keep on the devices.");
     m.def("set_memory_limit", jaxmagi::collectives::set_memory_limit, nb::arg("ordinal"), nb::arg("bytes"),
           "Sets how much memory of a device XLA's allocator may take in this process; 0 if that is unknown.");
     m.def("staging_bytes", jaxmagi::collectives::staging_bytes,
-          "Returns the bytes of the staging buffers of this process, through which rows of other processes are copied.");
+          "Returns the bytes of this process's staging buffers, through which rows of other processes are copied.");
 }

@@ -20,32 +20,32 @@ namespace jaxmagi::collectives {
 
 // State of a call in the shared memory of a CTA.
 struct CallState {
-    uint64_t addresses[kMaxRanks][kMaxArrays];  // of the arrays of this rank and its native peers, on this device
+    uint64_t addresses[kMaxNativeRanks][kMaxArrays];  // of this rank's and its native peers' arrays on this device
     RowCounts rows;
     uint32_t epoch;
 };
 
-// Calls visit(peer) on one lane of a warp for each native peer.
+// Calls visit(slot) on one lane of a warp for each native peer.
 template <typename Visit> __device__ __forceinline__ void for_native_peers(const TransferParams& params, Visit visit) {
-    for (int peer = threadIdx.x % kWarp; peer < min(params.size, kMaxRanks); peer += kWarp)
-        if (peer != params.rank and params.is_native(peer))
-            visit(peer);
+    for (int slot = threadIdx.x % kWarp; slot < params.num_slots; slot += kWarp)
+        if (slot != params.slot and params.is_native(slot))
+            visit(slot);
 }
 
-__device__ inline void wait_for(const TransferParams& params, const uint32_t* flag, uint32_t epoch, int peer,
+__device__ inline void wait_for(const TransferParams& params, const uint32_t* flag, uint32_t epoch, int slot,
                                 const char* what) {
     const uint64_t begin = sm90::nanoseconds();
     while (static_cast<int32_t>(sm90::load_acquire(flag) - epoch) < 0) {
         if (sm90::nanoseconds() - begin < params.timeout_ns)
             continue;
         abort_kernel("jaxmagi: rank %d of %d waited for %d ms until rank %d %s (call %u of its group)\n", params.rank,
-                     params.size, static_cast<int>(params.timeout_ns / 1000000), peer, what, epoch);
+                     params.size, static_cast<int>(params.timeout_ns / 1000000), params.ranks[slot], what, epoch);
     }
 }
 
 __device__ inline void signal_ready(const TransferParams& params, uint32_t epoch) {
-    for_native_peers(params, [&](int peer) {
-        PeerSignals& signals = params.controls[peer]->from[params.rank];
+    for_native_peers(params, [&](int slot) {
+        PeerSignals& signals = params.controls[slot]->from[params.slot];
         for (int i = 0; i < params.num_arrays; ++i)
             sm90::store_relaxed(&signals.arrays[i], params.published[i]);
         sm90::store_relaxed(&signals.call_hash, params.call_hash);
@@ -56,43 +56,47 @@ __device__ inline void signal_ready(const TransferParams& params, uint32_t epoch
 // Checks all entries, and stores the counts of rows for `compare_rows`. Without this, a send of rows beyond the
 // last row would be skipped silently, since it meets no chunk.
 __device__ inline void check_entries_and_publish_rows(const TransferParams& params, CallState& call) {
-    ControlBlock& control = *params.controls[params.rank];
+    ControlBlock& control = *params.controls[params.slot];
     const auto check = [&](const auto* entries, int64_t i) { check_entry(params, entries, i); };
     count_rows(params, params.receives, call.rows, check);
     if (threadIdx.x < kWarp)
-        for_native_peers(params, [&](int peer) {
-            PeerSignals& signals = params.controls[peer]->from[params.rank];
-            sm90::store_relaxed(&signals.rows[call.epoch % 2], call.rows.of_peer[peer]);
+        for_native_peers(params, [&](int slot) {
+            PeerSignals& signals = params.controls[slot]->from[params.slot];
+            sm90::store_relaxed(&signals.rows[call.epoch % 2], call.rows.at_slot[slot]);
         });
     count_rows(params, params.sends, call.rows, check);
     if (threadIdx.x < kWarp)
-        for_native_peers(params, [&](int peer) { control.sent[peer] = call.rows.of_peer[peer]; });
+        for_native_peers(params, [&](int slot) {
+            const unsigned long long rows = call.rows.at_slot[slot];
+            control.sent[slot] = rows;
+            atomicAdd(reinterpret_cast<unsigned long long*>(&control.native_bytes), rows * params.row_bytes());
+        });
 }
 
-__device__ inline void compare_rows(const TransferParams& params, uint32_t epoch, int peer) {
-    const ControlBlock& control = *params.controls[params.rank];
-    check_same_rows(params.rank, peer, __ldcg(&control.sent[peer]),
-                    sm90::load_relaxed(&control.from[peer].rows[epoch % 2]));
+__device__ inline void compare_rows(const TransferParams& params, uint32_t epoch, int slot) {
+    const ControlBlock& control = *params.controls[params.slot];
+    check_same_rows(params.rank, params.ranks[slot], __ldcg(&control.sent[slot]),
+                    sm90::load_relaxed(&control.from[slot].rows[epoch % 2]));
 }
 
 __device__ inline void wait_until_ready(const TransferParams& params, CallState& call) {
-    const ControlBlock& control = *params.controls[params.rank];
+    const ControlBlock& control = *params.controls[params.slot];
     if (threadIdx.x == 0) {
         call.epoch = __ldcg(&control.epoch) + 1;  // bypasses L1, which may hold the value before the last kernel
         for (int i = 0; i < params.num_arrays; ++i)
-            call.addresses[params.rank][i] = params.resolve(params.published[i], params.rank);
+            call.addresses[params.slot][i] = params.resolve(params.published[i], params.slot);
     }
     __syncwarp();
     if (not params.has_native_peers())
         return;
     if (blockIdx.x == 0)
         signal_ready(params, call.epoch);
-    for_native_peers(params, [&](int peer) {
-        const PeerSignals& signals = control.from[peer];
-        wait_for(params, &signals.ready, call.epoch, peer, "came to the same call");
-        check_same_call(params, peer, sm90::load_relaxed(&signals.call_hash));
+    for_native_peers(params, [&](int slot) {
+        const PeerSignals& signals = control.from[slot];
+        wait_for(params, &signals.ready, call.epoch, slot, "came to the same call");
+        check_same_call(params.rank, params.ranks[slot], params.call_hash, sm90::load_relaxed(&signals.call_hash));
         for (int i = 0; i < params.num_arrays; ++i)
-            call.addresses[peer][i] = params.resolve(sm90::load_relaxed(&signals.arrays[i]), peer);
+            call.addresses[slot][i] = params.resolve(sm90::load_relaxed(&signals.arrays[i]), slot);
     });
 }
 
@@ -107,7 +111,7 @@ __device__ inline void barrier_at_start(const TransferParams& params, CallState&
 }
 
 __device__ inline void finish_cta(const TransferParams& params, const CallState& call) {
-    ControlBlock& control = *params.controls[params.rank];
+    ControlBlock& control = *params.controls[params.slot];
     unsigned finished = 0;
     if (threadIdx.x == 0) {
         __threadfence_system();
@@ -117,12 +121,12 @@ __device__ inline void finish_cta(const TransferParams& params, const CallState&
         return;
     __threadfence_system();
     __syncwarp();  // what lane 0 saw of the other CTAs is now visible to all lanes, which signal the peers
-    for_native_peers(params, [&](int peer) {
-        sm90::store_release(&params.controls[peer]->from[params.rank].done, call.epoch);
+    for_native_peers(params, [&](int slot) {
+        sm90::store_release(&params.controls[slot]->from[params.slot].done, call.epoch);
     });
-    for_native_peers(params, [&](int peer) {
-        wait_for(params, &control.from[peer].done, call.epoch, peer, "finished the call");
-        compare_rows(params, call.epoch, peer);
+    for_native_peers(params, [&](int slot) {
+        wait_for(params, &control.from[slot].done, call.epoch, slot, "finished the call");
+        compare_rows(params, call.epoch, slot);
     });
     __syncwarp();
     if (threadIdx.x == 0) {

@@ -59,9 +59,9 @@ __device__ __forceinline__ void check_entry(const TransferParams& params, const 
 
 // --- agreement between ranks ---
 
-__device__ inline void check_same_call(const TransferParams& params, int peer, uint64_t call_hash) {
-    if (call_hash != params.call_hash)
-        abort_kernel("jaxmagi: ranks %d and %d make different calls of a group collective\n", params.rank, peer);
+__device__ inline void check_same_call(int rank, int peer, uint64_t own_hash, uint64_t hash) {
+    if (hash != own_hash)
+        abort_kernel("jaxmagi: ranks %d and %d make different calls of a group collective\n", rank, peer);
 }
 
 __device__ inline void check_same_rows(int sender, int receiver, unsigned long long sent, unsigned long long received) {
@@ -71,22 +71,23 @@ __device__ inline void check_same_rows(int sender, int receiver, unsigned long l
 }
 
 struct RowCounts {
-    unsigned long long of_peer[kMaxRanks];
+    unsigned long long at_slot[kMaxNativeRanks];
 };
 
-// Counts the rows that a table sends to each peer or receives from it, into shared memory, and calls visit(entries, i)
+// Counts the rows that a table sends to each slot or receives from it, into shared memory, and calls visit(entries, i)
 // for each entry. For all threads of a CTA.
 template <typename Entry, typename Visit>
 __device__ __forceinline__ void count_rows(const TransferParams& params, const Entry* entries, RowCounts& rows,
                                            Visit visit) {
     __syncthreads();  // no thread still reads the counts before
-    for (unsigned peer = threadIdx.x; peer < kMaxRanks; peer += blockDim.x)
-        rows.of_peer[peer] = 0;
+    for (unsigned slot = threadIdx.x; slot < kMaxNativeRanks; slot += blockDim.x)
+        rows.at_slot[slot] = 0;
     __syncthreads();
     for (int64_t i = threadIdx.x; i < int64_t{params.batch} * params.entries; i += blockDim.x) {
         visit(entries, i);
-        if (const Entry entry = entries[i]; entry.length > 0 and static_cast<unsigned>(entry.peer) < kMaxRanks)
-            atomicAdd(&rows.of_peer[entry.peer], static_cast<unsigned long long>(entry.length));
+        if (const Entry entry = entries[i]; entry.length > 0)
+            if (const int slot = params.slot_of(entry.peer); params.is_native(slot))
+                atomicAdd(&rows.at_slot[slot], static_cast<unsigned long long>(entry.length));
     }
     __syncthreads();
 }

@@ -69,7 +69,7 @@ inline ChunkSchedule make_chunk_schedule(const TransferParams& params, int warps
     return chunks;
 }
 
-// Bytes [begin, begin + bytes) of a chunk, and their address at a peer or in a pair buffer.
+// Bytes [begin, begin + bytes) of a chunk, and their address at a peer or among the rows that NCCL has brought.
 struct Segment {
     char* remote;
     int begin, bytes;
@@ -77,21 +77,24 @@ struct Segment {
 
 constexpr int kMaxSegments = 256;
 
-// Returns the address of a send's first row at its peer.
-__device__ __forceinline__ char* remote_row(const TransferParams& params, const CallState& call, char* pair_buffer,
-                                            const Chunk& chunk, const Send& send) {
+// Returns the address of a send's first row at a native peer, or of a remote one's in `incoming`. Null if there is
+// none: rows of a group cast reach remote peers without this kernel.
+__device__ __forceinline__ char* peer_row(const TransferParams& params, const CallState& call, const Chunk& chunk,
+                                          const Send& send) {
     const ArrayParams& array = params.arrays[chunk.array];
-    if (params.is_native(send.peer)) {
+    if (const int slot = params.slot_of(send.peer); params.is_native(slot)) {
         const int64_t row = int64_t{chunk.index} * params.output_rows + send.peer_row;
-        return reinterpret_cast<char*>(call.addresses[send.peer][chunk.array]) + row * array.row_bytes;
+        return reinterpret_cast<char*>(call.addresses[slot][chunk.array]) + row * array.row_bytes;
     }
-    const int64_t slot = int64_t{chunk.index} * params.pair_rows + send.slot;
-    return pair_buffer + send.peer * params.pair_bytes + array.pair_offset + slot * array.row_bytes;
+    if (params.incoming == nullptr)
+        return nullptr;
+    const int64_t row = params.incoming_rows[int64_t{chunk.index} * params.size + send.peer] + send.slot;
+    return params.incoming + array.incoming_offset + row * array.row_bytes;
 }
 
 // Writes the first kMaxSegments segments of a chunk, in the order of the sends, and returns the number of all.
-__device__ inline int find_segments(const TransferParams& params, const CallState& call, char* pair_buffer,
-                                    const Chunk& chunk, Segment* segments) {
+__device__ inline int find_segments(const TransferParams& params, const CallState& call, const Chunk& chunk,
+                                    Segment* segments) {
     const int64_t row_bytes = params.arrays[chunk.array].row_bytes, chunk_end = chunk.begin + chunk.bytes;
     const Send* const sends = params.sends + int64_t{chunk.index} * params.entries;
     const int lane = threadIdx.x % kWarp;
@@ -103,15 +106,17 @@ __device__ inline int find_segments(const TransferParams& params, const CallStat
             break;
         const int64_t row = length > 0 ? sends[first + lane].row : 0;
         const int64_t begin = max(row * row_bytes, chunk.begin), end = min((row + length) * row_bytes, chunk_end);
-        const bool meets = length > 0 and begin < end;
-        const unsigned all = __ballot_sync(~0u, meets);
-        const int place = count + __popc(all & ((1u << lane) - 1));
-        if (meets and place < kMaxSegments) {
+        char* remote = nullptr;
+        if (length > 0 and begin < end) {
             const Send send = sends[first + lane];
             check_fits(params, send);
-            segments[place] = {remote_row(params, call, pair_buffer, chunk, send) + (begin - row * row_bytes),
-                               static_cast<int>(begin - chunk.begin), static_cast<int>(end - begin)};
+            remote = peer_row(params, call, chunk, send);
         }
+        const unsigned all = __ballot_sync(~0u, remote != nullptr);
+        const int place = count + __popc(all & ((1u << lane) - 1));
+        if (remote != nullptr and place < kMaxSegments)
+            segments[place] = {remote + (begin - row * row_bytes), static_cast<int>(begin - chunk.begin),
+                               static_cast<int>(end - begin)};
         count += __popc(all);
     }
     __syncwarp();
@@ -123,8 +128,8 @@ __device__ inline int find_segments(const TransferParams& params, const CallStat
 class ChunkIterator {
 public:
     __device__ ChunkIterator(const TransferParams& params, const ChunkSchedule& schedule, const CallState& call,
-                             char* pair_buffer, Segment* segments)
-        : params_(params), schedule_(schedule), call_(call), pair_buffer_(pair_buffer), segments_(segments) {}
+                             Segment* segments)
+        : params_(params), schedule_(schedule), call_(call), segments_(segments) {}
 
     // Goes to the next chunk and overwrites the segments of the one before. Returns false after the last one.
     __device__ bool next() {
@@ -143,7 +148,7 @@ private:
     __device__ bool take_chunk() {
         int i = 0;
         if (threadIdx.x % kWarp == 0)
-            i = atomicAdd(&params_.controls[params_.rank]->next_chunk, 1);
+            i = atomicAdd(&params_.controls[params_.slot]->next_chunk, 1);
         i = __shfl_sync(~0u, i, 0);
         if (i >= schedule_.total)
             return false;
@@ -157,7 +162,7 @@ private:
     __device__ void split() {
         chunk_.begin += chunk_.bytes;
         chunk_.bytes = rest_;
-        while ((count_ = find_segments(params_, call_, pair_buffer_, chunk_, segments_)) > kMaxSegments) {
+        while ((count_ = find_segments(params_, call_, chunk_, segments_)) > kMaxSegments) {
             if (chunk_.bytes == 16)
                 abort_kernel("jaxmagi: rank %d sends a row to %d places, and the native kernels can to %d\n",
                              params_.rank, count_, kMaxSegments);
@@ -169,7 +174,6 @@ private:
     const TransferParams& params_;
     const ChunkSchedule& schedule_;
     const CallState& call_;
-    char* const pair_buffer_;
     Segment* const segments_;
     Chunk chunk_{};
     int rest_ = 0;  // bytes of the taken chunk after chunk_

@@ -2,14 +2,15 @@
 
 #include <cstdint>
 
-// The flags, addresses and counts that the ranks of a group store into each other's memory. Each rank has one control
+// The flags, addresses and counts that the ranks of a group store into each other's memory. All arrays are by the slots
+// of ranks (peers.h). Each rank has one control
 // block per group, zero before the first call. All ranks of a group make the same calls in the same order, so that each
 // counts its calls for itself, on the device: the count is the epoch of a call.
 
 namespace jaxmagi::collectives {
 
-constexpr int kMaxRanks = 64;  // of a group that the native kernels serve
-constexpr int kMaxArrays = 8;  // of one transfer
+constexpr int kMaxNativeRanks = 64;  // of a host and a group
+constexpr int kMaxArrays = 8;        // of one transfer
 
 // One peer stores these. It overwrites them only after this rank has set `done` for the call before.
 struct alignas(128) PeerSignals {
@@ -24,8 +25,9 @@ struct alignas(128) PeerSignals {
 struct ControlBlock {
     uint32_t epoch;                      // of the last complete call
     uint32_t next_chunk, finished_ctas;  // of the present call
-    uint64_t sent[kMaxRanks];            // rows that this rank sends to each peer in the present call
-    PeerSignals from[kMaxRanks];
+    uint64_t sent[kMaxNativeRanks];      // rows that this rank sends to each slot in the present call
+    uint64_t native_bytes;               // that have moved between this rank's rows and its native peers in all calls
+    PeerSignals from[kMaxNativeRanks];   // by slot
 };
 
 }  // namespace jaxmagi::collectives

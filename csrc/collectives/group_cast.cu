@@ -1,12 +1,10 @@
 #include <algorithm>
 
 #include "csrc/collectives/launch.cuh"
-#include "csrc/collectives/pair_headers.cuh"
 #include "csrc/collectives/shared_storage.cuh"
 #include "csrc/collectives/zero_fill_cast.cuh"
 
-// Group cast: each rank pushes its input rows into the output arrays of the native peers that need them, and into pair
-// buffers for remote peers.
+// Group cast: each rank pushes its input rows into the output arrays of the native peers that need them.
 //
 // Protocol: after the barrier at the start, which tells each rank where its peers' outputs are, each warp takes chunks
 // of input rows. It loads a chunk piece by piece into shared memory, as far as any peer needs it, and stores each piece
@@ -92,7 +90,7 @@ private:
 __device__ void push_chunks(const TransferParams& params, const ChunkSchedule& schedule, const CallState& call,
                             PushStorage& storage) {
     Pusher pusher(storage);
-    for (ChunkIterator chunks(params, schedule, call, params.outgoing, storage.segments); chunks.next();) {
+    for (ChunkIterator chunks(params, schedule, call, storage.segments); chunks.next();) {
         const Chunk& chunk = chunks.chunk();
         const char* const from = params.arrays[chunk.array].from + first_byte(params, chunk);
         pusher.push(from, chunk.bytes, chunks.num_segments());
@@ -106,8 +104,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     Storage& storage = *reinterpret_cast<Storage*>(shared);
     const int warp = static_cast<int>(threadIdx.x) / kWarp;
     barrier_at_start(params, storage.call);
-    if (blockIdx.x == 0)
-        write_headers(params, params.sends, storage.call.rows);
     if (warp < kWarps)
         push_chunks(params, schedule, storage.call, storage.warps[warp]);
     else

@@ -2,13 +2,12 @@
 #include <cuda_fp16.h>
 
 #include "csrc/collectives/launch.cuh"
-#include "csrc/collectives/pair_headers.cuh"
 #include "csrc/collectives/shared_storage.cuh"
 #include "csrc/collectives/zero_fill_sums.cuh"
 #include "csrc/common/sm90/element.cuh"
 
-// Group reduce: each rank pulls the rows that native peers have for its input rows, and those in pair buffers of remote
-// peers, and sums them.
+// Group reduce: each rank pulls the rows that native peers have for its input rows, and those that NCCL has brought
+// from remote peers, and sums them.
 //
 // Protocol: after the barrier at the start, which tells each rank where its peers' partial sums are, each warp takes
 // chunks of input rows. It goes through a chunk piece by piece. For each piece it loads the segments that meet it from
@@ -235,9 +234,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     PullStorage& warp_storage = storage.warps[threadIdx.x / kWarp];
     Adder<Wire, Result> adder(warp_storage);
     barrier_at_start(params, storage.call);
-    if (blockIdx.x == 0)
-        check_headers(params, params.sends, storage.call.rows);
-    const ChunkIterator chunks(params, schedule, storage.call, params.incoming, warp_storage.segments);
+    const ChunkIterator chunks(params, schedule, storage.call, warp_storage.segments);
     adder.add_all(ContributionIterator(params, chunks, adder.kWidening));
     barrier_at_end(params, storage.call);
     sm90::wait_for_prior_grids();  // the end of this kernel then also means that the zeros are written

@@ -11,7 +11,12 @@
 
 namespace jaxmagi::collectives {
 
-constexpr size_t kMaxRecordBytes = 256, kGatherBytes = (kMaxRanks + 1) * kMaxRecordBytes;
+constexpr size_t kMaxRecordBytes = 256;
+
+// Returns the bytes of `gather_buffer` in a group of `size` ranks.
+constexpr size_t gather_bytes(int size) {
+    return (size + size_t{1}) * kMaxRecordBytes;
+}
 
 // Returns the records of all ranks. Collective over the group, and blocks. The host waits for the stream before it
 // copies to pageable memory, since a copy that has to wait may keep other threads from the device.
@@ -36,9 +41,9 @@ inline void host_barrier(const Peers& peers, const Bootstrap& bootstrap) {
     all_gather(peers, bootstrap, char{});
 }
 
-// The ranks whose memory one rank has mapped.
-struct MappedRanks {
-    bool contains[kMaxRanks];
+// The slots of ranks whose memory one rank has mapped.
+struct MappedSlots {
+    bool contains[kMaxNativeRanks];
 };
 
 }  // namespace jaxmagi::collectives

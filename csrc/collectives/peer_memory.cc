@@ -54,22 +54,23 @@ Pool own_pool(Peers& peers, std::span<const void* const> xla_buffers) {
 std::map<int, MappedPool> map_pools(const Peers& peers, const std::vector<Offer>& offers, const FileDescriptor& own,
                                     const DescriptorExchange& exchange, std::chrono::milliseconds timeout) {
     std::map<int, SocketAddress> others;
-    for (int peer = 0; peer < peers.size; ++peer)
-        if (peers.is_reachable[peer] and not peers.is_same_process[peer])
-            others[peer] = offers[peer].address;
+    for (int slot = 0; slot < peers.num_slots(); ++slot)
+        if (peers.is_reachable[slot] and not peers.is_same_process[slot])
+            others[slot] = offers[peers.ranks[slot]].address;
     std::map<int, MappedPool> pools;
-    for (const auto& [peer, descriptor] : exchange.run(peers.rank, own, others, timeout))
-        if (MappedPool pool(descriptor, offers[peer].pool.bytes); pool.begin() != nullptr)
-            pools.emplace(peer, std::move(pool));
+    for (const auto& [slot, descriptor] : exchange.run(peers.slot, own, others, timeout))
+        if (MappedPool pool(descriptor, offers[peers.ranks[slot]].pool.bytes); pool.begin() != nullptr)
+            pools.emplace(slot, std::move(pool));
     return pools;
 }
 
 void use_pools(Peers& peers, const std::vector<Offer>& offers) {
-    for (int peer = 0; peer < peers.size; ++peer)
-        if (peers.is_reachable[peer]) {
-            const auto found = peers.pools.find(peer);
-            peers.shared[peer] = found == peers.pools.end() ? offers[peer].pool.begin : found->second.begin();
-            peers.shared_bytes[peer] = offers[peer].pool.bytes;
+    for (int slot = 0; slot < peers.num_slots(); ++slot)
+        if (peers.is_reachable[slot]) {
+            const Pool& pool = offers[peers.ranks[slot]].pool;
+            const auto found = peers.pools.find(slot);
+            peers.shared[slot] = found == peers.pools.end() ? pool.begin : found->second.begin();
+            peers.shared_bytes[slot] = pool.bytes;
         }
 }
 
@@ -79,6 +80,16 @@ Sharing fall_back_to_staging(const Peers& peers, int64_t rank, const char* reaso
         std::fprintf(stderr, "jaxmagi: rank %d %s, so that the %d ranks of its group copy rows through other memory\n",
                      static_cast<int>(rank), reason, peers.size);
     return Sharing::kStagingBuffers;
+}
+
+MappedSlots all_slots() {
+    MappedSlots slots;
+    std::ranges::fill(slots.contains, true);
+    return slots;
+}
+
+bool is_all_slots(const MappedSlots& slots) {
+    return std::ranges::count(slots.contains, false) == 0;
 }
 
 // Decides the same on all ranks.
@@ -97,14 +108,12 @@ Sharing try_pools(Peers& peers, const Bootstrap& bootstrap, std::span<const void
     const std::chrono::milliseconds timeout(std::min(kMaxExchangeMs, bootstrap.timeout_ms / 2));
     // Mapped until the end, even if pools are not used: the note in peers.cc says why nothing is freed here.
     peers.pools = map_pools(peers, offers, descriptor, exchange, timeout);
-    MappedRanks mapped{};
-    for (int peer = 0; peer < peers.size; ++peer)
-        mapped.contains[peer] =
-            not peers.is_reachable[peer] or peers.is_same_process[peer] or peers.pools.contains(peer);
+    MappedSlots mapped = all_slots();
+    for (int slot = 0; slot < peers.num_slots(); ++slot)
+        mapped.contains[slot] =
+            not peers.is_reachable[slot] or peers.is_same_process[slot] or peers.pools.contains(slot);
     const auto all_mapped = all_gather(peers, bootstrap, mapped);
-    const auto without = std::ranges::find_if(all_mapped, [&](const MappedRanks& each) {
-        return std::count(each.contains, each.contains + peers.size, false) > 0;
-    });
+    const auto without = std::ranges::find_if_not(all_mapped, is_all_slots);
     if (without != all_mapped.end())
         return fall_back_to_staging(peers, without - all_mapped.begin(),
                                     "could not map the memory pool of another (in another network namespace?)");
@@ -115,12 +124,12 @@ Sharing try_pools(Peers& peers, const Bootstrap& bootstrap, std::span<const void
 // --- staging buffers ---
 
 void close_staging(Peers& peers) {
-    for (int peer = 0; peer < peers.size; ++peer) {
-        peers.shared_bytes[peer] = 0;
-        if (peer == peers.rank)
+    for (int slot = 0; slot < peers.num_slots(); ++slot) {
+        peers.shared_bytes[slot] = 0;
+        if (slot == peers.slot)
             continue;
-        char* const opened = std::exchange(peers.shared[peer], nullptr);
-        if (opened != nullptr and not peers.is_same_process[peer])
+        char* const opened = std::exchange(peers.shared[slot], nullptr);
+        if (opened != nullptr and not peers.is_same_process[slot])
             close_ipc(opened);
     }
 }
@@ -128,8 +137,8 @@ void close_staging(Peers& peers) {
 // Frees this rank's staging buffer, which no other rank maps. Where the process has other ranks of the group, the note
 // in peers.cc forbids it, and `finalize` does it later.
 void release_staging(Peers& peers) {
-    char* const staging = std::exchange(peers.shared[peers.rank], nullptr);
-    if (std::count(peers.is_same_process, peers.is_same_process + peers.size, true) == 1)
+    char* const staging = std::exchange(peers.shared[peers.slot], nullptr);
+    if (std::count(peers.is_same_process, peers.is_same_process + peers.num_slots(), true) == 1)
         check_cuda(cudaFree(staging), "freeing a staging buffer");
     else if (staging != nullptr)
         peers.retired.push_back(staging);
@@ -145,24 +154,23 @@ void check_allocated(const std::vector<IpcMemory>& staging, size_t bytes) {
                                  "XLA_PYTHON_CLIENT_MEM_FRACTION sizes)");
 }
 
-MappedRanks open_staging(Peers& peers, const std::vector<IpcMemory>& staging) {
-    MappedRanks mapped{};
-    for (int peer = 0; peer < peers.size; ++peer) {
-        if (peer != peers.rank and peers.is_reachable[peer])
-            peers.shared[peer] = peers.is_same_process[peer] ? staging[peer].pointer : open_ipc(staging[peer]);
-        mapped.contains[peer] = peers.shared[peer] != nullptr or not peers.is_reachable[peer];
+MappedSlots open_staging(Peers& peers, const std::vector<IpcMemory>& staging) {
+    MappedSlots mapped = all_slots();
+    for (int slot = 0; slot < peers.num_slots(); ++slot) {
+        const IpcMemory& memory = staging[peers.ranks[slot]];
+        if (slot != peers.slot and peers.is_reachable[slot])
+            peers.shared[slot] = peers.is_same_process[slot] ? memory.pointer : open_ipc(memory);
+        mapped.contains[slot] = peers.shared[slot] != nullptr or not peers.is_reachable[slot];
     }
     return mapped;
 }
 
 // Throws on all ranks alike.
-void check_opened(const Peers& peers, const std::vector<MappedRanks>& mapped) {
-    for (int rank = 0; rank < peers.size; ++rank)
-        for (int peer = 0; peer < peers.size; ++peer)
-            if (not mapped[rank].contains[peer])
-                throw std::runtime_error("rank " + std::to_string(rank) +
-                                         " of the group could not open the staging buffer of rank " +
-                                         std::to_string(peer));
+void check_opened(const Peers& peers, const std::vector<MappedSlots>& mapped) {
+    const auto failed = std::ranges::find_if_not(mapped, is_all_slots);
+    if (failed != mapped.end())
+        throw std::runtime_error(peers.name_of(static_cast<int>(failed - mapped.begin())) +
+                                 " could not open the staging buffer of another rank of its host");
 }
 
 void grow_staging(Peers& peers, const Bootstrap& bootstrap, size_t bytes) {
@@ -170,11 +178,11 @@ void grow_staging(Peers& peers, const Bootstrap& bootstrap, size_t bytes) {
     close_staging(peers);
     host_barrier(peers, bootstrap);  // and no other rank maps this rank's
     release_staging(peers);
-    peers.shared[peers.rank] = allocate_ipc(bytes);
-    const auto staging = all_gather(peers, bootstrap, describe_ipc(peers.shared[peers.rank]));
+    peers.shared[peers.slot] = allocate_ipc(bytes);
+    const auto staging = all_gather(peers, bootstrap, describe_ipc(peers.shared[peers.slot]));
     check_allocated(staging, bytes);
     check_opened(peers, all_gather(peers, bootstrap, open_staging(peers, staging)));
-    std::fill_n(peers.shared_bytes, peers.size, bytes);
+    std::fill_n(peers.shared_bytes, peers.num_slots(), bytes);
 }
 
 }  // namespace
@@ -186,7 +194,7 @@ void set_memory_limit(int ordinal, size_t bytes) {
 
 void map_peers(Peers& peers, const Bootstrap& bootstrap, size_t bytes, std::span<const void* const> xla_buffers) {
     if (peers.is_one_process or peers.sharing == Sharing::kXlaPools or
-        (peers.sharing == Sharing::kStagingBuffers and bytes <= peers.shared_bytes[peers.rank]))
+        (peers.sharing == Sharing::kStagingBuffers and bytes <= peers.shared_bytes[peers.slot]))
         return;
     check_cuda(cudaDeviceSynchronize(), "waiting for the device");
     if (peers.sharing == Sharing::kUndecided)
@@ -198,7 +206,7 @@ void map_peers(Peers& peers, const Bootstrap& bootstrap, size_t bytes, std::span
 void unmap_peers(Peers& peers) {
     if (peers.sharing == Sharing::kStagingBuffers) {
         close_staging(peers);
-        peers.retired.push_back(std::exchange(peers.shared[peers.rank], nullptr));
+        peers.retired.push_back(std::exchange(peers.shared[peers.slot], nullptr));
     }
     peers.pools.clear();
 }

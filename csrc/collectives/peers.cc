@@ -1,6 +1,5 @@
 #include "csrc/collectives/peers.h"
 
-#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -28,16 +27,45 @@ struct Introduction {
     IpcMemory control;
 };
 
-char* allocate_control(Peers& peers, cudaStream_t stream) {
-    const size_t offset = round_up(sizeof(ControlBlock), 256), bytes = offset + kGatherBytes;
+size_t gather_offset() {
+    return round_up(sizeof(ControlBlock), 256);
+}
+
+// Allocates the control block, the buffer of `all_gather`, and room for the slots of ranks.
+char* allocate_control(int size, cudaStream_t stream) {
+    const size_t bytes = gather_offset() + gather_bytes(size) + size * sizeof(int16_t);
     char* const memory = allocate_ipc(bytes);
     if (memory == nullptr)
         throw std::runtime_error("no device memory is left for the collectives' control block of " +
                                  std::to_string(bytes) + " bytes");
-    peers.control[peers.rank] = reinterpret_cast<ControlBlock*>(memory);
-    peers.gather_buffer = memory + offset;
     check_cuda(cudaMemsetAsync(memory, 0, sizeof(ControlBlock), stream), "clearing the control block");
     return memory;
+}
+
+void number_slots(Peers& peers, const ProcessIdentity& own, const std::vector<Introduction>& introductions) {
+    const bool all = peers.size <= kMaxNativeRanks;
+    peers.slots.assign(peers.size, -1);
+    for (int rank = 0; rank < peers.size; ++rank) {
+        peers.host_names.push_back(introductions[rank].identity.host_name());
+        if (not all and not own.shares_host(introductions[rank].identity))
+            continue;
+        if (peers.num_slots() == kMaxNativeRanks)
+            throw std::runtime_error("a group of " + std::to_string(peers.size) + " ranks has more than " +
+                                     std::to_string(kMaxNativeRanks) + " on host " + own.host_name());
+        peers.slots[rank] = static_cast<int16_t>(peers.num_slots());
+        peers.ranks.push_back(rank);
+    }
+    peers.slot = peers.slots[peers.rank];
+}
+
+void copy_slots(Peers& peers, cudaStream_t stream) {
+    if (peers.size <= kMaxNativeRanks)
+        return;
+    auto* const slots = reinterpret_cast<int16_t*>(peers.gather_buffer + gather_bytes(peers.size));
+    check_cuda(cudaMemcpyAsync(slots, peers.slots.data(), peers.size * sizeof *slots, cudaMemcpyHostToDevice, stream),
+               "copying the slots of ranks to the device");
+    check_cuda(cudaStreamSynchronize(stream), "copying the slots of ranks to the device");
+    peers.device_slots = slots;
 }
 
 // Returns another rank's control block, or null where this device has no access.
@@ -47,38 +75,50 @@ char* open_control(const ProcessIdentity& own, const Introduction& other) {
     return own.shares_host(other.identity) ? open_ipc(other.control) : nullptr;
 }
 
-MappedRanks open_controls(Peers& peers, const ProcessIdentity& own, const std::vector<Introduction>& introductions) {
-    MappedRanks mapped{};
-    for (int peer = 0; peer < peers.size; ++peer) {
-        const Introduction& other = introductions[peer];
-        peers.is_same_process[peer] = own.shares_process(other.identity);
-        peers.ordinals[peer] = peers.is_same_process[peer] ? other.identity.ordinal : -1;
-        if (peer != peers.rank)
-            peers.control[peer] = reinterpret_cast<ControlBlock*>(open_control(own, other));
-        mapped.contains[peer] = peers.control[peer] != nullptr;
+MappedSlots open_controls(Peers& peers, const ProcessIdentity& own, const std::vector<Introduction>& introductions) {
+    MappedSlots mapped{};
+    for (int slot = 0; slot < peers.num_slots(); ++slot) {
+        const Introduction& other = introductions[peers.ranks[slot]];
+        peers.is_same_process[slot] = own.shares_process(other.identity);
+        peers.ordinals[slot] = peers.is_same_process[slot] ? other.identity.ordinal : -1;
+        char* const memory = slot == peers.slot ? other.control.pointer : open_control(own, other);
+        peers.control[slot] = reinterpret_cast<ControlBlock*>(memory);
+        mapped.contains[slot] = memory != nullptr;
     }
     return mapped;
 }
 
-void close_control(Peers& peers, int peer) {
-    ControlBlock* const opened = std::exchange(peers.control[peer], nullptr);
-    if (opened != nullptr and not peers.is_same_process[peer])
+void close_control(Peers& peers, int slot) {
+    ControlBlock* const opened = std::exchange(peers.control[slot], nullptr);
+    if (opened != nullptr and not peers.is_same_process[slot])
         close_ipc(reinterpret_cast<char*>(opened));
 }
 
-// Ranks reach each other if both have mapped the other's control block.
+// Ranks reach each other if both have mapped the other's control block. They then share a host, and number its slots
+// alike.
 void decide_reachable(Peers& peers, const std::vector<Introduction>& introductions,
-                      const std::vector<MappedRanks>& mapped) {
-    const auto is_pair = [&](int a, int b) { return mapped[a].contains[b] and mapped[b].contains[a]; };
+                      const std::vector<MappedSlots>& mapped) {
+    const auto slot_at = [&](int rank, int other) {  // the slot of a rank among those of another one's host
+        if (peers.size <= kMaxNativeRanks)
+            return rank;
+        int slot = 0;
+        for (int before = 0; before < rank; ++before)
+            slot += introductions[before].identity.shares_host(introductions[other].identity);
+        return slot;
+    };
+    const auto is_pair = [&](int a, int b) {
+        return introductions[a].identity.shares_host(introductions[b].identity) and
+               mapped[a].contains[slot_at(b, a)] and mapped[b].contains[slot_at(a, b)];
+    };
     peers.is_one_process = true;
     for (int a = 0; a < peers.size; ++a)
         for (int b = 0; b < a; ++b)
-            if (is_pair(a, b) and not introductions[a].identity.shares_process(introductions[b].identity))
+            if (not introductions[a].identity.shares_process(introductions[b].identity) and is_pair(a, b))
                 peers.is_one_process = false;
-    for (int peer = 0; peer < peers.size; ++peer) {
-        peers.is_reachable[peer] = is_pair(peers.rank, peer);
-        if (not peers.is_reachable[peer])
-            close_control(peers, peer);
+    for (int slot = 0; slot < peers.num_slots(); ++slot) {
+        peers.is_reachable[slot] = is_pair(peers.rank, peers.ranks[slot]);
+        if (not peers.is_reachable[slot])
+            close_control(peers, slot);
     }
 }
 
@@ -87,16 +127,16 @@ std::unique_ptr<Peers> connect(int ordinal, const Bootstrap& bootstrap) {
     peers->communicator = bootstrap.communicator;
     peers->rank = nccl::rank(bootstrap.communicator);
     peers->size = nccl::size(bootstrap.communicator);
-    peers->is_one_process = true;
-    if (peers->size > kMaxRanks)
-        return peers;
     // An allocation that has to wait for kernels could keep the threads that these kernels wait for from launching.
     check_cuda(cudaDeviceSynchronize(), "waiting for the device");
-    char* const control = allocate_control(*peers, bootstrap.stream);
+    char* const control = allocate_control(peers->size, bootstrap.stream);
+    peers->gather_buffer = control + gather_offset();
     peers->order.create();
     const Introduction own{.identity = identity_of(ordinal), .control = describe_ipc(control)};
     const auto introductions = all_gather(*peers, bootstrap, own);
-    const MappedRanks mapped = open_controls(*peers, own.identity, introductions);
+    number_slots(*peers, own.identity, introductions);
+    copy_slots(*peers, bootstrap.stream);
+    const MappedSlots mapped = open_controls(*peers, own.identity, introductions);
     decide_reachable(*peers, introductions, all_gather(*peers, bootstrap, mapped));
     return peers;
 }
@@ -115,18 +155,27 @@ Registry& registry() {
     return *registry;
 }
 
+// Returns the bytes that the kernels of a rank have counted. Its device must be current and idle.
+int64_t native_bytes(const Peers& peers) {
+    uint64_t bytes;
+    check_cuda(cudaMemcpy(&bytes, &peers.control[peers.slot]->native_bytes, sizeof bytes, cudaMemcpyDeviceToHost),
+               "reading what has been moved");
+    return static_cast<int64_t>(bytes);
+}
+
 // --- disconnecting ---
 
 void disconnect(Peers& peers) {
     check_cuda(cudaDeviceSynchronize(), "waiting for the device");
     unmap_peers(peers);
-    for (int peer = 0; peer < peers.size; ++peer)
-        if (peer != peers.rank)
-            close_control(peers, peer);
+    for (int slot = 0; slot < peers.num_slots(); ++slot)
+        if (slot != peers.slot)
+            close_control(peers, slot);
 }
 
 void free_all(Peers& peers) {
-    peers.retired.push_back(peers.control[peers.rank]);
+    count_native(native_bytes(peers));
+    peers.retired.push_back(peers.control[peers.slot]);
     for (void* const memory : peers.retired)
         check_cuda(cudaFree(memory), "freeing the memory of the collectives");
     peers.order.destroy();
@@ -134,11 +183,10 @@ void free_all(Peers& peers) {
 
 // Calls visit(peers) with each device current in turn.
 template <typename Visit> void for_each_connected(const Entries& entries, Visit visit) {
-    for (const auto& [key, peers] : entries)
-        if (peers->size <= kMaxRanks) {
-            check_cuda(cudaSetDevice(key.first), "choosing a device");
-            visit(*peers);
-        }
+    for (const auto& [key, peers] : entries) {
+        check_cuda(cudaSetDevice(key.first), "choosing a device");
+        visit(*peers);
+    }
 }
 
 }  // namespace
@@ -162,9 +210,9 @@ Peers& connect_peers(int ordinal, const Bootstrap& bootstrap) {
 bool is_accessible(Peers& peers, const void* xla_buffer) {
     if (peers.accessible.contains(xla_buffer))
         return true;
-    for (int peer = 0; peer < std::min(peers.size, kMaxRanks); ++peer)
-        if (peers.is_reachable[peer] and peers.is_same_process[peer] and
-            not can_access(peers.ordinals[peer], xla_buffer))
+    for (int slot = 0; slot < peers.num_slots(); ++slot)
+        if (peers.is_reachable[slot] and peers.is_same_process[slot] and
+            not can_access(peers.ordinals[slot], xla_buffer))
             return false;
     peers.accessible.insert(xla_buffer);
     return true;
@@ -175,8 +223,22 @@ size_t staging_bytes() {
     size_t bytes = 0;
     for (const auto& [key, peers] : registry().entries)
         if (peers->sharing == Sharing::kStagingBuffers)
-            bytes += peers->shared_bytes[peers->rank];
+            bytes += peers->shared_bytes[peers->slot];
     return bytes;
+}
+
+Statistics statistics() {
+    Statistics sums = counted_on_host();
+    const std::lock_guard lock(registry().mutex);
+    if (registry().entries.empty())
+        return sums;  // also without a GPU
+    const int current = current_ordinal();
+    for_each_connected(registry().entries, [&](const Peers& peers) {
+        check_cuda(cudaDeviceSynchronize(), "waiting for the device");
+        sums.native_bytes += native_bytes(peers);
+    });
+    check_cuda(cudaSetDevice(current), "choosing a device");
+    return sums;
 }
 
 void finalize() {

@@ -4,9 +4,11 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <fstream>
 #include <random>
 #include <string>
+#include <string_view>
 
 namespace jaxmagi::collectives {
 
@@ -16,6 +18,13 @@ struct ProcessIdentity {
     int64_t pid;     // not unique across containers, so that
     uint64_t token;  // each process also draws a random number
     int ordinal;     // of the rank's device in its process
+
+    // Returns the host's name; `host` begins with the boot id.
+    std::string host_name() const {
+        const std::string_view all(host.data(), strnlen(host.data(), host.size()));
+        const size_t blank = all.find(' ');
+        return std::string(blank == all.npos ? all : all.substr(blank + 1));
+    }
 
     bool shares_host(const ProcessIdentity& other) const { return host == other.host; }
     bool shares_process(const ProcessIdentity& other) const {

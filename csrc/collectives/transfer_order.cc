@@ -28,7 +28,8 @@ void wait_for(cudaStream_t stream, cudaEvent_t event) {
 void TransferOrder::create() {
     int lowest, highest;
     check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for the priorities of streams");
-    check_cuda(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest), "making a stream");
+    for (cudaStream_t* const stream : {&stream_, &side_stream_})
+        check_cuda(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, highest), "making a stream");
     for (cudaEvent_t* const event : {&order_event_, &started_})
         *event = make_event();
 }
@@ -38,7 +39,8 @@ void TransferOrder::destroy() {
         check_cuda(cudaEventDestroy(transfers.end), "giving back an event");
     for (const cudaEvent_t event : {order_event_, started_})
         check_cuda(cudaEventDestroy(event), "giving back an event");
-    check_cuda(cudaStreamDestroy(stream_), "giving back a stream");
+    for (const cudaStream_t stream : {stream_, side_stream_})
+        check_cuda(cudaStreamDestroy(stream), "giving back a stream");
 }
 
 int64_t TransferOrder::prepare(int64_t transfer_id, cudaStream_t program) {
@@ -104,8 +106,13 @@ void TransferOrder::wait_until_started(cudaStream_t program) {
     wait_for(program, started_);
 }
 
-void TransferOrder::wait_until_complete(cudaStream_t program, int64_t transfer_id) {
-    wait_for(program, transfers_.at(transfer_id).end);
+cudaStream_t TransferOrder::fork(cudaStream_t stream) {
+    follow(side_stream_, stream);
+    return side_stream_;
+}
+
+void TransferOrder::join(cudaStream_t stream) {
+    follow(stream, side_stream_);
 }
 
 void TransferOrder::follow(cudaStream_t later, cudaStream_t earlier) {

@@ -23,7 +23,7 @@ using Addresses = std::vector<const void*>;  // of a transfer's results
 // long, as XLA's do. Failures throw.
 class TransferOrder {
 public:
-    // Creates the group's stream with the highest priority: SMs that become free go to transfers before computations.
+    // Creates the group's streams with the highest priority: SMs that become free go to transfers before computations.
     void create();
 
     // The device must be idle.
@@ -58,8 +58,13 @@ public:
     // see the program's event.
     void wait_until_started(cudaStream_t program);
 
-    // Makes `program` wait for an asynchronous transfer that stays in flight until `wait`.
-    void wait_until_complete(cudaStream_t program, int64_t transfer_id);
+    // Lets a part of a transfer run beside the rest: `fork` returns another stream, which waits for what `stream` has
+    // now, and `join` makes `stream` wait for what that has.
+    cudaStream_t fork(cudaStream_t stream);
+    void join(cudaStream_t stream);
+
+    // Returns whether no asynchronous transfer is in flight.
+    bool is_idle() const;
 
     cudaEvent_t started() const { return started_; }
 
@@ -75,13 +80,11 @@ private:
     // Makes `later` wait for all that `earlier` has now.
     void follow(cudaStream_t later, cudaStream_t earlier);
 
-    bool is_idle() const;
-
     // `end_execution` may run in another thread. It does nothing once the next program has called `prepare`; a program
     // that only waits does not call that, so that `wait` locks too.
     std::mutex mutex_;
     int64_t execution_ = 0;
-    cudaStream_t stream_ = nullptr;
+    cudaStream_t stream_ = nullptr, side_stream_ = nullptr;
     cudaEvent_t order_event_ = nullptr, started_ = nullptr;
     std::map<int64_t, Transfers> transfers_;  // by transfer id
     const Transfers* last_async_ = nullptr;   // with the newest transfer of all, if that is asynchronous

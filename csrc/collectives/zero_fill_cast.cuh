@@ -17,7 +17,7 @@ __device__ inline void zero_rows(const TransferParams& params, const CallState& 
     const int64_t cta = (blockIdx.x + turn) % gridDim.x;
     for (int i = 0; i < params.num_arrays; ++i) {
         const int64_t row_bytes = params.arrays[i].row_bytes;
-        char* const first = reinterpret_cast<char*>(call.addresses[params.rank][i]) +
+        char* const first = reinterpret_cast<char*>(call.addresses[params.slot][i]) +
                             (int64_t{index} * params.output_rows + begin) * row_bytes;
         const auto zero = [&](int64_t at) { *reinterpret_cast<uint4*>(first + at) = {}; };
         const int64_t bytes = (end - begin) * row_bytes, lane = threadIdx.x % kWarp;

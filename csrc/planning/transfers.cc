@@ -43,11 +43,7 @@ std::vector<SentRange> place_sends(std::vector<RowCopy> copies) {
 std::vector<ReceivedRange> receives_of(const std::vector<SentRange>& sends) {
     std::vector<ReceivedRange> receives;
     for (const SentRange& send : sends)
-        if (not receives.empty() and receives.back().rank == send.peer and receives.back().peer == send.rank and
-            receives.back().row + receives.back().length == send.peer_row)
-            receives.back().length += send.length;
-        else
-            receives.push_back({send.peer, send.rank, send.slot, send.peer_row, send.length});
+        receives.push_back({send.peer, send.rank, send.slot, send.peer_row, send.length});
     std::ranges::stable_sort(receives, {}, [](const ReceivedRange& each) { return std::tuple(each.rank, each.row); });
     return receives;
 }

@@ -31,8 +31,8 @@ struct TransferTables {
 };
 
 // Assigns slots to copies, of a row or more each, in the order in which they fill each pair's buffer. Adjacent ranges
-// are joined: sent ones where the rows of both ranks are consecutive, received ones where those of the receiving rank
-// are.
+// are joined where the rows of both ranks are consecutive. Both tables have the same ranges, so that the two ranks of a
+// pair cut rows into the same messages (csrc/collectives/messages.h).
 TransferTables place_copies(std::vector<RowCopy> copies);
 
 // Returns the tables of one transfer. `received` has the tokens that each rank receives; their `place` is the output

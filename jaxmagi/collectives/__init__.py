@@ -17,3 +17,4 @@ from ._arguments import (
 from ._async import AsyncTransfer as AsyncTransfer, in_order as in_order
 from ._primitives import group_cast_p as group_cast_p, group_reduce_p as group_reduce_p
 from ._process import finalize as finalize, set_timeout as set_timeout
+from ._statistics import Statistics as Statistics, statistics as statistics

@@ -28,7 +28,7 @@ class AsyncTransfer:
     """A transfer that has been started.
 
     Attributes:
-        arrays: the operands of ``finish``, the workspace first. Empty if nothing was started.
+        arrays: the operands of ``finish``, the token first. Empty if nothing was started.
         finish: waits for the transfer and returns its results.
     """
 
@@ -50,13 +50,13 @@ def in_order[Tree](tree: Tree, transfers: Sequence[AsyncTransfer]) -> tuple[Tree
     What uses the returned tree comes after the starts of the transfers, and waiting for the returned
     transfers comes after what computes ``tree``.
     """
-    workspaces = [transfer.arrays[:1] for transfer in transfers]
-    if not any(workspaces):
+    tokens = [transfer.arrays[:1] for transfer in transfers]
+    if not any(tokens):
         return tree, [*transfers]
-    tree, workspaces = jax.lax.optimization_barrier((tree, workspaces))
+    tree, tokens = jax.lax.optimization_barrier((tree, tokens))
     return tree, [
-        replace(transfer, arrays=(*workspace, *transfer.arrays[1:]))
-        for transfer, workspace in zip(transfers, workspaces, strict=True)
+        replace(transfer, arrays=(*token, *transfer.arrays[1:]))
+        for transfer, token in zip(transfers, tokens, strict=True)
     ]
 
 
@@ -83,9 +83,8 @@ def start(
     *xs, sends, receives = operands
     likes = _cuda.result_types(kind, route, xs, dtypes)
     params = {"kind": kind, "route": route, "dtypes": tuple(dtypes), "transfer_id": transfer_id}
-    ranks = route.group_size or jax.lax.axis_size(route.axis_name)
     flat = (_cuda.flatten(x) for x in xs)
-    started = start_p.bind(*flat, sends, receives, ranks=ranks, goes_first=goes_first, **params)
+    started = start_p.bind(*flat, sends, receives, goes_first=goes_first, **params)
 
     def finish(arrays: tuple[jax.Array, ...]) -> list[jax.Array]:
         return [
@@ -97,7 +96,7 @@ def start(
 
 # --- the primitives, for arrays [G, rows, ...] whose rows are whole units of bytes ---
 #
-# start_p: arrays, sends and receives → a workspace, the results, and the operands again
+# start_p: arrays, sends and receives → a token, the results, and the operands again
 # done_p: the results of start_p → the results of the transfer
 
 start_p = Primitive("jaxmagi_group_start")
@@ -105,7 +104,7 @@ done_p = Primitive("jaxmagi_group_done")
 
 
 def _start_types(
-    *operands: Any, kind: Kind, route: Route, dtypes: Sequence[jnp.dtype], ranks: int, **_: Any
+    *operands: Any, kind: Kind, route: Route, dtypes: Sequence[jnp.dtype], **_: Any
 ) -> list[Any]:
     *xs, sends, receives = operands
     rows = _cuda.result_rows(kind, route)
@@ -114,35 +113,34 @@ def _start_types(
         x.update(shape=(x.shape[0], rows, *x.shape[2:]), dtype=dtype)
         for x, dtype in zip(xs, dtypes, strict=True)
     ]
-    size = _cuda.workspace_bytes(xs, route, ranks)
     whole = sends.sharding.update(spec=jax.P(None))
-    workspace = sends.update(shape=(size,), dtype=jnp.dtype(jnp.uint8), sharding=whole)
-    return [workspace, *results, *xs, sends, receives]
+    token = sends.update(shape=_cuda.TOKEN, dtype=jnp.dtype(jnp.uint8), sharding=whole)
+    return [token, *results, *xs, sends, receives]
 
 
-def _done_types(workspace: Any, *started: Any, dtypes: Sequence[jnp.dtype], **_: Any) -> list[Any]:
-    del workspace
+def _done_types(token: Any, *started: Any, dtypes: Sequence[jnp.dtype], **_: Any) -> list[Any]:
+    del token
     return [*started[: len(dtypes)]]
 
 
-# --- batching: as in `group_cast_p`, with one workspace for the whole batch ---
+# --- batching: as in `group_cast_p`, with one token for the whole batch ---
 
 
 def _batch_start(operands: Sequence[Any], axes: Axes, **params: Any) -> tuple[list[Any], list[int | None]]:
-    workspaces = []
+    tokens = []
 
     def bind(*operands: Any) -> list[Any]:
-        workspace, *started = start_p.bind(*operands, **params)
-        workspaces.append(workspace)
+        token, *started = start_p.bind(*operands, **params)
+        tokens.append(token)
         return started
 
     started, dims = batch(bind, operands, axes)
-    return [*workspaces, *started], [None, *dims[:-2], *dims]
+    return [*tokens, *started], [None, *dims[:-2], *dims]
 
 
 def _batch_done(operands: Sequence[Any], axes: Axes, **params: Any) -> tuple[list[Any], list[int | None]]:
-    workspace, *started = operands
-    out, dims = batch(functools.partial(done_p.bind, workspace, **params), started, axes[1:])
+    token, *started = operands
+    out, dims = batch(functools.partial(done_p.bind, token, **params), started, axes[1:])
     return out, dims[: len(out)]
 
 
@@ -150,18 +148,18 @@ def _batch_done(operands: Sequence[Any], axes: Axes, **params: Any) -> tuple[lis
 
 
 def _portable_start(
-    *operands: jax.Array, kind: Kind, route: Route, dtypes: Sequence[jnp.dtype], ranks: int, **_: Any
+    *operands: jax.Array, kind: Kind, route: Route, dtypes: Sequence[jnp.dtype], **_: Any
 ) -> list[jax.Array]:
     *xs, sends, receives = operands
     tables = sends, receives, route
     results = cast(xs, *tables) if kind == "cast" else reduce_sum(xs, *tables, dtypes)
-    return [_cuda.no_workspace(xs, route, ranks), *results, *operands]
+    return [_cuda.new_token(), *results, *operands]
 
 
 def _portable_done(
-    workspace: jax.Array, *started: jax.Array, dtypes: Sequence[jnp.dtype], **_: Any
+    token: jax.Array, *started: jax.Array, dtypes: Sequence[jnp.dtype], **_: Any
 ) -> list[jax.Array]:
-    del workspace
+    del token
     return [*started[: len(dtypes)]]
 
 

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _native
 from ._process import timeout_ms
 from ._route import Route
-from ._support import CAST, DONE, REDUCE, unsupported_reason
+from ._support import CAST, DONE, REDUCE
 
 MAX_ARRAYS = 8  # of a call
+TOKEN = (16,)  # shape, of bytes: a result by which `in_order` orders calls
 _UNIT = 16  # bytes, of which rows are multiples
 _IMPLEMENTATIONS = {None: 0, "native": 1, "nccl": 2}
 
@@ -85,7 +85,7 @@ class Calls(NamedTuple):
     goes_first: bool = False
 
     def start(self, *operands: jax.Array) -> list[jax.Array]:
-        """Starts a transfer of arrays, sends and receives. Returns results, a workspace and the operands."""
+        """Starts a transfer of arrays, sends and receives. Returns results, a token and the operands."""
         if self.is_async:
             # Otherwise XLA, when short of memory, could compute the operands again for the second call.
             operands = jax.lax.optimization_barrier(operands)
@@ -107,9 +107,7 @@ class Calls(NamedTuple):
         return list(done)
 
     def _results(self, xs: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
-        results = result_types(self.kind, self.route, xs, self.dtypes)
-        size = workspace_bytes(xs, self.route, self.groups.shape[1])
-        return [*results, jax.ShapeDtypeStruct((size,), jnp.uint8)]
+        return [*result_types(self.kind, self.route, xs, self.dtypes), jax.ShapeDtypeStruct(TOKEN, jnp.uint8)]
 
     def _place(self) -> dict[str, Any]:
         """Returns the attributes that both calls have."""
@@ -140,19 +138,18 @@ def start(
     route: Route,
     dtypes: Sequence[jnp.dtype],
     groups: np.ndarray,
-    ranks: int,
     **options: Any,
 ) -> list[jax.Array]:
     """Computes `start_p` by a custom call."""
     *xs, sends, receives = operands
     if _is_one_call(xs, sends):
-        return [no_workspace(xs, route, ranks), *_move(kind, operands, dtypes, route, groups), *operands]
+        return [new_token(), *_move(kind, operands, dtypes, route, groups), *operands]
     calls = Calls(kind, route, dtypes, groups, is_async=True, **options)
     started = calls.start(*(x.reshape(*x.shape[:2], -1) for x in xs), sends, receives)
     count = len(xs)
-    results, workspace, held = started[:count], started[count], started[count + 1 : -2]
+    results, token, held = started[:count], started[count], started[count + 1 : -2]
     return [
-        workspace,
+        token,
         *(x.reshape(*x.shape[:2], *like.shape[2:]) for x, like in zip(results, xs, strict=True)),
         *(x.reshape(like.shape) for x, like in zip(held, xs, strict=True)),
         *started[-2:],
@@ -160,7 +157,7 @@ def start(
 
 
 def done(
-    workspace: jax.Array,
+    token: jax.Array,
     *started: jax.Array,
     kind: Kind,
     route: Route,
@@ -176,7 +173,7 @@ def done(
         return results
     flat_results, flat_held = ([x.reshape(*x.shape[:2], -1) for x in part] for part in (results, held))
     calls = Calls(kind, route, dtypes, groups, transfer_id, is_async=True)
-    done = calls.done([*flat_results, workspace, *flat_held, sends, receives])
+    done = calls.done([*flat_results, token, *flat_held, sends, receives])
     return [x.reshape(like.shape) for x, like in zip(done, results, strict=True)]
 
 
@@ -201,24 +198,9 @@ def result_types(
     ]
 
 
-def workspace_bytes(xs: Sequence[Any], route: Route, cp_size: int) -> int:
-    """Returns the size of the workspace for arrays [G, rows, ...] in groups of ``cp_size`` ranks."""
-    compiled = _native.extension("cuda")
-    if compiled is None or not _may_use_nccl(route) or unsupported_reason():
-        return _UNIT  # it must not be empty
-    row_bytes = [math.prod(x.shape[2:]) * x.dtype.itemsize for x in xs]
-    return compiled.pair_buffer_bytes(xs[0].shape[0], cp_size, route.pair_rows, row_bytes)
-
-
-def no_workspace(xs: Sequence[Any], route: Route, cp_size: int) -> jax.Array:
-    """Returns a workspace for a transfer that uses none."""
-    return jnp.zeros(workspace_bytes(xs, route, cp_size), jnp.uint8)
-
-
-def _may_use_nccl(route: Route) -> bool:
-    """Returns whether NCCL may be used: in one process GPUs reach each other's memory without it."""
-    several_hosts = jax.process_count() > 1 or route.ranks_per_host is not None
-    return route.implementation == "nccl" or (route.implementation is None and several_hosts)
+def new_token() -> jax.Array:
+    """Returns the token of a transfer that needs none."""
+    return jnp.zeros(TOKEN, jnp.uint8)
 
 
 def flatten(x: jax.Array) -> jax.Array:

@@ -11,26 +11,25 @@ CAST = "jaxmagi_group_cast_start"
 REDUCE = "jaxmagi_group_reduce_start"
 DONE = "jaxmagi_group_done"
 
-_MAX_RANKS = 64  # of a group
 _PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 _SUMMABLE = ("bfloat16", "float16", "float32", "float64")
 
 
-def cast_unsupported_reason(operands: Sequence[Any], *, cp_size: int, **_: Any) -> str | None:
+def cast_unsupported_reason(operands: Sequence[Any], **_: Any) -> str | None:
     """Returns why the custom calls cannot cast these operands here; None if they can."""
     *xs, _, _ = operands
     packed = [x.dtype.name for x in xs if x.dtype.name in _PACKED]
     reason = f"{packed[0]} takes less than a byte" if packed else None
-    return unsupported_reason() or _size_reason(cp_size) or reason
+    return unsupported_reason() or reason
 
 
 def reduce_unsupported_reason(
-    operands: Sequence[Any], *, cp_size: int, out_dtypes: Sequence[jnp.dtype], **_: Any
+    operands: Sequence[Any], *, out_dtypes: Sequence[jnp.dtype], **_: Any
 ) -> str | None:
     """Returns why the custom calls cannot reduce these operands here; None if they can."""
     *xs, _, _ = operands
     reason = _sum_reason([x.dtype for x in xs], out_dtypes)
-    return unsupported_reason() or _size_reason(cp_size) or reason
+    return unsupported_reason() or reason
 
 
 def unsupported_reason() -> str | None:
@@ -38,15 +37,9 @@ def unsupported_reason() -> str | None:
     if reason := _hopper.unsupported_reason():
         return reason
     has_handlers = all(_native.has_handler(target, "cuda") for target in (CAST, REDUCE, DONE))
-    if has_handlers and hasattr(_native.extension("cuda"), "set_memory_limit"):
+    if has_handlers and hasattr(_native.extension("cuda"), "collective_statistics"):
         return None
     return "the compiled extension jaxmagi._cuda is older than these sources: build jaxmagi again"
-
-
-def _size_reason(cp_size: int) -> str | None:
-    if cp_size > _MAX_RANKS:
-        return f"the mesh axis has {cp_size} ranks, and the custom calls are for {_MAX_RANKS} at most"
-    return None
 
 
 def _sum_reason(dtypes: Sequence[jnp.dtype], out_dtypes: Sequence[jnp.dtype]) -> str | None:

@@ -16,29 +16,23 @@ from jaxmagi.collectives import _cuda, _process, _support
 from ..custom_calls import Call, custom_calls, lower
 from .harness import AXIS, make_mesh, on_ranks
 
-ROWS, PAIR_ROWS, WORKSPACE = 5, 8, 96
+ROWS, PAIR_ROWS = 5, 8
+TOKEN = "16xui8"
 SPEC = GroupCastSpec.from_splits([[3, 2], [5]], [[[1], [0, 1]], [[0]]], [[2, 5], [5]], [[0, 1], [0]])
 OUTPUT_ROWS = SPEC.output_rows
 TABLES = ["1x8x5xi32", "1x8x4xi32"]
 
 
 @pytest.fixture(autouse=True)
-def workspaces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Something in place of jaxmagi._cuda on a machine without a GPU, and the workspaces it was asked for."""
-    asked: list[tuple[Any, ...]] = []
-
-    def pair_buffer_bytes(*sizes: Any) -> int:
-        asked.append(sizes)
-        return WORKSPACE
-
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts something in place of jaxmagi._cuda on a machine without a GPU."""
     stand_in = types.SimpleNamespace(
         registrations=lambda: {_cuda.CAST: {}, _cuda.REDUCE: {}, _cuda.DONE: {}},
-        pair_buffer_bytes=pair_buffer_bytes,
+        collective_statistics=dict,
         set_memory_limit=lambda ordinal, limit: None,
     )
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", stand_in)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(_hopper, "local_gpus", lambda: ())
-    return asked
 
 
 def array(rows: int, *row: int, dtype: Any = jnp.float32, ranks: int = 2) -> jax.ShapeDtypeStruct:
@@ -70,12 +64,12 @@ def the_call(text: str, target: str) -> Call:
     return call
 
 
-def test_cast(workspaces: list[tuple[Any, ...]]) -> None:
+def test_cast() -> None:
     x = (array(ROWS, 2, 4, dtype=jnp.bfloat16), array(ROWS, 16, dtype=jnp.int8))
     text = text_of(cast, x)
     call = the_call(text, _cuda.CAST)
     assert call.operands == [*TABLES, "1x5x8xbf16", "1x5x16xi8"]
-    assert call.results == ["1x7x8xbf16", "1x7x16xi8", "16xui8"]
+    assert call.results == ["1x7x8xbf16", "1x7x16xi8", TOKEN]
     assert call.arrays == {"groups": [0, 1]}
     assert call.attributes == {
         "group_size": 2,
@@ -90,29 +84,20 @@ def test_cast(workspaces: list[tuple[Any, ...]]) -> None:
     }
     assert call.flags == {"is_async": False, "goes_first": False}
     assert not call.has_side_effect
-    assert not workspaces
     assert "all_to_all" not in text
-
-
-@pytest.mark.parametrize("options", [{"implementation": "nccl"}, {"ranks_per_host": 1}])
-def test_pair_buffers(options: dict[str, Any], workspaces: list[tuple[Any, ...]]) -> None:
-    x = (array(ROWS, 2, 4, dtype=jnp.bfloat16), array(ROWS, 16, dtype=jnp.int8))
-    assert the_call(text_of(cast, x, **options), _cuda.CAST).results[-1] == f"{WORKSPACE}xui8"
-    assert workspaces == [(1, 2, PAIR_ROWS, [16, 16])]
 
 
 @pytest.mark.parametrize(("implementation", "number"), [("native", 1), ("nccl", 2)])
 @pytest.mark.parametrize("target", [_cuda.CAST, _cuda.REDUCE])
-def test_options(target: str, implementation: str, number: int, workspaces: list[tuple[Any, ...]]) -> None:
+def test_options(target: str, implementation: str, number: int) -> None:
     function, rows = (cast, ROWS) if target == _cuda.CAST else (reduce, OUTPUT_ROWS)
     options = {"implementation": implementation, "num_sms": np.int64(24), "ranks_per_host": 4}
     call = the_call(text_of(function, array(rows, 4), **options), target)
     numbers = {"implementation": number, "num_sms": 24, "ranks_per_host": 4}
     assert numbers.items() <= call.attributes.items()
-    assert len(workspaces) == (implementation == "nccl")
 
 
-def test_two_steps(workspaces: list[tuple[Any, ...]]) -> None:
+def test_two_steps() -> None:
     """Hosts of one rank: pairs of ranks exchange rows by NCCL in the step between them alone."""
     relayed = SPEC.by_host(1)
 
@@ -128,7 +113,6 @@ def test_two_steps(workspaces: list[tuple[Any, ...]]) -> None:
     assert [call.arrays for call in calls] == [{"groups": [0, 1]}] * 4
     assert [call.operands[2].split("x")[-1] for call in calls] == ["bf16", "bf16", "bf16", "f32"]
     assert [call.results[0].split("x")[-1] for call in calls] == ["bf16", "bf16", "f32", "f32"]
-    assert len(workspaces) == 2
 
 
 def test_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,14 +131,17 @@ DTYPES = [
 @pytest.mark.parametrize(("dtype", "wire", "sum_"), DTYPES)
 @pytest.mark.parametrize("op", ["sum", "avg"])
 def test_reduce(
-    x64: None, op: str, dtype: Any, wire: str, sum_: str, workspaces: list[tuple[Any, ...]]
+    x64: None,
+    op: str,
+    dtype: Any,
+    wire: str,
+    sum_: str,
 ) -> None:
     """Sums leave the kernel as what comes of them, wide only where something is done to them."""
     x = array(OUTPUT_ROWS, 3, 8, dtype=dtype)
     call = the_call(text_of(reduce, x, op=op, implementation="nccl"), _cuda.REDUCE)
     assert call.operands == [*TABLES, f"1x7x24x{wire}"]
-    assert call.results == [f"1x5x24x{wire if op == 'sum' else sum_}", f"{WORKSPACE}xui8"]
-    assert workspaces == [(1, 2, PAIR_ROWS, [24 * jnp.dtype(dtype).itemsize])]
+    assert call.results == [f"1x5x24x{wire if op == 'sum' else sum_}", TOKEN]
 
 
 @pytest.mark.parametrize(

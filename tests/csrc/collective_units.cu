@@ -1,10 +1,11 @@
 // Compares the kernels of the collectives with the host, without XLA and NCCL. Two ranks take turns on one GPU: each is
-// native only to itself, and rows between them go through pair buffers. The numbers are small integers, so that sums
-// are exact in any order.
+// native only to itself, and the messages between them are copied as NCCL would move them. The numbers are small
+// integers, so that sums are exact in any order.
 
 #include <algorithm>
 #include <memory>
 
+#include "csrc/collectives/remote_rows.h"
 #include "csrc/collectives/transfer_params.h"
 #include "tests/csrc/check.h"
 
@@ -73,7 +74,7 @@ void add_transfer(Tables& tables, int index, std::mt19937& random) {
 
 template <typename T> using Arrays = std::vector<std::unique_ptr<DeviceArray<T>>>;
 
-// A rank with its tables, control block and pair buffers.
+// A rank with its tables, control block and messages.
 class Rank {
 public:
     Rank(int rank, const Tables& tables)
@@ -83,6 +84,9 @@ public:
     TransferParams params(const Arrays<T>& from, const Arrays<Sum>& to, bool is_cast) {
         TransferParams params{.rank = rank_,
                               .size = kRanks,
+                              .slot = rank_,
+                              .num_slots = kRanks,
+                              .ranks = {0, 1},
                               .native = uint64_t{1} << rank_,
                               .sends = sends_.data(),
                               .receives = receives_.data(),
@@ -94,26 +98,25 @@ public:
                               .num_arrays = kArrays,
                               .dtype = kDType<T>,
                               .sum_dtype = kDType<Sum>,
-                              .pair_bytes = sizeof(PairHeader),
                               .call_hash = 1234,
                               .timeout_ns = 60'000'000'000,
                               .num_sms = 7};
         params.controls[rank_] = control_.data();
         for (int i = 0; i < kArrays; ++i) {
-            const int row_bytes = kWidths[i] * static_cast<int>(sizeof(T));
             params.arrays[i] = {.from = reinterpret_cast<const char*>(from[i]->data()),
                                 .to = reinterpret_cast<char*>(to[i]->data()),
-                                .row_bytes = row_bytes,
-                                .pair_offset = params.pair_bytes};
-            params.pair_bytes += int64_t{kBatch} * kPairRows * row_bytes;
+                                .row_bytes = kWidths[i] * static_cast<int>(sizeof(T))};
             params.published[i] = reinterpret_cast<uint64_t>(is_cast ? params.arrays[i].to : params.arrays[i].from);
         }
-        const std::vector<char> poison(kRanks * params.pair_bytes, kPoison);
-        outgoing_ = std::make_unique<DeviceArray<char>>(poison);
-        incoming_ = std::make_unique<DeviceArray<char>>(poison);
-        params.outgoing = outgoing_->data();
-        params.incoming = incoming_->data();
         return params;
+    }
+
+    RemoteRows remote_rows(Kind kind, const TransferParams& params) {
+        const auto allocate = [&](size_t bytes) {
+            memory_ = std::make_unique<DeviceArray<char>>(std::vector<char>(bytes, kPoison));
+            return memory_->data();
+        };
+        return {kind, params, [&](int peer) { return peer != rank_; }, kStream, allocate};
     }
 
 private:
@@ -121,16 +124,23 @@ private:
     DeviceArray<Send> sends_;
     DeviceArray<Receive> receives_;
     DeviceArray<ControlBlock> control_;
-    std::unique_ptr<DeviceArray<char>> outgoing_, incoming_;
+    std::unique_ptr<DeviceArray<char>> memory_;
 };
 
-// Moves pair buffers as NCCL does.
-void exchange(const TransferParams (&params)[kRanks]) {
-    const int64_t bytes = params[0].pair_bytes;
-    for (int from = 0; from < kRanks; ++from)
-        must(cudaMemcpy(params[1 - from].incoming + from * bytes, params[from].outgoing + (1 - from) * bytes, bytes,
-                        cudaMemcpyDeviceToDevice),
-             "exchanging pair buffers");
+// Moves messages as NCCL does.
+void exchange(const std::vector<RemoteRows>& rows) {
+    for (int from = 0; from < kRanks; ++from) {
+        const auto &sent = rows[from].outgoing().messages, &received = rows[1 - from].incoming().messages;
+        if (sent.size() != received.size())
+            must(cudaErrorInvalidValue, "matching messages");
+        for (size_t i = 0; i < sent.size(); ++i) {
+            if (sent[i].bytes != received[i].bytes)
+                must(cudaErrorInvalidValue, "matching messages");
+            must(cudaMemcpyAsync(rows[1 - from].incoming_data(received[i]), rows[from].outgoing_data(sent[i]),
+                                 sent[i].bytes, cudaMemcpyDeviceToDevice, kStream),
+                 "exchanging messages");
+        }
+    }
 }
 
 template <typename T> Arrays<T> on_device(const std::vector<std::vector<T>>& numbers) {
@@ -171,16 +181,24 @@ void check(const std::string& name, const Tables& tables, Rank (&ranks)[kRanks],
     Arrays<T> from[kRanks];
     Arrays<Sum> to[kRanks];
     TransferParams params[kRanks];
+    std::vector<RemoteRows> rows;
     for (int rank = 0; rank < kRanks; ++rank) {
         numbers[rank] = small_numbers<T>(kFromRows, random);
         from[rank] = on_device(numbers[rank]);
         to[rank] = poisoned<Sum>(kToRows);
         params[rank] = ranks[rank].params(from[rank], to[rank], kIsCast);
-        must(kIsCast ? push_rows(params[rank], kStream, nullptr) : pack_rows(params[rank], kStream), "before NCCL");
+        rows.push_back(ranks[rank].remote_rows(kIsCast ? Kind::kCast : Kind::kReduce, params[rank]));
+        rows[rank].add_to(params[rank]);
+        if (kIsCast)
+            must(push_rows(params[rank], kStream, nullptr), "pushing");
+        rows[rank].pack(kStream);
     }
-    exchange(params);
-    for (const TransferParams& each : params)
-        must(kIsCast ? unpack_rows(each, kStream) : pull_sums(each, kStream, nullptr), "after NCCL");
+    exchange(rows);
+    for (int rank = 0; rank < kRanks; ++rank) {
+        rows[rank].unpack(kStream);
+        if (not kIsCast)
+            must(pull_sums(params[rank], kStream, nullptr), "summing");
+    }
     for (int array = 0; array < kArrays; ++array) {
         const size_t width = kWidths[array];
         std::vector<double> want[kRanks];
@@ -206,7 +224,7 @@ int run() {
     Tables tables;
     for (int index = 0; index < kBatch; ++index)
         add_transfer(tables, index, random);
-    for (const auto preload : {preload_push, preload_pack, preload_pull})
+    for (const auto preload : {preload_push, preload_pull, preload_remote_kernels})
         must(preload(), "loading the kernels");
     Rank ranks[kRanks] = {{0, tables}, {1, tables}};
     Verdict verdict;

@@ -19,6 +19,10 @@ def test_descriptor_exchange(tmp_path: Path) -> None:
     assert_all_ok(succeed(program))
 
 
+def test_messages(tmp_path: Path) -> None:
+    assert_all_ok(succeed(build_for_host("message_units", sources("messages.cc"), tmp_path)))
+
+
 @pytest.mark.gpu
 def test_xla_pool(tmp_path: Path) -> None:
     assert_all_ok(succeed(build("pool_units", sources("xla_pool.cc", "descriptor_exchange.cc"), tmp_path)))
@@ -36,8 +40,9 @@ def test_transfer_order_and_watchdog(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_kernels_and_their_memory(tmp_path: Path) -> None:
     """Tests here since compute-sanitizer takes minutes for NCCL's kernels, and would make ranks wait."""
-    kernels = sources("group_cast.cu", "group_reduce.cu", "pack_pair_rows.cu")
-    program = build("collective_units", kernels, tmp_path)
+    kernels = ("group_cast.cu", "group_reduce.cu", "remote_kernels.cu")
+    host = ("remote_rows.cc", "messages.cc", "nccl.cc", "nccl_watchdog.cc", "statistics.cc")
+    program = build("collective_units", sources(*kernels, *host), tmp_path)
     assert_all_ok(succeed(program))
     report = check_memory([program]).splitlines()
     assert_all_ok("\n".join(line for line in report if not line.startswith("=")))

@@ -1,0 +1,254 @@
+#include "csrc/collectives/messages.h"
+
+#include <algorithm>
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+
+namespace jaxmagi::collectives {
+namespace {
+
+// A message takes NCCL and the network some microseconds, in which they would move about this much. A few small
+// messages are better than a copy nevertheless.
+constexpr int64_t kLargeMessageBytes = 256 << 10;
+constexpr int64_t kFewMessages = 2;
+
+// --- pairs ---
+
+struct Entry {
+    int peer, index, slot, length;
+    RowRange range;
+};
+
+using Numbers = std::initializer_list<std::pair<const char*, int>>;
+
+// Throws unless `fits`, with the words of the kernels that check the same (checks.cuh).
+void check_fits(bool fits, const TransferShape& shape, Numbers entry) {
+    if (fits)
+        return;
+    std::string text;
+    for (const auto& [name, number] : entry)
+        text += (text.empty() ? "" : ", ") + std::string(name) + " " + std::to_string(number);
+    throw std::invalid_argument("jaxmagi: rank " + std::to_string(shape.rank) + " has a spec with the entry (" + text +
+                                "), which does not fit " + std::to_string(shape.size) + " ranks, " +
+                                std::to_string(shape.input_rows) + " input rows, " +
+                                std::to_string(shape.output_rows) + " output rows and " +
+                                std::to_string(shape.pair_rows) + " rows of a pair");
+}
+
+bool is_peer(int peer, const TransferShape& shape) {
+    return 0 <= peer and peer < shape.size;
+}
+
+RowRange range_of(const Send& send, int index, const TransferShape& shape) {
+    const auto& [peer, slot, row, length, peer_row] = send;
+    const bool fits = is_peer(peer, shape) and row >= 0 and peer_row >= 0 and slot >= 0 and
+                      length <= shape.input_rows - row and length <= shape.output_rows - peer_row and
+                      length <= shape.pair_rows - slot;
+    check_fits(fits, shape,
+               {{"dst_rank", peer}, {"slot", slot}, {"row", row}, {"length", length}, {"dst_row", peer_row}});
+    return {int64_t{index} * shape.input_rows + row, int64_t{index} * shape.output_rows + peer_row, length};
+}
+
+RowRange range_of(const Receive& receive, int index, const TransferShape& shape) {
+    const auto& [peer, slot, row, length] = receive;
+    const bool fits = is_peer(peer, shape) and row >= 0 and slot >= 0 and length <= shape.output_rows - row and
+                      length <= shape.pair_rows - slot;
+    check_fits(fits, shape, {{"src_rank", peer}, {"slot", slot}, {"row", row}, {"length", length}});
+    const int64_t output_row = int64_t{index} * shape.output_rows + row;
+    return {output_row, output_row, length};
+}
+
+void check_place(int length, int length_before, int64_t place, const TransferShape& shape) {
+    if (length < 0 or (length > 0 and place > 0 and length_before == 0))
+        throw std::invalid_argument("jaxmagi: rank " + std::to_string(shape.rank) +
+                                    " has a spec with an entry of length " + std::to_string(length) + " in place " +
+                                    std::to_string(place) + ": those in use come first, unused ones have length 0");
+}
+
+// Returns the entries with remote peers, by peer, transfer of the batch, and slot.
+template <typename TableEntry>
+std::vector<Entry> remote_entries(std::span<const TableEntry> table, const TransferShape& shape,
+                                  const IsRemote& is_remote) {
+    std::vector<Entry> entries;
+    for (int64_t i = 0; i < int64_t{shape.batch} * shape.entries; ++i) {
+        const TableEntry& entry = table[i];
+        const int index = static_cast<int>(i / shape.entries);
+        check_place(entry.length, i > 0 ? table[i - 1].length : 0, i % shape.entries, shape);
+        if (entry.length == 0)
+            continue;
+        const RowRange range = range_of(entry, index, shape);
+        if (is_remote(entry.peer))
+            entries.push_back({entry.peer, index, entry.slot, entry.length, range});
+    }
+    std::ranges::sort(entries, {}, [](const Entry& each) { return std::tuple(each.peer, each.index, each.slot); });
+    return entries;
+}
+
+void check_slot(const Entry& entry, int slot) {
+    if (entry.slot != slot)
+        throw std::invalid_argument("jaxmagi: a spec has an entry for rank " + std::to_string(entry.peer) + " with slot " +
+                                    std::to_string(entry.slot) + ", but the rows before it fill " +
+                                    std::to_string(slot) + " slots");
+}
+
+std::vector<Pair> to_pairs(const std::vector<Entry>& entries) {
+    std::vector<Pair> pairs;
+    int index = 0, slot = 0;
+    for (const Entry& entry : entries) {
+        const bool is_new = pairs.empty() or pairs.back().peer != entry.peer;
+        if (is_new)
+            pairs.push_back({entry.peer, 0, {}});
+        if (is_new or index != entry.index)
+            slot = 0;
+        check_slot(entry, slot);
+        index = entry.index;
+        slot += entry.length;
+        pairs.back().ranges.push_back(entry.range);
+        pairs.back().rows += entry.length;
+    }
+    return pairs;
+}
+
+// --- messages ---
+
+bool are_large(size_t count, int64_t bytes) {
+    return static_cast<int64_t>(count) <= kFewMessages or bytes >= static_cast<int64_t>(count) * kLargeMessageBytes;
+}
+
+// Returns the ends of stretches of ranges that are consecutive by the given rows, as indices.
+std::vector<size_t> ends_of_stretches(const std::vector<RowRange>& ranges, int64_t RowRange::*row) {
+    std::vector<size_t> ends;
+    for (size_t i = 1; i <= ranges.size(); ++i)
+        if (i == ranges.size() or ranges[i - 1].*row + ranges[i - 1].length != ranges[i].*row)
+            ends.push_back(i);
+    return ends;
+}
+
+// Returns the ends of messages as indices of ranges. Uses only what both ranks know: lengths and output rows.
+std::vector<size_t> cut(Kind kind, const Pair& pair, int64_t row_bytes) {
+    const int64_t bytes = pair.rows * row_bytes;
+    const size_t count = pair.ranges.size();
+    if (kind == Kind::kCast and are_large(count, bytes)) {
+        std::vector<size_t> ends(count);
+        for (size_t i = 0; i < count; ++i)
+            ends[i] = i + 1;
+        return ends;
+    }
+    std::vector<size_t> ends = ends_of_stretches(pair.ranges, &RowRange::output_row);
+    if (are_large(ends.size(), bytes))
+        return ends;
+    return {count};
+}
+
+int64_t rows_of(std::span<const RowRange> ranges) {
+    int64_t rows = 0;
+    for (const RowRange& range : ranges)
+        rows += range.length;
+    return rows;
+}
+
+uint64_t hash_of(const Pair& pair, const std::vector<size_t>& ends) {
+    uint64_t hash = 14695981039346656037u;  // FNV-1a, by numbers instead of bytes
+    for (size_t i = 0, begin = 0; i < ends.size(); begin = ends[i++])
+        hash = (hash ^ static_cast<uint64_t>(rows_of(std::span(pair.ranges).subspan(begin, ends[i] - begin)))) *
+               1099511628211u;
+    return hash;
+}
+
+// Appends messages, and the copies that bring their rows together where the rank's arrays have them apart.
+class MessageList {
+public:
+    MessageList(bool is_all_staged, int64_t staging_offset)
+        : is_all_staged_(is_all_staged), begin_(staging_offset), end_(staging_offset) {}
+
+    void add(int peer, std::span<const RowRange> ranges, int array, int64_t row_bytes) {
+        const int64_t bytes = rows_of(ranges) * row_bytes;
+        const Place staging{Place::kStaging, end_};
+        if (not is_all_staged_ and are_consecutive(ranges)) {
+            traffic_.messages.push_back({peer, {array, ranges.front().row * row_bytes}, bytes});
+            return;
+        }
+        traffic_.messages.push_back({peer, staging, bytes});
+        if (not is_all_staged_)
+            for (const RowRange& range : ranges) {
+                const int64_t range_bytes = range.length * row_bytes;
+                traffic_.copies.push_back({{array, range.row * row_bytes}, {Place::kStaging, end_}, range_bytes});
+                end_ += range_bytes;
+            }
+        end_ = staging.offset + bytes;
+    }
+
+    Traffic finish(std::vector<PairHeader> headers) && {
+        traffic_.headers = std::move(headers);
+        traffic_.staging_bytes = end_ - begin_;
+        return std::move(traffic_);
+    }
+
+private:
+    static bool are_consecutive(std::span<const RowRange> ranges) {
+        for (size_t i = 1; i < ranges.size(); ++i)
+            if (ranges[i - 1].row + ranges[i - 1].length != ranges[i].row)
+                return false;
+        return true;
+    }
+
+    const bool is_all_staged_;
+    const int64_t begin_;
+    int64_t end_;
+    Traffic traffic_;
+};
+
+}  // namespace
+
+std::vector<Pair> pairs_of(std::span<const Send> sends, const TransferShape& shape, const IsRemote& is_remote) {
+    return to_pairs(remote_entries(sends, shape, is_remote));
+}
+
+std::vector<Pair> pairs_of(std::span<const Receive> receives, const TransferShape& shape, const IsRemote& is_remote) {
+    return to_pairs(remote_entries(receives, shape, is_remote));
+}
+
+Traffic traffic_of(const Call& call, Direction direction, std::span<const Pair> pairs, std::span<const int> row_bytes,
+                   int64_t staging_offset) {
+    int64_t all_bytes = 0;
+    for (const int bytes : row_bytes)
+        all_bytes += bytes;
+    const bool is_outgoing = direction == Direction::kOutgoing;
+    std::vector<std::vector<size_t>> cuts;
+    std::vector<PairHeader> headers;
+    for (const Pair& pair : pairs) {
+        cuts.push_back(cut(call.kind, pair, all_bytes));
+        headers.push_back({.call_hash = call.hash,
+                           .rows = static_cast<uint64_t>(pair.rows),
+                           .cut_hash = hash_of(pair, cuts.back()),
+                           .source = is_outgoing ? call.rank : pair.peer,
+                           .destination = is_outgoing ? pair.peer : call.rank});
+    }
+    MessageList list(call.kind == Kind::kReduce and not is_outgoing, staging_offset);
+    for (int array = 0; array < static_cast<int>(row_bytes.size()); ++array)
+        for (size_t i = 0; i < pairs.size(); ++i)
+            for (size_t begin = 0; const size_t end : cuts[i]) {
+                list.add(pairs[i].peer, std::span(pairs[i].ranges).subspan(begin, end - begin), array,
+                         row_bytes[array]);
+                begin = end;
+            }
+    return std::move(list).finish(std::move(headers));
+}
+
+std::vector<int64_t> staged_rows(std::span<const Send> sends, const TransferShape& shape, const IsRemote& is_remote) {
+    std::vector<int64_t> first(size_t{static_cast<unsigned>(shape.batch)} * shape.size);
+    int64_t rows = 0;
+    int peer = -1, index = -1;
+    for (const Entry& entry : remote_entries(sends, shape, is_remote)) {
+        if (peer != entry.peer or index != entry.index)
+            first[size_t{static_cast<unsigned>(entry.index)} * shape.size + entry.peer] = rows;
+        std::tie(peer, index) = std::tie(entry.peer, entry.index);
+        rows += entry.length;
+    }
+    return first;
+}
+
+}  // namespace jaxmagi::collectives

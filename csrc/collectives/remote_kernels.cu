@@ -1,0 +1,52 @@
+#include "csrc/collectives/remote_kernels.h"
+
+#include <algorithm>
+
+#include "csrc/collectives/checks.cuh"
+#include "csrc/collectives/launch.cuh"
+
+namespace jaxmagi::collectives {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / kWarp, kMaxCtas = 1024;
+
+// Each warp makes one copy at a time.
+__global__ void __launch_bounds__(kThreads) copy(const CopiedBytes* copies, int count) {
+    const int lane = threadIdx.x % kWarp;
+    for (int i = blockIdx.x * kWarps + threadIdx.x / kWarp; i < count; i += gridDim.x * kWarps) {
+        const auto [from, to, bytes] = copies[i];
+#pragma unroll 4
+        for (int64_t at = lane * 16; at < bytes; at += kWarp * 16)
+            *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(from + at);
+    }
+}
+
+__global__ void __launch_bounds__(kThreads) compare(const PairHeader* received, const PairHeader* expected, int count) {
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+        const PairHeader &theirs = received[i], &own = expected[i];
+        check_same_call(own.destination, own.source, own.call_hash, theirs.call_hash);
+        check_same_rows(own.source, own.destination, theirs.rows, own.rows);
+        if (theirs.cut_hash != own.cut_hash or theirs.source != own.source or theirs.destination != own.destination)
+            abort_kernel("jaxmagi: the spec of rank %d has the rows between it and rank %d in other ranges than the "
+                         "spec of that rank\n",
+                         own.destination, own.source);
+    }
+}
+
+}  // namespace
+
+cudaError_t copy_bytes(const CopiedBytes* copies, int count, cudaStream_t stream) {
+    return launch(copy, std::min((count + kWarps - 1) / kWarps, kMaxCtas), kThreads, 0, stream, {}, copies, count);
+}
+
+cudaError_t check_headers(const PairHeader* received, const PairHeader* expected, int count, cudaStream_t stream) {
+    return launch(compare, 1, kThreads, 0, stream, {}, received, expected, count);
+}
+
+cudaError_t preload_remote_kernels() {
+    cudaFuncAttributes attributes;
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, copy);
+    return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, compare) : error;
+}
+
+}  // namespace jaxmagi::collectives

@@ -1,0 +1,208 @@
+#include "csrc/collectives/remote_rows.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "csrc/collectives/nccl_watchdog.h"
+#include "csrc/collectives/statistics.h"
+#include "csrc/common/check_cuda.h"
+#include "csrc/common/math.h"
+
+namespace jaxmagi::collectives {
+namespace {
+
+constexpr size_t kAlignment = 256;
+
+constexpr const char* name_of(Kind kind) {
+    return kind == Kind::kCast ? "group_cast" : "group_reduce";
+}
+
+// Returns a table that is on the device. The host waits for the stream before it copies to pageable memory, since a
+// copy that has to wait may keep other threads from the device.
+template <typename Entry> std::vector<Entry> read_table(const Entry* table, int64_t count, cudaStream_t stream) {
+    std::vector<Entry> entries(count);
+    check_cuda(cudaMemcpyAsync(entries.data(), table, count * sizeof(Entry), cudaMemcpyDeviceToHost, stream),
+               "reading a spec");
+    return entries;
+}
+
+// Cuts a copy into pieces that are quick enough for one warp each.
+void append_pieces(std::vector<CopiedBytes>& pieces, const char* from, char* to, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += kMaxCopiedBytes)
+        pieces.push_back({from + at, to + at, std::min(kMaxCopiedBytes, bytes - at)});
+}
+
+size_t count_pieces(const Traffic& traffic) {
+    size_t count = 0;
+    for (const StagedCopy& copy : traffic.copies)
+        count += ceil_div(copy.bytes, kMaxCopiedBytes);
+    return count;
+}
+
+int64_t bytes_of(const Traffic& traffic) {
+    int64_t bytes = 0;
+    for (const Message& message : traffic.messages)
+        bytes += message.bytes;
+    return bytes;
+}
+
+}  // namespace
+
+RemoteRows::RemoteRows(Kind kind, const TransferParams& params, const IsRemote& is_remote, cudaStream_t program,
+                       const Allocate& allocate)
+    : kind_(kind) {
+    const bool is_cast = kind == Kind::kCast;
+    for (int i = 0; i < params.num_arrays; ++i) {
+        sources_.push_back(const_cast<char*>(params.arrays[i].from));
+        if (is_cast)
+            destinations_.push_back(reinterpret_cast<char*>(params.resolve(params.published[i], params.slot)));
+    }
+    list_traffic(params, is_remote, program);
+    if (is_empty())
+        return;
+    allocate_memory(allocate);
+    upload(program);
+}
+
+void RemoteRows::list_traffic(const TransferParams& params, const IsRemote& is_remote, cudaStream_t program) {
+    check_cuda(cudaStreamSynchronize(program), "waiting for a spec");
+    const int64_t count = int64_t{params.batch} * params.entries;
+    const auto sends = read_table(params.sends, count, program);
+    const auto receives = read_table(params.receives, count, program);
+    check_cuda(cudaStreamSynchronize(program), "reading a spec");
+    const TransferShape shape{params.rank,    params.size,       params.batch,       params.entries,
+                              params.input_rows, params.output_rows, params.pair_rows};
+    const auto sent = pairs_of(std::span(sends), shape, is_remote);
+    const auto received = pairs_of(std::span(receives), shape, is_remote);
+    std::vector<int> row_bytes;
+    for (int i = 0; i < params.num_arrays; ++i)
+        row_bytes.push_back(params.arrays[i].row_bytes);
+    const bool is_cast = kind_ == Kind::kCast;
+    const auto& [sources, destinations] = is_cast ? std::tie(sent, received) : std::tie(received, sent);
+    const Call call{kind_, params.rank, params.call_hash};
+    outgoing_ = traffic_of(call, Direction::kOutgoing, sources, row_bytes, 0);
+    incoming_ = traffic_of(call, Direction::kIncoming, destinations, row_bytes, outgoing_.staging_bytes);
+    if (is_cast)
+        return;
+    incoming_rows_ = staged_rows(std::span(sends), shape, is_remote);
+    int64_t rows = 0, offset = outgoing_.staging_bytes;
+    for (const Pair& pair : sent)
+        rows += pair.rows;
+    for (const int bytes : row_bytes) {
+        incoming_offsets_.push_back(offset);
+        offset += rows * bytes;
+    }
+}
+
+template <typename T> RemoteRows::Part RemoteRows::reserve(size_t count) {
+    const Part part{bytes_, static_cast<int>(count)};
+    bytes_ = round_up(bytes_ + count * sizeof(T), kAlignment);
+    return part;
+}
+
+void RemoteRows::allocate_memory(const Allocate& allocate) {
+    out_headers_ = reserve<PairHeader>(outgoing_.headers.size());
+    expected_headers_ = reserve<PairHeader>(incoming_.headers.size());
+    packed_ = reserve<CopiedBytes>(count_pieces(outgoing_));
+    unpacked_ = reserve<CopiedBytes>(count_pieces(incoming_));
+    first_rows_ = reserve<int64_t>(incoming_rows_.size());
+    in_headers_ = reserve<PairHeader>(incoming_.headers.size());
+    staging_ = reserve<char>(outgoing_.staging_bytes + incoming_.staging_bytes);
+    memory_ = static_cast<char*>(allocate(bytes_));
+}
+
+void RemoteRows::upload(cudaStream_t program) const {
+    std::vector<char> image(in_headers_.offset);
+    const auto put = [&](const Part& part, const auto& items) {
+        std::memcpy(image.data() + part.offset, items.data(), items.size() * sizeof items[0]);
+    };
+    put(out_headers_, outgoing_.headers);
+    put(expected_headers_, incoming_.headers);
+    put(packed_, resolve_copies(outgoing_, true));
+    put(unpacked_, resolve_copies(incoming_, false));
+    put(first_rows_, incoming_rows_);
+    check_cuda(cudaMemcpyAsync(memory_, image.data(), image.size(), cudaMemcpyHostToDevice, program),
+               "copying the messages of a transfer to the device");
+}
+
+std::vector<CopiedBytes> RemoteRows::resolve_copies(const Traffic& traffic, bool to_staging) const {
+    std::vector<CopiedBytes> pieces;
+    for (const auto& [array, staging, bytes] : traffic.copies) {
+        char* const in_array = resolve(array, to_staging ? sources_ : destinations_);
+        char* const in_staging = resolve(staging, {});
+        if (to_staging)
+            append_pieces(pieces, in_array, in_staging, bytes);
+        else
+            append_pieces(pieces, in_staging, in_array, bytes);
+    }
+    return pieces;
+}
+
+char* RemoteRows::resolve(const Place& place, const std::vector<char*>& arrays) const {
+    return (place.array == Place::kStaging ? at<char>(staging_) : arrays[place.array]) + place.offset;
+}
+
+void RemoteRows::add_to(TransferParams& params) const {
+    if (incoming_.headers.empty())
+        return;
+    params.incoming = at<char>(staging_);
+    params.incoming_rows = at<int64_t>(first_rows_);
+    for (int i = 0; i < params.num_arrays; ++i)
+        params.arrays[i].incoming_offset = incoming_offsets_[i];
+}
+
+void RemoteRows::pack(cudaStream_t stream) const {
+    if (packed_.count > 0)
+        check_cuda(copy_bytes(at<CopiedBytes>(packed_), packed_.count, stream), "launching the kernel that packs rows");
+}
+
+void RemoteRows::unpack(cudaStream_t stream) const {
+    if (unpacked_.count > 0)
+        check_cuda(copy_bytes(at<CopiedBytes>(unpacked_), unpacked_.count, stream),
+                   "launching the kernel that unpacks rows");
+}
+
+void RemoteRows::exchange(Peers& peers, uint64_t timeout_ms, cudaStream_t stream) const {
+    ++peers.calls;
+    const std::string what = description(peers);
+    std::vector<nccl::Message> sends, receives;
+    for (size_t i = 0; i < outgoing_.headers.size(); ++i)
+        sends.push_back({at<PairHeader>(out_headers_) + i, sizeof(PairHeader), outgoing_.headers[i].destination});
+    for (size_t i = 0; i < incoming_.headers.size(); ++i)
+        receives.push_back({at<PairHeader>(in_headers_) + i, sizeof(PairHeader), incoming_.headers[i].source});
+    enqueue_nccl(stream, timeout_ms, peers.who(), "exchanged the headers of " + what,
+                 [&] { nccl::exchange(sends, receives, peers.communicator, stream); });
+    if (in_headers_.count > 0)
+        check_cuda(check_headers(at<PairHeader>(in_headers_), at<PairHeader>(expected_headers_), in_headers_.count,
+                                 stream),
+                   "launching the kernel that compares headers");
+    count_nccl(static_cast<int64_t>(outgoing_.messages.size()), bytes_of(outgoing_),
+               static_cast<int64_t>(sends.size() * sizeof(PairHeader)));
+    sends.clear();
+    receives.clear();
+    for (const Message& message : outgoing_.messages)
+        sends.push_back({outgoing_data(message), static_cast<size_t>(message.bytes), message.peer});
+    for (const Message& message : incoming_.messages)
+        receives.push_back({incoming_data(message), static_cast<size_t>(message.bytes), message.peer});
+    enqueue_nccl(stream, timeout_ms, peers.who(), "moved the rows of " + what,
+                 [&] { nccl::exchange(sends, receives, peers.communicator, stream); });
+}
+
+// Names the call and a few of the ranks that this rank exchanges rows with.
+std::string RemoteRows::description(const Peers& peers) const {
+    constexpr size_t kMostNames = 8;
+    std::vector<int> others;
+    for (const PairHeader& header : outgoing_.headers)
+        others.push_back(header.destination);
+    for (const PairHeader& header : incoming_.headers)
+        others.push_back(header.source);
+    std::ranges::sort(others);
+    const auto repeated = std::ranges::unique(others);
+    others.erase(repeated.begin(), repeated.end());
+    std::string text = std::string(name_of(kind_)) + " (call " + std::to_string(peers.calls) + " of the group) with ";
+    for (size_t i = 0; i < std::min(others.size(), kMostNames); ++i)
+        text += (i == 0 ? "" : ", ") + peers.name_of(others[i]);
+    return text + (others.size() > kMostNames ? " and " + std::to_string(others.size() - kMostNames) + " more" : "");
+}
+
+}  // namespace jaxmagi::collectives

@@ -1,0 +1,76 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "csrc/collectives/messages.h"
+#include "csrc/collectives/peers.h"
+#include "csrc/collectives/remote_kernels.h"
+#include "csrc/collectives/transfer_params.h"
+
+// A rank's part of a transfer with its remote peers, over NCCL. Only the tables say which rows these are, and NCCL
+// takes counts from the host. So the host waits for the tables and reads them, once a call: it loses its lead over the
+// device, which costs some ten microseconds, little beside what rows take between hosts.
+//
+// First the ranks of each pair exchange headers, and compare them before any row moves: ranks whose tables disagree end
+// with an error, and neither write nor read rows that were meant otherwise.
+
+namespace jaxmagi::collectives {
+
+class RemoteRows {
+public:
+    // Returns device memory that stays until the transfer has ended.
+    using Allocate = std::function<void*(size_t bytes)>;
+
+    // Reads the tables when `program` has computed them, and allocates what the transfer needs. Throws
+    // std::invalid_argument if they do not fit the transfer.
+    RemoteRows(Kind kind, const TransferParams& params, const IsRemote& is_remote, cudaStream_t program,
+               const Allocate& allocate);
+
+    bool is_empty() const { return outgoing_.headers.empty() and incoming_.headers.empty(); }
+
+    // Tells a group reduce where its incoming rows will be.
+    void add_to(TransferParams& params) const;
+
+    // The three steps of the transfer, in one stream: copies the rows that do not lie as they are sent, exchanges
+    // headers and rows, and copies the rows that do not lie as they have come.
+    void pack(cudaStream_t stream) const;
+    void exchange(Peers& peers, uint64_t timeout_ms, cudaStream_t stream) const;
+    void unpack(cudaStream_t stream) const;
+
+    // The messages and their memory, for tests that have no NCCL.
+    const Traffic& outgoing() const { return outgoing_; }
+    const Traffic& incoming() const { return incoming_; }
+    char* outgoing_data(const Message& message) const { return resolve(message.place, sources_); }
+    char* incoming_data(const Message& message) const { return resolve(message.place, destinations_); }
+
+private:
+    struct Part {  // of the device memory
+        size_t offset;
+        int count;
+    };
+
+    void list_traffic(const TransferParams& params, const IsRemote& is_remote, cudaStream_t program);
+    void allocate_memory(const Allocate& allocate);
+    void upload(cudaStream_t program) const;
+    std::vector<CopiedBytes> resolve_copies(const Traffic& traffic, bool to_staging) const;
+    char* resolve(const Place& place, const std::vector<char*>& arrays) const;
+    template <typename T> T* at(const Part& part) const { return reinterpret_cast<T*>(memory_ + part.offset); }
+    template <typename T> Part reserve(size_t count);
+    std::string description(const Peers& peers) const;
+
+    const Kind kind_;
+    Traffic outgoing_, incoming_;
+    std::vector<char*> sources_, destinations_;  // arrays of this rank
+    std::vector<int64_t> incoming_offsets_, incoming_rows_;
+
+    char* memory_ = nullptr;
+    size_t bytes_ = 0;
+    // Uploaded parts come first.
+    Part out_headers_{}, expected_headers_{}, packed_{}, unpacked_{}, first_rows_{}, in_headers_{}, staging_{};
+};
+
+}  // namespace jaxmagi::collectives
