@@ -89,8 +89,8 @@ std::vector<Entry> remote_entries(std::span<const TableEntry> table, const Trans
 
 void check_slot(const Entry& entry, int slot) {
     if (entry.slot != slot)
-        throw std::invalid_argument("jaxmagi: a spec has an entry for rank " + std::to_string(entry.peer) + " with slot " +
-                                    std::to_string(entry.slot) + ", but the rows before it fill " +
+        throw std::invalid_argument("jaxmagi: a spec has an entry for rank " + std::to_string(entry.peer) +
+                                    " with slot " + std::to_string(entry.slot) + ", but the rows before it fill " +
                                     std::to_string(slot) + " slots");
 }
 

@@ -262,14 +262,6 @@ def test_unsupported(function: Any, x: Any, message: str) -> None:
     assert not custom_calls(text_of(function, x))
 
 
-def test_too_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_support, "_MAX_RANKS", 1)
-    for function, x in ((cast, array(ROWS, 4)), (reduce, array(OUTPUT_ROWS, 4))):
-        assert not custom_calls(text_of(function, x))
-        with pytest.raises(NotImplementedError, match=r"the mesh axis has 2 ranks, .* for 1 at most"):
-            text_of(function, x, implementation="nccl")
-
-
 def test_sums_that_the_kernels_do_not_make() -> None:
     """A second derivative has sums in another dtype than that of the parts."""
     bfloat16, half, single, double = map(jnp.dtype, ("bfloat16", "float16", "float32", "float64"))
