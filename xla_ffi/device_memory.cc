@@ -7,7 +7,7 @@
 namespace jaxmagi {
 namespace {
 
-constexpr size_t kAlignment = 256;
+constexpr size_t kAlignment = 16;  // the least that arrays of rows need
 
 // Returns the message of an error, and gives the error back.
 std::string take_message(const XLA_FFI_Api* api, XLA_FFI_Error* error) {

@@ -1,7 +1,6 @@
 #include "csrc/collectives/remote_rows.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "csrc/collectives/nccl_watchdog.h"
 #include "csrc/collectives/statistics.h"
@@ -114,7 +113,8 @@ void RemoteRows::allocate_memory(const Allocate& allocate) {
 void RemoteRows::upload(cudaStream_t program) const {
     std::vector<char> image(in_headers_.offset);
     const auto put = [&](const Part& part, const auto& items) {
-        std::memcpy(image.data() + part.offset, items.data(), items.size() * sizeof items[0]);
+        std::copy_n(reinterpret_cast<const char*>(items.data()), items.size() * sizeof items[0],
+                    image.data() + part.offset);
     };
     put(out_headers_, outgoing_.headers);
     put(expected_headers_, incoming_.headers);
@@ -143,7 +143,7 @@ char* RemoteRows::resolve(const Place& place, const std::vector<char*>& arrays) 
 }
 
 void RemoteRows::add_to(TransferParams& params) const {
-    if (incoming_.headers.empty())
+    if (kind_ == Kind::kCast or incoming_.headers.empty())
         return;
     params.incoming = at<char>(staging_);
     params.incoming_rows = at<int64_t>(first_rows_);
