@@ -131,7 +131,7 @@ def test_operands(call: Any, message: str) -> None:
         ({"wire_dtype": "fp8"}, "wire_dtype must be a dtype, but it is 'fp8'"),
         (
             {"wire_dtype": jnp.float8_e4m3fn},
-            "wire_dtype must be one of ('float64', 'float32', 'bfloat16', 'float16'), but it is 'float8_e4m3fn'",
+            "must be one of ('float64', 'float32', 'bfloat16', 'float16'), but it is 'float8_e4m3fn'",
         ),
         ({"wire_dtype": np.int8}, "but it is 'int8'"),
         ({"timeout": 0}, "the time limit must be between 0.001 and 1000000 seconds, but it is 0"),
