@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from benchmarks._transfers import ALL_GATHER, ALL_TO_ALL, DIM, KV_HEADS, LATENCY, Transfer
-from jaxmagi import GroupCastSpec, group_cast, group_reduce
+from jaxmagi import CollectiveOptions, GroupCastSpec, group_cast, group_reduce
 from jaxmagi.calibration._chain import AXIS, draw_normal
 
 SMS = (4, 8, 12, 16, 24, 32)
@@ -61,11 +61,10 @@ def implementations(transfer: Transfer, direction: Direction) -> dict[str, Imple
     return found | peers
 
 
-def _ours(transfer: Transfer, direction: Direction, implementation: str, **options: Any) -> Implementation:
+def _ours(transfer: Transfer, direction: Direction, implementation: Any, **options: Any) -> Implementation:
     spec, cast = transfer.spec, direction == "cast"
-    move = functools.partial(
-        group_cast if cast else group_reduce, axis_name=AXIS, implementation=implementation, **options
-    )
+    chosen = CollectiveOptions(implementation=implementation, **options)
+    move = functools.partial(group_cast if cast else group_reduce, axis_name=AXIS, options=chosen)
     return Implementation(move, spec.input_rows if cast else spec.output_rows, 2, spec)
 
 

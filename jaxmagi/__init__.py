@@ -5,7 +5,12 @@ import importlib.metadata
 from . import masks as masks, nn as nn
 from .attention import attention as attention, flops as flops
 from .calibration import calibrate as calibrate
-from .collectives import finalize as finalize, group_cast as group_cast, group_reduce as group_reduce
+from .collectives import (
+    CollectiveOptions as CollectiveOptions,
+    finalize as finalize,
+    group_cast as group_cast,
+    group_reduce as group_reduce,
+)
 from .context import (
     context_attention as context_attention,
     dispatch as dispatch,

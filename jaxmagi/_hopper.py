@@ -9,6 +9,9 @@ from . import _native
 
 _CAPABILITY = "9.0"
 
+MAX_SMS = 132
+"""The most multiprocessors that a GPU of this compute capability has."""
+
 
 def unsupported_reason() -> str | None:
     """Returns why compiled CUDA code cannot run here, whatever the operands; None if it can."""

@@ -4,7 +4,7 @@ Outside of tests nothing checks annotations, and wrong shapes get the ValueError
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import TypeCheckError, jaxtyped
 
 import jaxmagi
-from jaxmagi import AttnMask, GroupCastSpec, masks, plan_context
+from jaxmagi import AttnMask, CollectiveOptions, GroupCastSpec, masks, plan_context
 
 from .context.harness import AXIS, make_mesh
 
 LENGTH, RANKS = 16, 2
 MASK = masks.causal(LENGTH)
 PLAN = plan_context(MASK, RANKS, num_stages=1)
+OPTIONS = CollectiveOptions(implementation="xla", wire_dtype=jnp.bfloat16)
 SPEC = GroupCastSpec.from_splits([[3], [2]], [[[1]], [[0]]], [[2], [3]], [[1], [0]])
 
 
@@ -55,18 +56,27 @@ def test_attention_fn(batch: tuple[int, ...]) -> None:
 def test_context_attention() -> None:
     x = jax.jit(lambda x: checked(jaxmagi.dispatch)(x, PLAN))(rows())
     with jax.set_mesh(make_mesh(RANKS)):
-        out = checked(jaxmagi.context_attention)(x, x, x, PLAN, axis_name=AXIS)
+        out = checked(jaxmagi.context_attention)(x, x, x, PLAN, axis_name=AXIS, collectives=OPTIONS)
     out = checked(jaxmagi.undispatch)(np.asarray(out), PLAN)
     assert isinstance(out, np.ndarray) and out.shape == (LENGTH, 4, 8)
 
 
 def test_group_collectives() -> None:
     def there_and_back(x: jax.Array) -> Any:
-        received = checked(jaxmagi.group_cast)({"x": x}, SPEC, axis_name=AXIS)
-        return checked(jaxmagi.group_reduce)(received, SPEC, axis_name=AXIS, accumulate={"x": x})
+        options = {"axis_name": AXIS, "options": OPTIONS}
+        received = checked(jaxmagi.group_cast)({"x": x}, SPEC, **options)
+        return checked(jaxmagi.group_reduce)(received, SPEC, accumulate={"x": x}, **options)
 
     mapped = jax.shard_map(there_and_back, mesh=make_mesh(RANKS), in_specs=P(AXIS), out_specs=P(AXIS))
     assert mapped(jnp.ones((2 * SPEC.input_rows, 4)))["x"].shape == (2 * SPEC.input_rows, 4)
+
+
+def test_options() -> None:
+    hints = get_type_hints(CollectiveOptions)
+    for given in (None, "bfloat16", jnp.bfloat16, np.float32, jnp.dtype(jnp.bfloat16)):
+        assert is_bearable(given, hints["wire_dtype"])
+        assert is_bearable(CollectiveOptions(wire_dtype=given).wire_dtype, hints["wire_dtype"])
+    assert is_bearable(CollectiveOptions(timeout=2).timeout, float)
 
 
 def test_masks() -> None:
@@ -88,6 +98,13 @@ WRONG: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "mask": (jaxmagi.attention, (rows(), rows(), rows(), np.ones((LENGTH, LENGTH), bool)), {}),
     "sinks": (jaxmagi.attention, (rows(), rows(), rows(), MASK), {"sinks": jnp.zeros(3)}),
     "attention_fn": (jaxmagi.nn.attention_fn, (rows(), rows(dim=4), rows()), {}),
+    "margin": (jaxmagi.attention, (rows(), rows(), rows(), MASK), {"sm_margin": 0.5}),
+    "collectives": (
+        jaxmagi.context_attention,
+        (rows(), rows(), rows(), PLAN),
+        {"axis_name": AXIS, "collectives": "nccl"},
+    ),
+    "options": (jaxmagi.group_cast, (rows(), SPEC), {"axis_name": AXIS, "options": "nccl"}),
     "plan": (jaxmagi.dispatch, (rows(), MASK), {}),
     "lengths": (masks.documents, (np.ones((2, 2), int),), {}),
     "segments": (masks.from_segment_ids, (np.ones(4),), {}),

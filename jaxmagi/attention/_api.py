@@ -8,7 +8,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from .._checks import integer
 from .._dtypes import accumulator_dtype
+from .._hopper import MAX_SMS
 from .._softmax import Partial, row_delta, sink_gradient
 from ..masks import AttnMask
 from ._primitive import attention_backward, attention_forward
@@ -33,6 +35,7 @@ class _Options(NamedTuple):
     soft_cap: float  # 0 for none
     deterministic: bool
     implementation: str | None
+    sm_margin: int
 
 
 @overload
@@ -48,6 +51,7 @@ def attention(
     deterministic: bool = False,
     return_residual: Literal[False] = False,
     implementation: str | None = None,
+    sm_margin: int = 0,
 ) -> Float[Array, "*batch T N Dv"]: ...
 @overload
 def attention(
@@ -62,6 +66,7 @@ def attention(
     deterministic: bool = False,
     return_residual: Literal[True],
     implementation: str | None = None,
+    sm_margin: int = 0,
 ) -> tuple[Float[Array, "*batch T N Dv"], Float[Array, "*batch T N"]]: ...
 def attention(
     query: Float[Array | np.ndarray, "*batch T N D"],
@@ -75,6 +80,7 @@ def attention(
     deterministic: bool = False,
     return_residual: bool = False,
     implementation: str | None = None,
+    sm_margin: int = 0,
 ) -> Float[Array, "*batch T N Dv"] | tuple[Float[Array, "*batch T N Dv"], Float[Array, "*batch T N"]]:
     """Computes attention under a mask.
 
@@ -113,6 +119,9 @@ def attention(
             those for GPUs are for bfloat16 and float16 and D and Dv up to 256, at full speed for 64, 96, 128,
             192, 256 and for 192 with a Dv of 128. On other GPUs, and on any where jaxmagi was built without
             CUDA, None warns once per process.
+        sm_margin: how many multiprocessors of a GPU the attention kernels of both passes leave to what else
+            runs at the same time, from 0 to 131; the GPU must have more. The short kernels before and after
+            them take all. Only the kernels for GPUs can. Static.
 
     Returns:
         The output [T, N, Dv] or [B, T, N, Dv] in the dtype of query. With ``return_residual`` a pair of it
@@ -122,7 +131,8 @@ def attention(
     Raises:
         ValueError: for arguments that do not fit together, and for Explicit shardings that exclude each other
             or split the head dimension.
-        NotImplementedError: for "ffi" where it does not fit, and for second derivatives.
+        NotImplementedError: for "ffi" where it does not fit, for second derivatives, and when lowered for
+            an ``sm_margin`` where the kernels for GPUs do not run.
     """
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     sinks = None if sinks is None else jnp.asarray(sinks)
@@ -141,6 +151,7 @@ def attention(
         soft_cap=float(logits_soft_cap or 0),
         deterministic=bool(deterministic),
         implementation=implementation,
+        sm_margin=integer(sm_margin, "sm_margin", maximum=MAX_SMS - 1),
     )
     bands = jnp.asarray(mask.bands)
     operands = _Operands(query, key, value, bands if bands.ndim == 3 else bands[None], sinks)
@@ -168,6 +179,7 @@ def _forward(operands: _Operands[jax.Array], options: _Options) -> tuple[jax.Arr
         soft_cap=options.soft_cap,
         out_dtype=query.dtype,
         implementation=options.implementation,
+        sm_margin=options.sm_margin,
     )
 
 
@@ -207,6 +219,7 @@ def _attention_bwd(
         deterministic=options.deterministic,
         grad_dtype=query.dtype,
         implementation=options.implementation,
+        sm_margin=options.sm_margin,
     )
     dsinks = None if sinks is None else sink_gradient(sinks, lse, delta)
     gradients = (dq, dk, dv, None, dsinks)

@@ -11,7 +11,7 @@ from jax.interpreters import mlir
 
 from .. import _hopper, _native
 from .._dtypes import accumulator_dtype
-from .._lowering import Compiled, Function, no_kernel, register
+from .._lowering import Compiled, Function, LoweringRule, no_kernel, register
 from .._softmax import Partial, accumulate
 from . import _cuda, _xla
 from ._partitioning import lowering
@@ -40,16 +40,33 @@ def unsupported_reason(platform: str) -> str | None:
 def _register(primitive: Primitive, portable: Function, on_cpu: Function, on_hopper: Function) -> None:
     cpu_reason = functools.partial(_cpu_unsupported_reason, primitive.name)
     compiled = {
-        "cpu": Compiled(lowering(primitive, on_cpu, "ffi"), lambda *_, **__: cpu_reason()),
+        "cpu": Compiled(
+            _without_margin(primitive, lowering(primitive, on_cpu, "ffi")), lambda *_, **__: cpu_reason()
+        ),
         "cuda": Compiled(
             lowering(primitive, _unless_empty(on_hopper, portable), "ffi"),
             _hopper_unsupported_reason,
             on_fallback=_cuda.warn_of_plain_xla,
         ),
     }
-    register(
-        primitive, lowering(primitive, portable, "xla"), compiled, lambda params: params["implementation"]
-    )
+    plain = _without_margin(primitive, lowering(primitive, portable, "xla"))
+    register(primitive, plain, compiled, lambda params: params["implementation"])
+
+
+def _without_margin(primitive: Primitive, rule: LoweringRule) -> LoweringRule:
+    """Returns a lowering rule that refuses to leave multiprocessors free, which only kernels for GPUs can."""
+
+    def checked(ctx: mlir.LoweringRuleContext, *operands: Any, sm_margin: int, **params: Any) -> Any:
+        if sm_margin == 0:
+            return rule(ctx, *operands, sm_margin=sm_margin, **params)
+        platforms = ", ".join(ctx.platforms or ctx.module_context.platforms)
+        raise NotImplementedError(
+            f"sm_margin={sm_margin}: only the kernels for GPUs leave multiprocessors free, and here, on "
+            f"platform {platforms}, {primitive.name} runs without them. On a GPU "
+            'implementation="ffi" says why.'
+        )
+
+    return checked
 
 
 def _cpu_unsupported_reason(target: str) -> str | None:

@@ -193,7 +193,7 @@ def attention_forward(
             that sees nothing here keeps it exactly. Sinks count for the rows that see a key in the call that
             gets them: give them to one call only.
         sm_margin: how many multiprocessors of a GPU the attention kernel leaves to other kernels. The short
-            kernels before and after it take all. Without effect on other platforms. Static.
+            kernels before and after it take all. Static.
 
     Returns:
         The output [*B, T, N, Dv] and the log-sum-exp [*B, T, N] in accumulator dtype. A row that sees
@@ -201,7 +201,8 @@ def attention_forward(
 
     Raises:
         ValueError: for shapes, dtypes or numbers other than these.
-        NotImplementedError: for implementation="ffi", when lowered for what it cannot run.
+        NotImplementedError: when lowered, for implementation="ffi" where it cannot run, and for an
+            ``sm_margin`` where no kernel for GPUs runs.
     """
     out, lse = attention_forward_p.bind(
         *vary_alike((q, k, v, bands, sinks, *(previous or ()))),
@@ -254,7 +255,8 @@ def attention_backward(
 
     Raises:
         ValueError: for shapes, dtypes or numbers other than these.
-        NotImplementedError: for implementation="ffi", when lowered for what it cannot run.
+        NotImplementedError: when lowered, for implementation="ffi" where it cannot run, and for an
+            ``sm_margin`` where no kernel for GPUs runs.
     """
     dq, dk, dv = attention_backward_p.bind(
         *vary_alike((q, k, v, bands, dout, lse, delta)),

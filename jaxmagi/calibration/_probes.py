@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from .. import masks
 from ..attention import attention
-from ..collectives import group_cast
+from ..collectives import CollectiveOptions, group_cast
 from ..masks import AttnMask
 from ..planning import CostModel, GroupCastSpec
 from . import _processes
@@ -98,12 +98,13 @@ def transfer_probe(
     ranks_per_host: int | None,
     is_short: bool,
 ) -> DeviceWork:
-    """Runs a group cast of rows of keys and values; ``ranks_per_host`` is as in `group_cast`."""
+    """Runs a group cast of rows of keys and values; ``ranks_per_host`` is as in `CollectiveOptions`."""
     shape = (cost.num_kv_heads, cost.head_dim)
     operands = [draw_normal(seed, spec.input_rows, shape, dtype, mesh) for seed in range(2)]
 
     def cast(rows: list[jax.Array], _: Any) -> list[jax.Array]:
-        return group_cast(rows, spec, axis_name=axis_name, ranks_per_host=ranks_per_host)
+        options = CollectiveOptions(ranks_per_host=ranks_per_host)
+        return group_cast(rows, spec, axis_name=axis_name, options=options)
 
     return chain(cast, operands, (), mesh, _MANY_TURNS if is_short else _TURNS)
 

@@ -2,7 +2,7 @@
 
 On GPUs the collectives have state in each process. Importing jaxmagi sets ``NCCL_LAUNCH_ORDER_IMPLICIT=1``
 unless the variable is set: NCCL reads it when loaded, and without it two communicators, XLA's and that of the
-collectives, may deadlock. `set_timeout` holds for programs compiled afterwards. Lowering a collective
+collectives, may deadlock. `set_timeout` holds for programs lowered afterwards. Lowering a collective
 tells the compiled code of this process how large JAX's memory pool is. Memory that is kept between calls is
 freed by `finalize`.
 """
@@ -15,6 +15,11 @@ from ._arguments import (
     on_this_rank as on_this_rank,
 )
 from ._async import AsyncTransfer as AsyncTransfer, in_order as in_order
+from ._options import (
+    CollectiveOptions as CollectiveOptions,
+    check_options as check_options,
+    check_wire_dtype as check_wire_dtype,
+)
 from ._primitives import group_cast_p as group_cast_p, group_reduce_p as group_reduce_p
 from ._process import finalize as finalize, set_timeout as set_timeout
 from ._statistics import Statistics as Statistics, statistics as statistics

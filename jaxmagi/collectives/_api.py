@@ -12,7 +12,7 @@ from .._dtypes import accumulator_dtype
 from .._softmax import Partial
 from ..planning import GroupCastSpec, RelayedSpec
 from ._arguments import check_rows, make_transfer
-from ._route import NUM_SMS, Implementation
+from ._options import CollectiveOptions, check_wire_dtype
 from ._transfer import Transfer
 
 _OPS = ("sum", "avg", "lse")
@@ -23,18 +23,15 @@ def group_cast[Tree](
     spec: GroupCastSpec | RelayedSpec,
     *,
     axis_name: str,
-    implementation: Implementation = None,
-    num_sms: int = NUM_SMS,
-    ranks_per_host: int | None = None,
+    options: CollectiveOptions = CollectiveOptions(),  # noqa: B008 (frozen, so safe to share)
 ) -> Tree:
     """Sends rows to the ranks that need them. Call it inside ``jax.shard_map``.
 
     Linear and differentiable (the transpose is `group_reduce` with the same options), also under ``jax.vmap``
     over x, over the spec or over both. The arrays of one pytree travel together.
 
-    "native" and "nccl" are custom calls for GPUs: over NVLink straight into the memory of peers on the same
-    host, and by NCCL to any peer, for up to 64 ranks. Mesh axes that ``shard_map`` leaves out, Auto or
-    Explicit, may shard x along any dimension but its rows: each device then exchanges its part of them.
+    Mesh axes that ``shard_map`` leaves out, Auto or Explicit, may shard x along any dimension but its rows:
+    each device then exchanges its part of them.
 
     With a spec by `GroupCastSpec.by_host` rows travel in two steps and cross to another host once. Its
     transpose rounds sums of 16-bit floats twice, to their dtype: inside the host, and at the end.
@@ -43,24 +40,24 @@ def group_cast[Tree](
         x: pytree of local arrays ``[spec.input_rows, ...]``.
         spec: which rows go where, whole (tables lead with ``cp``) or sharded over ``axis_name``.
         axis_name: mesh axis whose ranks exchange rows.
-        implementation: "native", "nccl" or "xla" (plain JAX, on any platform). None: on GPUs, for every two
-            ranks, "native" within a host and "nccl" between hosts; "xla" where that does not fit. Static.
-        num_sms: "native" takes at most this many multiprocessors, from 1 to 132. Static.
-        ranks_per_host: ranks of the axis with the same ``rank // ranks_per_host`` are taken to share a host.
-            None: what the hardware says, or that of a spec by `GroupCastSpec.by_host`. Static.
+        options: how rows travel. Static. They travel in their own dtype: ``wire_dtype`` is for the gradients
+            that the transpose returns. Arrays without gradients, as of integers, may be there as well.
 
     Returns:
         Arrays ``[spec.output_rows, ...]``. Rows that nobody sends are zero.
 
     Raises:
         ValueError: the axis is unknown, the spec is for another number of ranks, x has another number of
-            rows, or an option is none of the above or not that of the spec.
+            rows, or the options do not fit x or the spec.
         NotImplementedError: when compiled, for an explicit implementation that cannot run; "native" for a
             spec by `GroupCastSpec.by_host`.
     """
-    transfer = make_transfer(spec, axis_name, implementation, num_sms, ranks_per_host)
+    transfer = make_transfer(spec, axis_name, options)
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
     check_rows("x", leaves, transfer.input_rows)
+    for leaf in leaves:
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            check_wire_dtype(options, "the gradient of x is", leaf.dtype)
     if not leaves:
         return x
     return jax.tree.unflatten(structure, transfer.cast(leaves))
@@ -74,9 +71,7 @@ def group_reduce(
     op: Literal["sum", "avg", "lse"] = "sum",
     lse: Float[Array | np.ndarray, "output_rows N"] | None = None,
     accumulate: PyTree[Shaped[Array | np.ndarray, "input_rows ..."]] = None,
-    implementation: Implementation = None,
-    num_sms: int = NUM_SMS,
-    ranks_per_host: int | None = None,
+    options: CollectiveOptions = CollectiveOptions(),  # noqa: B008 (frozen, so safe to share)
 ) -> PyTree[Shaped[Array, "input_rows ..."]]:
     """Sends rows back along the routes of a `group_cast` and combines what arrives for each row.
 
@@ -84,9 +79,12 @@ def group_reduce(
     rank, so that results are bitwise reproducible; on GPU this holds as long as no row is sent twice to one
     rank. Differentiable, also under ``jax.vmap``.
 
+    Rows of x, and the gradients that return to them, travel in the ``wire_dtype`` of the options. With "lse"
+    that is for the outputs: log-sum-exps travel in float32 (float64 for float64).
+
     With a spec by `GroupCastSpec.by_host` what arrives for a row is combined inside each host first, and one
-    row crosses from there, in float32 (float64 for float64) whatever the dtype of x. Results are then those
-    without it up to the order of additions.
+    row crosses from there, without a ``wire_dtype`` in float32 (float64 for float64) whatever the dtype of x.
+    Results are then those without it up to the order of additions.
 
     Args:
         x: pytree of local arrays ``[spec.output_rows, ...]``. For "lse" one array ``[spec.output_rows, N,
@@ -99,24 +97,24 @@ def group_reduce(
         lse: for "lse" only, ``[spec.output_rows, N]``. Parts with -inf contribute nothing.
         accumulate: what is there already, as one more contribution (the first): a pytree like x of arrays
             ``[spec.input_rows, ...]``; for "lse" a pair (output, log-sum-exp).
-        implementation: as in `group_cast`. "native" and "nccl" add up bfloat16, float16, float32 and float64.
-        num_sms: as in `group_cast`.
-        ranks_per_host: as in `group_cast`.
+        options: how rows travel. Static. "native" and "nccl" add up bfloat16, float16, float32 and float64.
 
     Returns:
         Arrays ``[spec.input_rows, ...]``, in the dtypes of ``accumulate`` where given and of x elsewhere; for
         "lse" the pair (output, log-sum-exp). Rows without any contribution are 0, with log-sum-exp -inf.
 
     Raises:
-        ValueError: the axis, the op or an option is unknown, the spec is for another number of ranks, lse is
-            missing or superfluous, or shapes do not fit.
+        ValueError: the axis or the op is unknown, the spec is for another number of ranks, lse is missing or
+            superfluous, shapes do not fit, or the options do not fit x or the spec.
         NotImplementedError: as in `group_cast`.
     """
     check_one_of("op", op, _OPS)
     if (lse is None) == (op == "lse"):
         given = "None" if lse is None else f"an array of shape {jnp.shape(lse)}"
         raise ValueError(f"lse goes with op='lse' and only with it, but op={op!r} and lse is {given}.")
-    transfer = make_transfer(spec, axis_name, implementation, num_sms, ranks_per_host)
+    transfer = make_transfer(spec, axis_name, options)
+    for leaf in jax.tree.leaves(x):
+        check_wire_dtype(options, "x is", jnp.result_type(leaf))
     if lse is not None:
         return _reduce_lse(jnp.asarray(x), jnp.asarray(lse), accumulate, transfer)
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))

@@ -1,14 +1,16 @@
 """Checks the arguments of collectives, and makes the calling rank's transfer of a spec and options."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._checks import check_one_of, integer, is_traced
+from .._checks import is_traced
 from .._varying import varying_axes
 from ..planning import GroupCastSpec, RelayedSpec
-from ._route import IMPLEMENTATIONS, MAX_SMS, NUM_SMS, Route
+from ._options import CollectiveOptions, check_options
+from ._route import Route
 from ._transfer import OneStep, Transfer, TwoSteps
 
 
@@ -60,42 +62,33 @@ def _may_be_sharded(leaf: Any, axis_name: str, size: int) -> bool:
     return axis_name in varying_axes(leaf) if checked else is_traced(leaf)
 
 
-def make_transfer(
-    spec: Any,
-    axis_name: str,
-    implementation: Any = None,
-    num_sms: Any = NUM_SMS,
-    ranks_per_host: Any = None,
-) -> Transfer:
+def make_transfer(spec: Any, axis_name: str, options: CollectiveOptions) -> Transfer:
     """Returns the calling rank's transfer by a spec.
 
     Raises:
-        ValueError: it is no spec, or for other ranks, or an option is one that no collective has.
+        ValueError: it is no spec, or for other ranks, or the options are none or not those of the spec.
         NotImplementedError: the implementation is not for specs by `GroupCastSpec.by_host`.
     """
-    check_one_of("implementation", implementation, IMPLEMENTATIONS)
-    num_sms = integer(num_sms, "num_sms", minimum=1, maximum=MAX_SMS)
-    if ranks_per_host is not None:
-        ranks_per_host = integer(ranks_per_host, "ranks_per_host", minimum=1)
-    options = {"implementation": implementation, "num_sms": num_sms}
+    check_options("options", options)
     if not isinstance(spec, RelayedSpec):
-        return _one_step(spec, "spec", axis_name, ranks_per_host=ranks_per_host, **options)
-    _check_relayed(spec, axis_name, implementation, ranks_per_host)
+        return _one_step(spec, "spec", axis_name, options)
+    _check_relayed(spec, axis_name, options)
     hosts = spec.ranks_per_host
-    between = _one_step(spec.between, "spec.between", axis_name, ranks_per_host=hosts, **options)
-    within = _one_step(spec.within, "spec.within", axis_name, group_size=hosts, **options)
+    between = _one_step(spec.between, "spec.between", axis_name, replace(options, ranks_per_host=hosts))
+    inside = replace(options, ranks_per_host=None)
+    within = _one_step(spec.within, "spec.within", axis_name, inside, group_size=hosts)
     return TwoSteps(between, within)
 
 
 def _one_step(
-    spec: Any, what: str, axis_name: str, *, group_size: int | None = None, **options: Any
+    spec: Any, what: str, axis_name: str, options: CollectiveOptions, *, group_size: int | None = None
 ) -> OneStep:
     _check_spec(spec, what)
     sends, receives = on_this_rank((spec.sends, spec.receives), axis_name, "the spec")
     if group_size is not None:
         sends, receives = (_number_in_groups(table, group_size) for table in (sends, receives))
     sizes = (spec.input_rows, spec.output_rows, spec.pair_rows)
-    return OneStep(sends[0], receives[0], Route(axis_name, *sizes, group_size=group_size, **options))
+    return OneStep(sends[0], receives[0], Route(axis_name, *sizes, **vars(options), group_size=group_size))
 
 
 def _number_in_groups(table: jax.Array, group_size: int) -> jax.Array:
@@ -117,19 +110,16 @@ def _check_spec(spec: Any, what: str) -> None:
             raise ValueError(f"{what}.{name} must be [cp, M, {columns}], but has shape {table.shape}.")
 
 
-def _check_relayed(
-    spec: RelayedSpec, axis_name: str, implementation: Any, ranks_per_host: int | None
-) -> None:
-    if ranks_per_host not in (None, spec.ranks_per_host):
-        raise ValueError(
-            f"ranks_per_host={ranks_per_host}, but the spec is for hosts of {spec.ranks_per_host} ranks."
-        )
+def _check_relayed(spec: RelayedSpec, axis_name: str, options: CollectiveOptions) -> None:
+    given = options.ranks_per_host
+    if given not in (None, spec.ranks_per_host):
+        raise ValueError(f"ranks_per_host={given}, but the spec is for hosts of {spec.ranks_per_host} ranks.")
     if axis_size(axis_name) % spec.ranks_per_host:
         raise ValueError(
             f"the spec is for hosts of {spec.ranks_per_host} ranks, but mesh axis {axis_name!r} has size "
             f"{axis_size(axis_name)}."
         )
-    if implementation == "native":
+    if options.implementation == "native":
         raise NotImplementedError(
             'implementation="native" is for ranks of one host, but a spec by by_host brings rows across '
             "hosts: use None, which uses it inside a host."

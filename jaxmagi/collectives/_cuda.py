@@ -125,7 +125,7 @@ class Calls(NamedTuple):
             "num_sms": self.route.num_sms,
             "implementation": _IMPLEMENTATIONS[self.route.implementation],
             "ranks_per_host": self.route.ranks_per_host or 0,
-            "timeout_ms": timeout_ms(),
+            "timeout_ms": timeout_ms(self.route.timeout),
         }
         numbers = {name: np.int64(number) for name, number in numbers.items()}
         flags = {"is_async": np.bool_(self.is_async), "goes_first": np.bool_(self.goes_first)}

@@ -24,14 +24,16 @@ def merge_by_lse(
 
     Args:
         part: [output_rows, N, D] and [output_rows, N], the results of this rank for rows of others; a row
-            with log-sum-exp -inf contributes nothing.
+            with log-sum-exp -inf contributes nothing. Outputs travel in the wire dtype.
         own: results for the rank's own rows, [input_rows, N, D] and [input_rows, N]; None for none.
         sends: int32 [M, 5].
         receives: int32 [M, 4].
         route: the route of the cast whose transpose this is.
     """
     rows = input_row_of_slot(sends, route)
-    out, lse = _back_to_slots((part.out, _widen(part.lse)), sends, receives, route)
+    wide = accumulator_dtype(part.out.dtype)
+    sent = route.round(part.out), _widen(part.lse)
+    out, lse = _back_to_slots(sent, sends, receives, route)
     lse = jnp.where((rows == NONE)[:, None], -jnp.inf, lse)
     sharding = jax.typeof(lse).sharding  # gathers over Explicit axes need to be told the result's
     row_max = jax.lax.full_like(lse, -jnp.inf, shape=(route.input_rows, *lse.shape[1:]), sharding=sharding)
@@ -42,7 +44,7 @@ def merge_by_lse(
     max_of_slot = row_max.at[rows].get(
         mode="fill", fill_value=0, wrap_negative_indices=False, out_sharding=sharding
     )
-    slots = rescale(to_state(Partial(_widen(out), lse)), max_of_slot)
+    slots = rescale(to_state(Partial(out.astype(wide), lse)), max_of_slot)
     row_sum, out = add_in_order(slots.row_sum, rows, route), add_in_order(slots.out, rows, route)
     state = SoftmaxState(out, row_max, row_sum)
     if own is not None:

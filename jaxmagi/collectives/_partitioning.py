@@ -54,7 +54,7 @@ def lower(
         bind=functools.partial(primitive.bind, **params),
         rule=_rule([x.ndim for x in ctx.avals_out]),
         choose=functools.partial(_choose, functools.partial(function, **params)),
-        identity=(primitive.name, variant, params, timeout_ms()),
+        identity=(primitive.name, variant, params, timeout_ms(params["route"].timeout)),
     )
 
 

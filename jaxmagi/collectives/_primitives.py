@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
+from .._dtypes import accumulator_dtype
 from . import _cuda
 from ._batching import Axes, batch
 from ._lowering import register
@@ -34,6 +35,11 @@ def _reduce_types(*operands: Any, route: Route, out_dtypes: tuple[jnp.dtype, ...
         x.update(shape=(x.shape[0], route.input_rows, *x.shape[2:]), dtype=dtype)
         for x, dtype in zip(operands[:-2], out_dtypes, strict=True)
     ]
+
+
+def sum_dtype(x: jax.Array, dtype: jnp.dtype) -> jnp.dtype:
+    """Returns the dtype of sums of x for a result of this dtype: that of x, or that of accumulators."""
+    return dtype if dtype == x.dtype else accumulator_dtype(x.dtype)
 
 
 # --- derivatives: linear in all operands but the tables ---
@@ -71,9 +77,12 @@ def _wanted(cotangents: Sequence[Any], operands: Sequence[Any]) -> list[int]:
 
 
 def _transpose_cast(cotangents: Sequence[Any], *operands: Any, route: Route) -> list[Any]:
-    dtypes = tuple(ct.dtype if hasattr(ct, "dtype") else ct.aval.dtype for ct in cotangents)
     wanted = _wanted(cotangents, operands)
-    results = _bind_some(group_reduce_p, cotangents, operands[-2:], wanted, route=route, out_dtypes=dtypes)
+    rounded = {i: route.round(cotangents[i]) for i in wanted}
+    values = [rounded.get(i) for i in range(len(cotangents))]
+    dtypes = [None if x is None else sum_dtype(x, ct.dtype) for x, ct in zip(values, cotangents, strict=True)]
+    sums = _bind_some(group_reduce_p, values, operands[-2:], wanted, route=route, out_dtypes=dtypes)
+    results = {i: total.astype(cotangents[i].dtype) for i, total in sums.items()}
     return [results.get(i) for i in range(len(operands))]
 
 

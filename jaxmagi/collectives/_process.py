@@ -1,8 +1,10 @@
 """Manages what the collectives on GPUs have per process: a time limit, and memory."""
 
 import math
+from typing import Any
 
 import jax
+import numpy as np
 
 from .. import _hopper, _native
 
@@ -20,6 +22,8 @@ def set_timeout(seconds: float) -> None:
     The limit also holds where ranks come together before their first transfer, or a larger one: it should be
     longer than one process may compile while another has begun. A process whose rank waits in NCCL ends.
 
+    Calls with a `CollectiveOptions.timeout` have that instead.
+
     Args:
         seconds: from 0.001 to 1,000,000.
 
@@ -27,14 +31,20 @@ def set_timeout(seconds: float) -> None:
         ValueError: the number is out of range.
     """
     global _timeout_ms
-    if not 1e-3 <= seconds <= _LONGEST:
+    _timeout_ms = timeout_ms(check_seconds(seconds))
+
+
+def check_seconds(seconds: Any) -> float:
+    """Returns a time limit as a float; ValueError unless it is a number in range."""
+    is_number = isinstance(seconds, int | float | np.integer | np.floating) and not isinstance(seconds, bool)
+    if not is_number or not 1e-3 <= seconds <= _LONGEST:
         raise ValueError(f"the time limit must be between 0.001 and {_LONGEST} seconds, but it is {seconds}.")
-    _timeout_ms = math.ceil(seconds * 1000)
+    return float(seconds)
 
 
-def timeout_ms() -> int:
-    """Returns the time limit in milliseconds."""
-    return _timeout_ms
+def timeout_ms(seconds: float | None) -> int:
+    """Returns a time limit in milliseconds; for None, that of `set_timeout`."""
+    return _timeout_ms if seconds is None else math.ceil(seconds * 1000)
 
 
 def set_memory_limits() -> None:

@@ -1,30 +1,25 @@
 """Holds the static parameters of a transfer."""
 
 import itertools
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 
-type Implementation = Literal["native", "nccl", "xla"] | None
-
-IMPLEMENTATIONS = ("native", "nccl", "xla", None)
-
-NUM_SMS = 16
-"""The default number of multiprocessors of the native kernels."""
-
-MAX_SMS = 132
+from ._options import Implementation
 
 
 class Route(NamedTuple):
-    """The static parameters of the primitives."""
+    """The static parameters of the primitives; some are those of `CollectiveOptions`."""
 
     axis_name: str
     input_rows: int
     output_rows: int
     pair_rows: int
-    implementation: Implementation = None
-    num_sms: int = NUM_SMS
-    ranks_per_host: int | None = None  # None: what the hardware says
+    implementation: Implementation
+    num_sms: int
+    ranks_per_host: int | None  # None: what the hardware says
+    wire_dtype: jax.typing.DTypeLike | None  # that summands are rounded to; None: their own
+    timeout: float | None  # seconds; None: those of `set_timeout`
     group_size: int | None = None  # consecutive ranks that exchange rows; None: the whole axis
 
     @property
@@ -45,7 +40,14 @@ class Route(NamedTuple):
         rank = jax.lax.axis_index(self.axis_name)
         return rank if self.group_size is None else rank % self.group_size
 
+    def round(self, x: jax.Array) -> jax.Array:
+        """Returns summands in the dtype in which they travel."""
+        return x if self.wire_dtype is None else x.astype(self.wire_dtype)
+
     @property
     def back_to_slots(self) -> "Route":
-        """Returns the route of a cast of output rows back to their slots, for `merge_by_lse`."""
-        return self._replace(input_rows=self.output_rows, output_rows=self.slots)
+        """Returns the route of a cast of output rows back to their slots, for `merge_by_lse`.
+
+        Its rows are what `merge_by_lse` rounds, or log-sum-exps, whose gradients are not to be rounded.
+        """
+        return self._replace(input_rows=self.output_rows, output_rows=self.slots, wire_dtype=None)

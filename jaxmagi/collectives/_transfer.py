@@ -12,7 +12,7 @@ from .._varying import vary_alike
 from ._async import AsyncTransfer, start
 from ._cuda import MAX_ARRAYS, Kind
 from ._merge import merge_by_lse
-from ._primitives import group_cast_p, group_reduce_p
+from ._primitives import group_cast_p, group_reduce_p, sum_dtype
 from ._route import Route
 
 
@@ -38,9 +38,10 @@ class OneStep(NamedTuple):
 
     def reduce(self, xs: Sequence[jax.Array], dtypes: Sequence[jnp.dtype]) -> list[jax.Array]:
         """Adds up [output_rows, ...] → [input_rows, ...], rounded to these dtypes."""
-        operands = vary_alike([x[None] for x in (*xs, self.sends, self.receives)])
-        sums = group_reduce_p.bind(*operands, route=self.route, out_dtypes=tuple(dtypes))
-        return [total[0] for total in sums]
+        sent = [self.route.round(x) for x in xs]
+        operands = vary_alike([x[None] for x in (*sent, self.sends, self.receives)])
+        sums = group_reduce_p.bind(*operands, route=self.route, out_dtypes=_sum_dtypes(sent, dtypes))
+        return _convert([total[0] for total in sums], dtypes)
 
     def start_cast(self, xs: Sequence[jax.Array], **options: Any) -> AsyncTransfer:
         """Starts `cast`; options are those of `start`."""
@@ -54,7 +55,9 @@ class OneStep(NamedTuple):
         """Starts `reduce`; options are those of `start`."""
         if not self._is_async(xs):
             return AsyncTransfer((), lambda _: self.reduce(xs, dtypes))
-        return self._start("reduce", xs, dtypes, **options)
+        sent = [self.route.round(x) for x in xs]
+        transfer = self._start("reduce", sent, _sum_dtypes(sent, dtypes), **options)
+        return transfer.then(lambda sums: _convert(sums, dtypes))
 
     def _start(
         self, kind: Kind, xs: Sequence[jax.Array], dtypes: Sequence[jnp.dtype], **options: Any
@@ -88,6 +91,14 @@ class OneStep(NamedTuple):
         return merge_by_lse(*vary_alike((part, own, self.sends, self.receives)), self.route)
 
 
+def _sum_dtypes(sent: Sequence[jax.Array], dtypes: Sequence[jnp.dtype]) -> tuple[jnp.dtype, ...]:
+    return tuple(sum_dtype(x, dtype) for x, dtype in zip(sent, dtypes, strict=True))
+
+
+def _convert(xs: Sequence[jax.Array], dtypes: Sequence[jnp.dtype]) -> list[jax.Array]:
+    return [x.astype(dtype) for x, dtype in zip(xs, dtypes, strict=True)]
+
+
 class TwoSteps(NamedTuple):
     """Transfers rows across hosts to relay ranks, then inside the hosts; a reduction in the reverse order."""
 
@@ -118,7 +129,8 @@ class TwoSteps(NamedTuple):
     def reduce(self, xs: Sequence[jax.Array], dtypes: Sequence[jnp.dtype]) -> list[jax.Array]:
         """Adds up [output_rows, ...] → [input_rows, ...], rounded to these dtypes.
 
-        Sums of a host cross to other hosts in accumulator dtype, so that nothing is rounded twice.
+        Sums of a host cross to other hosts in accumulator dtype, so that nothing is rounded twice; with a
+        wire dtype they are rounded to it, like the rows that the sums are made of.
         """
         near, far = self._reduce_within(xs)
         return self._add(near, self.between.reduce(far, [x.dtype for x in far]), dtypes)
@@ -139,13 +151,14 @@ class TwoSteps(NamedTuple):
     def _add(
         self, near: Sequence[jax.Array], far: Sequence[jax.Array], dtypes: Sequence[jnp.dtype]
     ) -> list[jax.Array]:
-        return [(x + y).astype(dtype) for x, y, dtype in zip(near, far, dtypes, strict=True)]
+        return _convert([x + y for x, y in zip(near, far, strict=True)], dtypes)
 
     def counts(self) -> jax.Array:
         """Returns to how many places each row goes, int32 [input_rows]."""
         near = self.within.counts()
         # All platforms add up floats, which are exact up to 2**24.
-        (far,) = self.between.reduce([near[self.input_rows :].astype(jnp.float32)], [jnp.dtype(jnp.float32)])
+        between = self.between._replace(route=self.between.route._replace(wire_dtype=None))
+        (far,) = between.reduce([near[self.input_rows :].astype(jnp.float32)], [jnp.dtype(jnp.float32)])
         return near[: self.input_rows] + far.astype(jnp.int32)
 
     def merge(self, part: Partial[jax.Array], own: Partial[jax.Array] | None) -> Partial[jax.Array]:

@@ -8,10 +8,11 @@ from jaxtyping import Array, Float
 
 from .._varying import vary_alike
 from ..attention import MeshAxes, accumulator_dtype, check_operands
+from ..collectives import CollectiveOptions
 from ..planning import ContextPlan
 from ._sharding import ContextOperands, Stages, find_axis, find_sharding, shard_operands
 from ._stages import ContextOptions
-from ._validation import check_batch, check_lengths, check_plan
+from ._validation import check_batch, check_collectives, check_lengths, check_plan
 from ._vjp import attend
 
 
@@ -31,6 +32,7 @@ def context_attention(
     deterministic: bool = False,
     return_residual: Literal[False] = False,
     implementation: str | None = None,
+    collectives: CollectiveOptions = ...,
 ) -> Float[Array, "*batch T N Dv"]: ...
 @overload
 def context_attention(
@@ -48,6 +50,7 @@ def context_attention(
     deterministic: bool = False,
     return_residual: Literal[True],
     implementation: str | None = None,
+    collectives: CollectiveOptions = ...,
 ) -> tuple[Float[Array, "*batch T N Dv"], Float[Array, "*batch T N"]]: ...
 def context_attention(
     query: Float[Array | np.ndarray, "*batch T N D"],
@@ -64,6 +67,7 @@ def context_attention(
     deterministic: bool = False,
     return_residual: bool = False,
     implementation: str | None = None,
+    collectives: CollectiveOptions = CollectiveOptions(),  # noqa: B008 (frozen, so safe to share)
 ) -> Float[Array, "*batch T N Dv"] | tuple[Float[Array, "*batch T N Dv"], Float[Array, "*batch T N"]]:
     """Computes attention of a sequence whose tokens are spread over a mesh axis, under the mask of a plan.
 
@@ -104,6 +108,10 @@ def context_attention(
         deterministic: whether gradients must be bitwise reproducible, as in `jaxmagi.attention`.
         return_residual: whether to return the log-sum-exp too.
         implementation: as in `jaxmagi.attention`.
+        collectives: how keys and values travel and their gradients return, in both passes and all stages.
+            Static. It has a name of its own as all other options, ``implementation`` too, are those of
+            attention. Keys and values travel in their dtype. With ``wire_dtype``, which may be that of the
+            operands, the gradients that a rank has computed for keys of another one are rounded to it.
 
     Returns:
         The output ``[..., N, Dv]`` in the dtype of query. With ``return_residual`` a pair of the output and
@@ -113,7 +121,8 @@ def context_attention(
     Raises:
         ValueError: an axis is unknown, named twice or does not divide its dimension, the plan is for another
             number of ranks or another length, or arguments do not fit together.
-        NotImplementedError: an explicit implementation does not fit, or a second derivative is taken.
+        NotImplementedError: an explicit implementation, of attention or of transfers, does not fit, or a
+            second derivative is taken.
     """
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     sinks = None if sinks is None else jnp.asarray(sinks)
@@ -127,6 +136,7 @@ def context_attention(
         sinks=sinks,
         implementation=implementation,
     )
+    check_collectives(collectives, query.dtype)
     check_batch(query, plan)
     size, inside = find_axis(axis_name)
     check_lengths(query, key, value, plan, axis_name, size=size, inside=inside)
@@ -137,6 +147,7 @@ def context_attention(
         soft_cap=float(logits_soft_cap or 0),
         deterministic=bool(deterministic),
         implementation=implementation,
+        collectives=collectives,
     )
     # Casting sinks here lets autodiff sum their gradients before it rounds them.
     sinks = None if sinks is None else sinks.astype(accumulator_dtype(query.dtype))

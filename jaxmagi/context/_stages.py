@@ -4,6 +4,7 @@ All operands vary over the mesh axis; arrays of stages have the leading axis 1 o
 """
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from ..attention import (
 )
 from ..collectives import (
     AsyncTransfer,
+    CollectiveOptions,
     GroupCastSpec,
     RelayedSpec,
     group_cast,
@@ -38,6 +40,12 @@ class ContextOptions(NamedTuple):
     soft_cap: float  # 0 for none
     deterministic: bool
     implementation: str | None
+    collectives: CollectiveOptions
+
+    @property
+    def casts(self) -> CollectiveOptions:
+        """Returns how keys and values travel, whose gradients do not come from transposing that."""
+        return replace(self.collectives, wire_dtype=None)
 
 
 class KeyValue(NamedTuple):
@@ -76,7 +84,10 @@ def forward(operands: ContextOperands, options: ContextOptions) -> Partial[jax.A
 
 
 def _gather_keys(local: KeyValue, stages: Stages, options: ContextOptions) -> KeyValue:
-    received = [group_cast(local, spec, axis_name=options.axis_name) for spec in stages.transfers]
+    received = [
+        group_cast(local, spec, axis_name=options.axis_name, options=options.casts)
+        for spec in stages.transfers
+    ]
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), local, *received)
 
 
@@ -112,7 +123,7 @@ def _tie_together[Tree](tree: Tree) -> Tree:
 
 def _start_cast(local: KeyValue, specs: Specs, stage: int, options: ContextOptions) -> list[AsyncTransfer]:
     """Starts the transfer of the keys of the next stage, if there is one."""
-    transfers = [make_transfer(spec, options.axis_name) for spec in specs[stage : stage + 1]]
+    transfers = [make_transfer(spec, options.axis_name, options.casts) for spec in specs[stage : stage + 1]]
     return [transfer.start_cast(local, transfer_id=2 * stage, goes_first=True) for transfer in transfers]
 
 
@@ -169,7 +180,9 @@ def _gradients_at_once(
     part = jax.tree.map(lambda x: x[:length], grads)
     for spec in stages.transfers:
         received = jax.tree.map(lambda x: x[length:], grads)
-        part = group_reduce(received, spec, axis_name=options.axis_name, accumulate=part)
+        part = group_reduce(
+            received, spec, axis_name=options.axis_name, accumulate=part, options=options.collectives
+        )
     return dq.astype(rows[0].dtype), part
 
 
@@ -209,7 +222,7 @@ def _start_return(
     if len(parts) < 2:
         return []
     index = len(parts) - 2
-    transfer = make_transfer(specs[index], options.axis_name)
+    transfer = make_transfer(specs[index], options.axis_name, options.collectives)
     dtypes = [x.dtype for x in parts[-1]]
     return [transfer.start_reduce(parts[-1], dtypes, transfer_id=2 * index + 1, goes_first=goes_first)]
 

@@ -3,7 +3,10 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from ..attention import accumulator_dtype
+from ..collectives import check_options, check_wire_dtype
 from ..planning import ContextPlan
 
 
@@ -14,6 +17,12 @@ def check_plan(plan: Any) -> None:
             f"plan must be a jaxmagi.ContextPlan, but it is {type(plan).__name__}: build one with "
             "jaxmagi.plan_context(mask, cp_size)."
         )
+
+
+def check_collectives(collectives: Any, dtype: jnp.dtype) -> None:
+    """Raises ValueError unless these are `CollectiveOptions` for operands of this dtype."""
+    check_options("collectives", collectives)
+    check_wire_dtype(collectives, "the gradients of keys and values are", accumulator_dtype(dtype))
 
 
 def check_batch(query: jax.Array, plan: ContextPlan) -> None:

@@ -10,6 +10,7 @@ from flax.nnx.nn import dtypes
 from jaxtyping import Array, Float
 
 from jaxmagi.attention import MeshAxes, attention
+from jaxmagi.collectives import CollectiveOptions
 from jaxmagi.context import context_attention
 from jaxmagi.masks import AttnMask, causal, full
 from jaxmagi.planning import ContextPlan
@@ -38,9 +39,11 @@ def attention_fn(
     sinks: Float[Array | np.ndarray, " N"] | None = None,
     deterministic_gradients: bool = False,
     implementation: str | None = None,
+    sm_margin: int = 0,
     axis_name: str = "context",
     batch_axis_name: MeshAxes = None,
     head_axis_name: MeshAxes = None,
+    collectives: CollectiveOptions = CollectiveOptions(),  # noqa: B008 (frozen, so safe to share)
     **kwargs: Any,
 ) -> Float[Array, "*batch T N Dv"]:
     """Computes attention under an `AttnMask`, or a `ContextPlan` over a mesh axis, as Flax calls it.
@@ -75,10 +78,13 @@ def attention_fn(
         sinks: ``[N]``, as in `jaxmagi.attention`.
         deterministic_gradients: whether gradients must be bitwise reproducible.
         implementation: as in `jaxmagi.attention`.
+        sm_margin: as in `jaxmagi.attention`; with an `AttnMask` only.
         axis_name: mesh axis over which a plan distributes the sequence.
         batch_axis_name: mesh axis, or axes, over which the batch ``[B, T, N, D]`` is sharded, as
             in `jaxmagi.context_attention`; with a plan only. None: as query is.
         head_axis_name: mesh axis, or axes, over which the heads are sharded; with a plan only.
+        collectives: how keys and values travel between ranks, as in `jaxmagi.context_attention`; with a plan
+            only.
         **kwargs: arguments of newer versions of Flax; anything but None raises.
 
     Returns:
@@ -87,7 +93,8 @@ def attention_fn(
     Raises:
         NotImplementedError: bias, dropout, a dense mask, precision, a custom einsum, sown weights or decoding
             is asked for.
-        ValueError: shapes, dtypes or lengths do not fit, or ``is_causal`` is given together with a mask.
+        ValueError: shapes, dtypes or lengths do not fit, ``is_causal`` is given together with a mask, or an
+            option that goes with a plan together with an `AttnMask`, or the other way round.
     """
     del dropout_rng, broadcast_dropout, force_fp32_for_softmax
     _check_unset(
@@ -109,17 +116,29 @@ def attention_fn(
         "deterministic": deterministic_gradients,
         "implementation": implementation,
     }
-    axes = {"batch_axis_name": batch_axis_name, "head_axis_name": head_axis_name}
     if isinstance(mask, ContextPlan):
+        if sm_margin:
+            raise ValueError(f"{sm_margin=} goes with an AttnMask, but mask is a ContextPlan")
         _check_batch(query.shape, mask)
-        attend = functools.partial(context_attention, plan=mask, axis_name=axis_name, **options, **axes)
+        attend = functools.partial(
+            context_attention,
+            plan=mask,
+            axis_name=axis_name,
+            batch_axis_name=batch_axis_name,
+            head_axis_name=head_axis_name,
+            collectives=collectives,
+            **options,
+        )
         return _over_batch(attend, query.ndim)(query, key, value)
-    for name, given in axes.items():
+    for name, given in (("batch_axis_name", batch_axis_name), ("head_axis_name", head_axis_name)):
         if given is not None:
             raise ValueError(
                 f"{name}={given!r} goes with a ContextPlan; under an AttnMask both stay as they are"
             )
-    return _over_batch(functools.partial(attention, mask=mask, **options), query.ndim)(query, key, value)
+    if collectives != CollectiveOptions():
+        raise ValueError(f"{collectives=} goes with a ContextPlan; under an AttnMask nothing travels")
+    attend = functools.partial(attention, mask=mask, sm_margin=sm_margin, **options)
+    return _over_batch(attend, query.ndim)(query, key, value)
 
 
 def _check_unset(**unsupported: Any) -> None:

@@ -235,9 +235,11 @@ def test_nothing_to_launch(text_of: Any, empty: dict[str, Any]) -> None:
     assert not calls_in(text_of(operands(**empty)))
 
 
-def loss(implementation: str | None) -> Any:
+def loss(implementation: str | None, **options: Any) -> Any:
+    options = {"implementation": implementation, **options}
+
     def total(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return attention(q, k, v, masks.causal(300, 400), implementation=implementation).sum()
+        return attention(q, k, v, masks.causal(300, 400), **options).sum()
 
     return jax.grad(total, argnums=(0, 1, 2))
 
@@ -248,6 +250,20 @@ def test_gradients(implementation: str | None) -> None:
     calls = calls_in(lower(loss(implementation), q, k, v))
     assert calls.keys() == {_cuda.TILE_SCHEDULE, _cuda.FORWARD, SCHEDULE_OF_KEYS, _cuda.BACKWARD}
     assert not calls_in(lower(loss("xla"), q, k, v))
+
+
+def test_margin_of_both_passes() -> None:
+    q, k, v, *_ = operands().values()
+    calls = calls_in(lower(loss(None, sm_margin=24), q, k, v))
+    assert [calls[name].attributes["sm_margin"] for name in (_cuda.FORWARD, _cuda.BACKWARD)] == [24, 24]
+
+
+@BOTH
+def test_margin_where_no_kernel_runs(text_of: Any) -> None:
+    for arrays, implementation in ((operands(), "xla"), (operands(dtype=jnp.float32), None)):
+        with pytest.raises(NotImplementedError, match=r"sm_margin=9: only the kernels .* platform cuda, jax"):
+            text_of(arrays, implementation=implementation, sm_margin=9)
+    assert not calls_in(text_of(operands(q_len=0), sm_margin=9))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -52,6 +52,9 @@ GOOD: dict[str, Any] = {
         ({"sinks": zeros(2)}, r"sinks must have shape \(4,\).*\(2,\)"),
         ({"sinks": zeros(4, dtype=jnp.int32)}, r"sinks must be floating-point, but are int32"),
         ({"implementation": "cudnn"}, r"implementation must be one of .*'cudnn'"),
+        ({"sm_margin": -1}, r"sm_margin must be between 0 and 131, but it is -1"),
+        ({"sm_margin": 132}, r"sm_margin must be between 0 and 131, but it is 132"),
+        ({"sm_margin": 0.5}, r"sm_margin must be an integer, but it is 0\.5"),
         ({"mask": np.ones((8, 9), bool)}, r"an array of bool\[8, 9\].*masks\.causal.*AttnMask\.from_slices"),
         ({"mask": None}, r"must be an AttnMask, but is NoneType"),
     ],
@@ -87,6 +90,16 @@ def test_numbers_are_static(name: str) -> None:
 
     with pytest.raises(ValueError, match=rf"^{name} is static, .* but it is traced: .*float32"):
         jax.jit(call)(1.0)
+
+
+@pytest.mark.parametrize("compile_", [lambda function: function, jax.jit])
+def test_margin_on_the_cpu(implementation: str, compile_: Any) -> None:
+    """Nothing there could leave multiprocessors free."""
+    attend = compile_(lambda query: attention(**(GOOD | options | {"query": query})))
+    options = {"implementation": implementation, "sm_margin": 2}
+    message = r"sm_margin=2: only the kernels for GPUs .*, on platform cpu, jaxmagi_attention_forward runs"
+    with pytest.raises(NotImplementedError, match=message):
+        attend(GOOD["query"])
 
 
 def test_differentiable_once_in_reverse_mode(implementation: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
-from jaxmagi import GroupCastSpec, group_cast, group_reduce
+from jaxmagi import CollectiveOptions, GroupCastSpec, group_cast, group_reduce
 
 from ..launcher import can_share
 from .harness import AXIS
@@ -38,20 +38,19 @@ class Group:
         return name if self.ranks_per_host is None else f"{name}-{self.ranks_per_host}_per_host"
 
     @property
-    def _options(self) -> dict[str, Any]:
-        return {
-            "implementation": self.implementation,
-            "num_sms": self.num_sms,
-            "ranks_per_host": self.ranks_per_host,
-        }
+    def options(self) -> CollectiveOptions:
+        """How the collectives run."""
+        return CollectiveOptions(
+            implementation=self.implementation, num_sms=self.num_sms, ranks_per_host=self.ranks_per_host
+        )
 
     def cast(self, x: Any, spec: GroupCastSpec, axis_name: str = AXIS) -> Any:
         """`group_cast` by this implementation, inside of shard_map."""
-        return group_cast(x, spec, axis_name=axis_name, **self._options)
+        return group_cast(x, spec, axis_name=axis_name, options=self.options)
 
-    def reduce(self, x: Any, spec: GroupCastSpec, axis_name: str = AXIS, **options: Any) -> Any:
+    def reduce(self, x: Any, spec: GroupCastSpec, axis_name: str = AXIS, **arguments: Any) -> Any:
         """`group_reduce` by this implementation, inside of shard_map."""
-        return group_reduce(x, spec, axis_name=axis_name, **self._options, **options)
+        return group_reduce(x, spec, axis_name=axis_name, options=self.options, **arguments)
 
     @functools.cached_property
     def mesh(self) -> Mesh:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from jaxmagi import GroupCastSpec, _hopper, _native, group_cast, group_reduce
+from jaxmagi import CollectiveOptions, GroupCastSpec, _hopper, _native, group_cast, group_reduce
 from jaxmagi.collectives import _cuda, _process, _support
 
 from ..custom_calls import Call, custom_calls, lower
@@ -40,9 +40,9 @@ def array(rows: int, *row: int, dtype: Any = jnp.float32, ranks: int = 2) -> jax
 
 
 def text_of(function: Any, *args: Any, mesh: Any = None, **options: Any) -> str:
-    """The program of a collective whose arrays lead with the ranks."""
+    """The program of a collective with these options, whose arrays lead with the ranks."""
     mapped = jax.shard_map(
-        functools.partial(function, axis_name=AXIS, **options),
+        functools.partial(function, axis_name=AXIS, options=CollectiveOptions(**options)),
         mesh=mesh or make_mesh(2),
         in_specs=P(AXIS),
         out_specs=P(AXIS),
@@ -50,12 +50,12 @@ def text_of(function: Any, *args: Any, mesh: Any = None, **options: Any) -> str:
     return lower(mapped, *args)
 
 
-def cast(x: Any, **options: Any) -> Any:
-    return group_cast(x, SPEC, **options)
+def cast(x: Any, **arguments: Any) -> Any:
+    return group_cast(x, SPEC, **arguments)
 
 
-def reduce(x: Any, *lse: Any, **options: Any) -> Any:
-    return group_reduce(x, SPEC, lse=lse[0] if lse else None, **options)
+def reduce(x: Any, *lse: Any, **arguments: Any) -> Any:
+    return group_reduce(x, SPEC, lse=lse[0] if lse else None, **arguments)
 
 
 def the_call(text: str, target: str) -> Call:
@@ -91,33 +91,35 @@ def test_cast() -> None:
 @pytest.mark.parametrize("target", [_cuda.CAST, _cuda.REDUCE])
 def test_options(target: str, implementation: str, number: int) -> None:
     function, rows = (cast, ROWS) if target == _cuda.CAST else (reduce, OUTPUT_ROWS)
-    options = {"implementation": implementation, "num_sms": np.int64(24), "ranks_per_host": 4}
+    options = {"implementation": implementation, "num_sms": np.int64(24), "ranks_per_host": 4, "timeout": 2.5}
     call = the_call(text_of(function, array(rows, 4), **options), target)
-    numbers = {"implementation": number, "num_sms": 24, "ranks_per_host": 4}
+    numbers = {"implementation": number, "num_sms": 24, "ranks_per_host": 4, "timeout_ms": 2500}
     assert numbers.items() <= call.attributes.items()
 
 
-def test_two_steps() -> None:
+@pytest.mark.parametrize(("options", "crossing"), [({}, "f32"), ({"wire_dtype": jnp.bfloat16}, "bf16")])
+def test_two_steps(options: dict[str, Any], crossing: str) -> None:
     """Hosts of one rank: pairs of ranks exchange rows by NCCL in the step between them alone."""
     relayed = SPEC.by_host(1)
 
-    def both(x: Any, axis_name: str) -> Any:
-        y = group_cast(x, relayed, axis_name=axis_name)
-        return group_reduce(y, relayed, axis_name=axis_name)
+    def both(x: Any, **arguments: Any) -> Any:
+        return group_reduce(group_cast(x, relayed, **arguments), relayed, **arguments)
 
-    calls = custom_calls(text_of(both, array(ROWS, 8, dtype=jnp.bfloat16)))
+    calls = custom_calls(text_of(both, array(ROWS, 8, dtype=jnp.bfloat16), **options))
     assert [call.target for call in calls] == [_cuda.CAST, _cuda.CAST, _cuda.REDUCE, _cuda.REDUCE]
     names = ("group_size", "ranks_per_host", "implementation")
     numbers = [tuple(call.attributes[name] for name in names) for call in calls]
     assert numbers == [(2, 1, 0), (1, 0, 0), (1, 0, 0), (2, 1, 0)]
     assert [call.arrays for call in calls] == [{"groups": [0, 1]}] * 4
-    assert [call.operands[2].split("x")[-1] for call in calls] == ["bf16", "bf16", "bf16", "f32"]
+    assert [call.operands[2].split("x")[-1] for call in calls] == ["bf16", "bf16", "bf16", crossing]
     assert [call.results[0].split("x")[-1] for call in calls] == ["bf16", "bf16", "f32", "f32"]
 
 
 def test_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_process, "_timeout_ms", 1500)
-    assert the_call(text_of(cast, array(ROWS, 4)), _cuda.CAST).attributes["timeout_ms"] == 1500
+    for options, milliseconds in (({}, 1500), ({"timeout": 2}, 2000), ({"timeout": None}, 1500)):
+        call = the_call(text_of(cast, array(ROWS, 4), **options), _cuda.CAST)
+        assert call.attributes["timeout_ms"] == milliseconds
 
 
 DTYPES = [
@@ -139,7 +141,7 @@ def test_reduce(
 ) -> None:
     """Sums leave the kernel as what comes of them, wide only where something is done to them."""
     x = array(OUTPUT_ROWS, 3, 8, dtype=dtype)
-    call = the_call(text_of(reduce, x, op=op, implementation="nccl"), _cuda.REDUCE)
+    call = the_call(text_of(functools.partial(reduce, op=op), x, implementation="nccl"), _cuda.REDUCE)
     assert call.operands == [*TABLES, f"1x7x24x{wire}"]
     assert call.results == [f"1x5x24x{wire if op == 'sum' else sum_}", TOKEN]
 
@@ -193,15 +195,56 @@ def test_one_rank_is_no_exception() -> None:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_gradients(dtype: Any) -> None:
     """The gradient of a cast travels in its own dtype and is added up in float32 on the way."""
-
-    def loss(x: jax.Array) -> jax.Array:
-        mapped = on_ranks(functools.partial(cast, axis_name=AXIS, implementation="native"), 2)
-        return (mapped(x).astype(jnp.float32) ** 2).sum()
-
-    forward, backward = custom_calls(lower(jax.grad(loss), array(ROWS, 8, dtype=dtype)))
+    forward, backward = gradient_calls(dtype, CollectiveOptions(implementation="native", timeout=7))
     assert (forward.target, backward.target) == (_cuda.CAST, _cuda.REDUCE)
     assert backward.results[0] == forward.operands[2] and backward.operands[2] == forward.results[0]
-    assert backward.attributes == forward.attributes | {"implementation": 1}
+    assert backward.attributes == forward.attributes
+    assert backward.attributes["implementation"] == 1 and backward.attributes["timeout_ms"] == 7000
+
+
+def gradient_calls(dtype: Any, options: CollectiveOptions) -> list[Call]:
+    """The calls of a cast and of its transpose."""
+
+    def loss(x: jax.Array) -> jax.Array:
+        mapped = on_ranks(functools.partial(cast, axis_name=AXIS, options=options), 2)
+        return (mapped(x) ** 2).sum()
+
+    return custom_calls(lower(jax.grad(loss), array(ROWS, 8, dtype=dtype)))
+
+
+WIRES = [
+    ("float32", "f32", "bfloat16", "bf16", "f32"),
+    ("float32", "f32", "float16", "f16", "f32"),
+    ("float64", "f64", "float32", "f32", "f32"),
+    ("float64", "f64", "bfloat16", "bf16", "f32"),
+    ("bfloat16", "bf16", "bfloat16", "bf16", "bf16"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "own", "wire", "sent", "sums"), WIRES)
+def test_wire_dtype(x64: None, dtype: str, own: str, wire: str, sent: str, sums: str) -> None:
+    """Summands travel in it, and the kernels can add them up; rows of a cast travel in their own dtype."""
+    text = text_of(reduce, array(OUTPUT_ROWS, 8, dtype=dtype), wire_dtype=wire, implementation="nccl")
+    forward, backward = gradient_calls(dtype, CollectiveOptions(wire_dtype=wire))
+    assert forward.operands[2] == f"1x5x8x{own}"
+    for call in (the_call(text, _cuda.REDUCE), backward):
+        assert call.operands[2] == f"1x7x8x{sent}"
+        assert call.results[0] == f"1x5x8x{sums}"
+    assert f"-> (tensor<10x8x{own}> {{jax.result_info" in text
+
+
+def test_wire_dtype_of_merges() -> None:
+    """It is that of the outputs. Gradients of these travel in it too, and those of log-sum-exps do not."""
+    merge = functools.partial(reduce, op="lse")
+    x, lse = array(OUTPUT_ROWS, 4, 8), array(OUTPUT_ROWS, 4)
+    call = the_call(text_of(merge, x, lse, wire_dtype=jnp.bfloat16), _cuda.CAST)
+    assert call.operands == [*TABLES, "1x7x32xbf16", "1x7x4xf32"]
+
+    def gradient(x: jax.Array, lse: jax.Array, **arguments: Any) -> Any:
+        return jax.grad(lambda *parts: merge(*parts, **arguments)[0].sum(), argnums=(0, 1))(x, lse)
+
+    _, backward = custom_calls(text_of(gradient, x, lse, wire_dtype=jnp.bfloat16))
+    assert backward.operands == [*TABLES, "1x16x32xbf16", "1x16x4xf32"]
 
 
 def test_vmap_becomes_more_columns_or_more_transfers() -> None:
@@ -222,7 +265,7 @@ def test_vmap_becomes_more_columns_or_more_transfers() -> None:
 
 def test_merge_is_a_cast_to_slots() -> None:
     x, lse = array(OUTPUT_ROWS, 4, 8, dtype=jnp.bfloat16), array(OUTPUT_ROWS, 4)
-    text = text_of(reduce, x, lse, op="lse", implementation="native")
+    text = text_of(functools.partial(reduce, op="lse"), x, lse, implementation="native")
     call = the_call(text, _cuda.CAST)
     assert call.operands == [*TABLES, "1x7x32xbf16", "1x7x4xf32"]
     assert call.results[:2] == [f"1x{2 * PAIR_ROWS}x32xbf16", f"1x{2 * PAIR_ROWS}x4xf32"]
@@ -316,6 +359,7 @@ def test_memory_limits(processes: int, wanted: dict[int, int], monkeypatch: pyte
 
 @pytest.mark.parametrize("implementation", ["native", "nccl"])
 def test_on_the_cpu(implementation: Any) -> None:
-    mapped = on_ranks(functools.partial(cast, axis_name=AXIS, implementation=implementation), 2)
+    options = CollectiveOptions(implementation=implementation)
+    mapped = on_ranks(functools.partial(cast, axis_name=AXIS, options=options), 2)
     with pytest.raises(NotImplementedError, match="cannot run on platform cpu: there is no compiled code"):
         jax.jit(mapped).lower(array(ROWS, 4))

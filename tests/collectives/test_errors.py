@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmagi import GroupCastSpec, group_cast, group_reduce
+from jaxmagi import CollectiveOptions, GroupCastSpec, group_cast, group_reduce
 
 from .harness import AXIS, on_ranks
 
@@ -127,9 +128,52 @@ def test_operands(call: Any, message: str) -> None:
         ({"num_sms": 8.0}, "num_sms must be an integer, but it is 8.0"),
         ({"ranks_per_host": 0}, "ranks_per_host must be between 1 and"),
         ({"ranks_per_host": "all"}, "ranks_per_host must be an integer, but it is 'all'"),
+        ({"wire_dtype": "fp8"}, "wire_dtype must be a dtype, but it is 'fp8'"),
+        (
+            {"wire_dtype": jnp.float8_e4m3fn},
+            "must be one of ('float64', 'float32', 'bfloat16', 'float16'), but it is 'float8_e4m3fn'",
+        ),
+        ({"wire_dtype": np.int8}, "but it is 'int8'"),
+        ({"timeout": 0}, "the time limit must be between 0.001 and 1000000 seconds, but it is 0"),
+        ({"timeout": 2, "implementation": "xla"}, 'timeout=2.0, but implementation="xla" has no time limit'),
     ],
 )
-@pytest.mark.parametrize("function", [group_cast, group_reduce])
-def test_options(function: Any, options: dict[str, Any], message: str) -> None:
+def test_options_that_there_are_not(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        run(lambda x, lse, spec: function(x, spec, axis_name=AXIS, **options))
+        CollectiveOptions(**options)
+
+
+NARROW = CollectiveOptions(wire_dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "message"),
+    [
+        (
+            np.float32,
+            {"implementation": "xla"},
+            "options must be a jaxmagi.CollectiveOptions, but it is dict",
+        ),
+        (np.float32, CollectiveOptions(wire_dtype="float64"), "wire_dtype=float64, but {} float32: floating"),
+        (
+            jnp.bfloat16,
+            CollectiveOptions(wire_dtype="float32"),
+            "wire_dtype=float32, but {} bfloat16: floating",
+        ),
+        (np.float16, NARROW, "wire_dtype=bfloat16, but {} float16: floating"),
+        (np.complex64, NARROW, "wire_dtype=bfloat16, but {} complex64: floating"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("function", "what"), [(group_cast, "the gradient of x is"), (group_reduce, "x is")], ids=str
+)
+def test_options_that_do_not_fit(function: Any, what: str, dtype: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message.format(what))):
+        run(lambda x, lse, spec: function(x.astype(dtype), spec, axis_name=AXIS, options=options))
+
+
+def test_wire_dtype_and_integers() -> None:
+    """They may be cast, as they have no gradient, but not be added up after rounding."""
+    run(lambda x, lse, spec: group_cast([x, x.astype(int)], spec, axis_name=AXIS, options=NARROW)[0])
+    with pytest.raises(ValueError, match="wire_dtype=bfloat16, but x is int32"):
+        run(lambda x, lse, spec: group_reduce(x.astype(np.int32), spec, axis_name=AXIS, options=NARROW))

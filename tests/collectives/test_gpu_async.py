@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxmagi import GroupCastSpec
+from jaxmagi import CollectiveOptions, GroupCastSpec
 from jaxmagi.collectives import AsyncTransfer, in_order, make_transfer
 
 from .groups import SEVERAL, Group, assert_close, assert_equal, on_groups, require_devices
@@ -23,7 +23,7 @@ GROUPS = [*SEVERAL, Group("native", 1), Group(None, 2, ranks_per_host=1), Group(
 
 def transfer_of(group: Group, spec: Any) -> Any:
     """A rank's view of a spec, to be made as the group does."""
-    return make_transfer(spec, AXIS, group.implementation, group.num_sms, group.ranks_per_host)
+    return make_transfer(spec, AXIS, group.options)
 
 
 def overlap(work: jax.Array, transfers: list[AsyncTransfer]) -> tuple[jax.Array, list[AsyncTransfer]]:
@@ -131,7 +131,7 @@ def test_between_hosts(group: Group, rng: np.random.Generator) -> None:
     y = normal(rng, group.size, transfer.spec.output_rows, 4)
 
     def local(x: jax.Array, y: jax.Array, spec: Any) -> Any:
-        rank = make_transfer(spec, AXIS)
+        rank = make_transfer(spec, AXIS, CollectiveOptions())
         cast = rank.start_cast([x[0]], transfer_id=0, goes_first=True)
         reduction = rank.start_reduce([y[0]], [y.dtype], transfer_id=1, goes_first=False)
         return [pending.wait()[0][None] for pending in (cast, reduction)]

@@ -42,7 +42,7 @@ def check_constants(group: Group) -> None:
 
     def local(work: jax.Array, y: jax.Array, spec: GroupCastSpec) -> Any:
         at_once = group.reduce(jnp.asarray(first), spec)
-        rank = make_transfer(spec, AXIS, group.implementation, group.num_sms, group.ranks_per_host)
+        rank = make_transfer(spec, AXIS, group.options)
         arrays = [jnp.asarray(second), y[0]]
         started = rank.start_reduce(arrays, [x.dtype for x in arrays], transfer_id=0, goes_first=True)
         work, transfers = in_order(work[0], [started])

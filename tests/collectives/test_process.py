@@ -5,11 +5,12 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import jaxmagi
-from jaxmagi import _native, collectives
+from jaxmagi import CollectiveOptions, _native, collectives
 from jaxmagi.collectives import _process
 
 
@@ -21,17 +22,19 @@ def limit() -> Iterator[None]:
 
 
 def test_time_limit(limit: None) -> None:
-    assert _process.timeout_ms() == 300_000
+    assert _process.timeout_ms(None) == 300_000
     for seconds, milliseconds in ((2, 2000), (0.001, 1), (0.0015, 2), (1e6, 10**9)):
         collectives.set_timeout(seconds)
-        assert _process.timeout_ms() == milliseconds
+        assert _process.timeout_ms(None) == milliseconds
 
 
-@pytest.mark.parametrize("seconds", [0, -1.0, 1e-4, 1e7, float("nan"), float("inf")])
-def test_no_time_limit(seconds: float, limit: None) -> None:
+@pytest.mark.parametrize("seconds", [0, -1.0, 1e-4, 1e7, float("nan"), float("inf"), True, "1"])
+def test_no_time_limit(seconds: Any, limit: None) -> None:
     with pytest.raises(ValueError, match=f"between 0.001 and 1000000 seconds, but it is {seconds}"):
         collectives.set_timeout(seconds)
-    assert _process.timeout_ms() == 300_000
+    with pytest.raises(ValueError, match=f"between 0.001 and 1000000 seconds, but it is {seconds}"):
+        CollectiveOptions(timeout=seconds)
+    assert _process.timeout_ms(None) == 300_000
 
 
 def test_finalize(monkeypatch: pytest.MonkeyPatch) -> None:

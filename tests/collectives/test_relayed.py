@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxmagi import GroupCastSpec, PlanCapacity, RelayedSpec, group_cast, group_reduce
+from jaxmagi import CollectiveOptions, GroupCastSpec, PlanCapacity, RelayedSpec, group_cast, group_reduce
 
 from .groups import Group
 from .harness import AXIS, cast_function, normal, on_ranks
@@ -153,7 +153,6 @@ SPEC = GroupCastSpec.from_splits([[2]] * 4, [[[1]], [[2]], [[3]], [[0]]], [[2]] 
     ("cp_size", "options", "error", "message"),
     [
         (4, {"ranks_per_host": 4}, ValueError, "ranks_per_host=4, but the spec is for hosts of 2 ranks"),
-        (4, {"num_sms": 0}, ValueError, "num_sms must be between 1 and 132, but it is 0"),
         (3, {}, ValueError, "for hosts of 2 ranks, but mesh axis 'context' has size 3"),
         (2, {}, ValueError, "the spec is for 4 ranks, but mesh axis 'context' has size 2"),
         (4, {"implementation": "native"}, NotImplementedError, "brings rows across hosts: use None"),
@@ -163,7 +162,8 @@ SPEC = GroupCastSpec.from_splits([[2]] * 4, [[[1]], [[2]], [[3]], [[0]]], [[2]] 
 def test_errors(
     function: Any, cp_size: int, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    mapped = on_ranks(lambda x: function(x, SPEC.by_host(2), axis_name=AXIS, **options), cp_size)
+    chosen = CollectiveOptions(**options)
+    mapped = on_ranks(lambda x: function(x, SPEC.by_host(2), axis_name=AXIS, options=chosen), cp_size)
     with pytest.raises(error, match=re.escape(message)):
         jax.eval_shape(mapped, np.zeros((2 * cp_size, 3), np.float32))
 

@@ -21,7 +21,16 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jaxmagi
-from jaxmagi import GroupCastSpec, attention, context_attention, group_cast, group_reduce, masks, plan_context
+from jaxmagi import (
+    CollectiveOptions,
+    GroupCastSpec,
+    attention,
+    context_attention,
+    group_cast,
+    group_reduce,
+    masks,
+    plan_context,
+)
 from jaxmagi.attention._cuda import BACKWARD, FORWARD, TILE_SCHEDULE
 from jaxmagi.collectives._support import CAST, DONE, REDUCE
 
@@ -77,7 +86,7 @@ def local(dim: int, v_dim: int | None = None, *batch: int, **options: Any) -> Pr
     return Program(mesh, jax.grad(loss, argnums=(0, 1, 2)), tuple(operands))
 
 
-def collectives(kind: AxisType, implementation: str | None, **options: Any) -> Program:
+def collectives(kind: AxisType, **options: Any) -> Program:
     """A cast and a reduction over an axis of a mesh of two, inside of shard_map over both axes."""
     mesh = h200s((2, 2), ("data", AXIS), kind)
     spec = GroupCastSpec.from_splits(
@@ -88,9 +97,9 @@ def collectives(kind: AxisType, implementation: str | None, **options: Any) -> P
     )
 
     def there_and_back(x: jax.Array, spec: GroupCastSpec) -> jax.Array:
-        given = {"axis_name": AXIS, "implementation": implementation, **options}
-        cast = group_cast(x, spec, **given)
-        return group_reduce(cast, spec, **given)
+        given = CollectiveOptions(**options)
+        cast = group_cast(x, spec, axis_name=AXIS, options=given)
+        return group_reduce(cast, spec, axis_name=AXIS, options=given)
 
     both = P(("data", AXIS))
     run = jax.shard_map(there_and_back, mesh=mesh, in_specs=(both, P()), out_specs=both)
@@ -206,12 +215,12 @@ PROGRAMS = {
     "attention 128, batch": Case(lambda: local(128, None, 2), LOCAL),
     "attention 192 and 128, capped": Case(lambda: local(192, 128, logits_soft_cap=30.0), LOCAL),
     "attention 256": Case(lambda: local(256), LOCAL),
-    "native collectives, Auto": Case(lambda: collectives(AUTO, "native"), CAST_AND_REDUCE),
-    "native collectives, Explicit": Case(lambda: collectives(EXPLICIT, "native"), CAST_AND_REDUCE),
-    "collectives by NCCL": Case(lambda: collectives(EXPLICIT, "nccl"), CAST_AND_REDUCE),
-    "collectives of hosts with one rank": Case(
-        lambda: collectives(AUTO, None, ranks_per_host=1), CAST_AND_REDUCE
+    "native collectives, Auto": Case(lambda: collectives(AUTO, implementation="native"), CAST_AND_REDUCE),
+    "native collectives, Explicit": Case(
+        lambda: collectives(EXPLICIT, implementation="native"), CAST_AND_REDUCE
     ),
+    "collectives by NCCL": Case(lambda: collectives(EXPLICIT, implementation="nccl"), CAST_AND_REDUCE),
+    "collectives of hosts with one rank": Case(lambda: collectives(AUTO, ranks_per_host=1), CAST_AND_REDUCE),
     "collectives and an Auto axis": Case(lambda: collectives_and_another_axis(AUTO), {CAST: 1}),
     "collectives and an Explicit axis": Case(lambda: collectives_and_another_axis(EXPLICIT), {CAST: 1}),
     "attention, Auto": Case(lambda: sharded(AUTO), TWO_LAYERS),

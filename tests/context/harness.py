@@ -12,6 +12,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxmagi import (
     AttnMask,
+    CollectiveOptions,
     ContextPlan,
     PlanCapacity,
     attention,
@@ -25,6 +26,7 @@ from jaxmagi.attention import attention_reference, attention_reference_vjp
 from ..cases import MaskCase, mask_cases, random_bands
 
 AXIS = "context"
+DEFAULT = CollectiveOptions()
 LENGTH = 256
 HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 8, 6
 CAPACITY = PlanCapacity(bands=512, copies=256, pair_rows=128, output_rows=256)
@@ -128,7 +130,13 @@ def solve(attend: Any, problem: Problem, mask: ContextPlan | AttnMask) -> Soluti
 
 
 @functools.cache
-def distributed(cp_size: int, logits_soft_cap: float | None = None, *, plan_sharded: bool = False) -> Any:
+def distributed(
+    cp_size: int,
+    logits_soft_cap: float | None = None,
+    *,
+    plan_sharded: bool = False,
+    collectives: CollectiveOptions = DEFAULT,
+) -> Any:
     """Compiles a function of a problem in dispatched order and a plan, which returns the solution."""
 
     def local(query: Any, key: Any, value: Any, sinks: Any, plan: ContextPlan) -> Any:
@@ -141,6 +149,7 @@ def distributed(cp_size: int, logits_soft_cap: float | None = None, *, plan_shar
             sinks=sinks,
             logits_soft_cap=logits_soft_cap,
             return_residual=True,
+            collectives=collectives,
         )
 
     rows = P(AXIS)

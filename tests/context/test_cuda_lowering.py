@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from jaxmagi import _hopper, _native, context_attention, masks, plan_context
+from jaxmagi import CollectiveOptions, _hopper, _native, context_attention, masks, plan_context
 from jaxmagi.attention import _cuda as attention_calls
 from jaxmagi.collectives import _cuda as collective_calls
 
-from ..custom_calls import lower
+from ..custom_calls import custom_calls, lower
 from ..program_order import Order
 from .harness import AXIS, make_mesh
 
@@ -32,16 +32,18 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> None:
         backward_tile=lambda dim, v_dim: (64, 128),
         tile_schedule_workspace_words=lambda *sizes: 77,
         backward_workspace_bytes=lambda *sizes: 16 * 99,
+        pair_buffer_bytes=lambda *sizes: 16 * 55,
         set_memory_limit=lambda ordinal, limit: None,
     )
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", stand_in)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(_hopper, "local_gpus", lambda: ())
 
 
-def program(num_stages: int, *, mesh: Any = None, examples: int | None = None) -> str:
+def program(num_stages: int, *, mesh: Any = None, examples: int | None = None, **options: Any) -> str:
     """Lowers attention and its gradients over a mesh, under vmap if there are examples."""
     plan = plan_context(masks.causal(LENGTH), RANKS, num_stages=num_stages, chunk_size=64)
-    local = functools.partial(context_attention, plan=plan, axis_name=AXIS, implementation="ffi")
+    options = {"axis_name": AXIS, "implementation": "ffi", **options}
+    local = functools.partial(context_attention, plan=plan, **options)
     mapped = jax.shard_map(
         local if examples is None else jax.vmap(local, 1, 1),
         mesh=mesh or make_mesh(RANKS),
@@ -144,6 +146,27 @@ def test_one_stage_has_synchronous_transfers() -> None:
     text = program(1)
     check_whole(Order(text, FORWARD), 1)
     check_whole(Order(text, BACKWARD), 2)
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize("wire", ["bf16", "f16", "f32"])
+def test_options_reach_all_transfers(num_stages: int, wire: str) -> None:
+    """Keys travel in their dtype, and gradients in the wire dtype, to sums in float32."""
+    dtype = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": None}[wire]
+    collectives = CollectiveOptions(
+        implementation="nccl", num_sms=7, ranks_per_host=1, wire_dtype=dtype, timeout=1.5
+    )
+    text = program(num_stages, collectives=collectives)
+    calls = [call for call in custom_calls(text) if call.target in (CAST, REDUCE)]
+    moves = max(num_stages - 1, 1)
+    assert [call.target for call in calls].count(CAST) == 2 * moves
+    assert [call.target for call in calls].count(REDUCE) == moves
+    numbers = {"implementation": 2, "num_sms": 7, "ranks_per_host": 1, "timeout_ms": 1500}
+    for call in calls:
+        assert numbers.items() <= call.attributes.items()
+        sent, sums = ("bf16", "bf16") if call.target == CAST else (wire, "f32")
+        assert {x.split("x")[-1] for x in call.operands[2:]} == {sent}
+        assert {x.split("x")[-1] for x in call.results[:2]} == {sums}
 
 
 def test_axes_that_are_left_to_the_compiler() -> None:

@@ -1,6 +1,7 @@
 """`attention_fn` inside the attention modules of nnx and linen."""
 
 import functools
+import re
 from typing import Any
 
 import flax.linen as linen
@@ -12,7 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxmagi
-from jaxmagi import AttnMask, masks
+from jaxmagi import AttnMask, CollectiveOptions, masks
 
 from ..cases import FP32_TOLERANCE
 
@@ -142,8 +143,9 @@ def test_options_reach_the_local_op(rng: np.random.Generator) -> None:
     with pytest.raises(ValueError, match="implementation"):
         jaxmagi.nn.attention_fn(query, key, value, mask=mask, implementation="cudnn")
     one = functools.partial(jaxmagi.nn.attention_fn, mask=mask, deterministic_gradients=True)
+    one = functools.partial(one, sm_margin=11)
     text = str(jax.make_jaxpr(jax.grad(lambda *rows: one(*rows).sum()))(query, key, value))
-    assert "deterministic=True" in text
+    assert "deterministic=True" in text and text.count("sm_margin=11") == 2
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
@@ -170,7 +172,18 @@ def test_options_reach_the_distributed_op(
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
+def test_collectives_reach_the_distributed_op() -> None:
+    """In both passes."""
+    options = CollectiveOptions(num_sms=7, timeout=1.5)
+    attend = functools.partial(jaxmagi.nn.attention_fn, mask=PLAN, collectives=options)
+    with jax.set_mesh(jax.make_mesh((4,), ("context",))):
+        text = str(jax.make_jaxpr(jax.grad(lambda *rows: attend(*rows).sum()))(QKV, QKV, QKV))
+    routes = re.findall(r"num_sms=(\d+).*?timeout=([\w.]+)", text, re.DOTALL)
+    assert set(routes) == {("7", "1.5")} and len(routes) == 3, routes
+
+
 QKV = jnp.zeros((2, LENGTH, HEADS, 8))
+PLAN = jaxmagi.plan_context(masks.causal(LENGTH), 4, chunk_size=4, num_stages=1)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +197,12 @@ QKV = jnp.zeros((2, LENGTH, HEADS, 8))
         ({"input_positions": jnp.zeros(3)}, NotImplementedError, "input_positions"),
         ({"mask": masks.full(LENGTH), "is_causal": True}, ValueError, "is_causal=True with a mask"),
         ({"mask": masks.full(LENGTH), "batch_axis_name": "data"}, ValueError, "batch_axis_name='data'"),
+        (
+            {"mask": masks.full(LENGTH), "collectives": CollectiveOptions(num_sms=7)},
+            ValueError,
+            "num_sms=7.* goes with a ContextPlan",
+        ),
+        ({"mask": PLAN, "sm_margin": 9}, ValueError, "sm_margin=9 goes with an AttnMask"),
         ({"mask": masks.full(LENGTH - 1)}, ValueError, f"{LENGTH - 1}.*{LENGTH}|{LENGTH}.*{LENGTH - 1}"),
     ],
 )
