@@ -25,7 +25,7 @@ from .test_gpu_errors import cast_program, reduce_program
 pytestmark = pytest.mark.gpu
 
 type Defect = Literal["dies", "sleeps", "has other rows", "makes another call"]
-"""What the last rank does in the second call."""
+"""Says how the last rank spoils the second call."""
 type Kind = Literal["cast", "reduce"]
 
 SECONDS = 5.0

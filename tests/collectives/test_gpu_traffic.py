@@ -19,8 +19,7 @@ pytestmark = pytest.mark.gpu
 WIDTHS: dict[Any, tuple[int, ...]] = {jnp.bfloat16: (2, 64), np.float32: (4,)}
 """Shapes of the rows of a call by their dtype: whole units of 16 bytes, which are not padded."""
 ROW_BYTES = 2 * 64 * 2 + 4 * 4
-MOST_CONTROL_BYTES = 256
-"""Of a pair."""
+MOST_CONTROL_BYTES = 256  # of a pair
 
 groups = pytest.mark.parametrize(
     "group",

@@ -1,4 +1,4 @@
-"""What the compiled collectives of this process count, and what a transfer needs."""
+"""Reads the counters of this process's collectives, and counts the rows that a transfer needs."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,7 +24,7 @@ def counters() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Needed:
-    """What the ranks of this process have to send over NCCL.
+    """Holds the rows and messages that ranks of this process have to send over NCCL.
 
     Attributes:
         rows: that go to others.
@@ -61,7 +61,7 @@ def rows_sent(transfer: Transfer, kind: Kind) -> np.ndarray:
 
 
 def needed(group: Group, transfer: Transfer, kind: Kind) -> Needed:
-    """What one array of a transfer takes; in a reduction rows go the other way."""
+    """Counts for one array of a transfer; in a reduction rows go the other way."""
     rows = rows_sent(transfer, kind)
     tables = np.asarray(transfer.spec.sends if kind == "cast" else transfer.spec.receives)
     pairs = [
