@@ -11,17 +11,21 @@ MOST_SECONDS = 3600  # until all are killed
 
 
 def run_in_processes(
-    function: Callable[..., None], *arguments: object, processes: int, pool: float | None = None
+    function: Callable[..., None],
+    *arguments: object,
+    processes: int,
+    pool: float | None = None,
+    hosts: int = 1,
 ) -> None:
     """Calls ``function(*arguments)`` in processes, and prints what the first one has printed.
 
     The function is at the top level of a benchmark. Where there are fewer GPUs than processes, they share
     these. ``pool`` is the part of a GPU's memory that each takes in advance; by default they take it as they
-    go.
+    go. ``hosts`` is how many they believe to be on (see tests/hosts.py).
     """
     operands = importable(function), sys.argv, arguments
     with tempfile.TemporaryDirectory() as folder:
-        options = {"processes": processes, "pool": pool, "timeout": MOST_SECONDS}
+        options = {"processes": processes, "pool": pool, "hosts": hosts, "timeout": MOST_SECONDS}
         print(launch(_run, *operands, directory=Path(folder), **options)[0])
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import jax
 
+from .hosts import command_on, host_environment, why_not
+
 ROOT = Path(__file__).parent.parent
 GRACE = 2.0
 """Seconds that the other ranks have to end by themselves after one has failed: their logs may say more."""
@@ -29,7 +31,16 @@ type Launch = Callable[..., list[str]]
 
 
 class RankFailed(Exception):
-    """A rank ended with an error."""
+    """A rank ended with an error.
+
+    Attributes:
+        logs: what each rank has printed.
+        ends: when each rank ended, by `time.monotonic`; None for a rank that was killed here.
+    """
+
+    def __init__(self, message: str, logs: Sequence[str], ends: Sequence[float | None]) -> None:
+        super().__init__(message)
+        self.logs, self.ends = logs, ends
 
 
 class RanksTimedOut(Exception):
@@ -44,7 +55,9 @@ def launch(
     devices_each: int = 1,
     pool: float | None = None,
     sees_all: bool = True,
+    hosts: int = 1,
     timeout: float = 120,
+    grace: float = GRACE,
 ) -> list[str]:
     """Calls ``function(*arguments)`` in new processes of one JAX program, and returns their logs.
 
@@ -58,16 +71,20 @@ def launch(
         devices_each: devices of a process, on the platform of the caller.
         pool: the part of a GPU's memory that each takes in advance; by default they take it as they go.
         sees_all: whether each process sees the GPUs of all.
+        hosts: that the processes believe to be on, the first ones on the first host and so on.
         timeout: seconds until all are killed.
+        grace: seconds that the other ranks have to end by themselves after one has failed.
 
     Raises:
-        ValueError: a process would need more GPUs than there are.
+        ValueError: a process would need more GPUs than there are, or hosts do not divide the processes.
+        NotImplementedError: this machine cannot have several hosts.
         RankFailed: a rank ended with an error.
         RanksTimedOut: some rank ran too long.
     """
     there = len(jax.local_devices())
     if jax.default_backend() == "gpu" and devices_each > there:
         raise ValueError(f"a process cannot have {devices_each} GPUs, for there are {there}.")
+    _check_hosts(hosts, processes)
     call = directory / "call.pickle"
     call.write_bytes(pickle.dumps((importable(function), arguments)))
     logs = [directory / f"rank{rank}.log" for rank in range(processes)]
@@ -76,14 +93,17 @@ def launch(
     with reserved_port() as port:
         command = [sys.executable, "-u", "-m", "tests.rank", str(call), f"127.0.0.1:{port}"]
         command += [str(processes), str(deadline - 1)]
-        environment = environment_of(processes, devices_each, pool)
+        environment = environment_of(processes, devices_each, pool) | host_environment(hosts)
         try:
             for rank, log in enumerate(logs):
                 devices, sight = devices_of(rank, devices_each), {}
                 if not sees_all:
                     devices, sight = devices_of(0, devices_each), _visible(devices)
-                ranks.append(_start([*command, str(rank), devices], log, environment | sight))
-            timed_out = not _wait(ranks, deadline)
+                of_rank = [*command, str(rank), devices]
+                if hosts > 1:
+                    of_rank = command_on(rank * hosts // processes, of_rank)
+                ranks.append(_start(of_rank, log, environment | sight))
+            ends = _wait(ranks, deadline, grace)
         finally:
             _kill(ranks)
     codes = [rank.returncode for rank in ranks]
@@ -91,10 +111,18 @@ def launch(
         f"rank {i}: exit code {code}" for i, code in enumerate(codes) if code not in (0, -signal.SIGKILL)
     ]
     if failed:
-        raise RankFailed(_report(", ".join(failed), logs))
-    if timed_out:
+        texts = [log.read_text(errors="replace") for log in logs]
+        raise RankFailed(_report(", ".join(failed), logs), texts, ends)
+    if None in ends:
         raise RanksTimedOut(_report(f"not all of {processes} ranks ended within {timeout:g} s", logs))
     return [log.read_text() for log in logs]
+
+
+def _check_hosts(hosts: int, processes: int) -> None:
+    if hosts < 1 or processes % hosts:
+        raise ValueError(f"{hosts} hosts do not divide {processes} processes.")
+    if hosts > 1 and (reason := why_not()):
+        raise NotImplementedError(f"this machine cannot have {hosts} hosts: {reason}.")
 
 
 def importable(function: Callable[..., None]) -> Callable[..., None]:
@@ -159,19 +187,21 @@ def _start(command: list[str], log: Path, environment: dict[str, str]) -> subpro
         return start(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
-    """Waits until all have ended, one has failed or the time is up; returns whether all have ended."""
-    running = list(ranks)
-    while running and time.monotonic() < deadline:
-        for rank in running.copy():
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float, grace: float) -> list[float | None]:
+    """Waits until all have ended, one has failed or the time is up; returns when each ended, if so."""
+    ends: list[float | None] = [None] * len(ranks)
+    while None in ends and time.monotonic() < deadline:
+        for i, rank in enumerate(ranks):
+            if ends[i] is not None:
+                continue
             # Not reaped before its group is killed: so long the group's number is not given to another.
             end = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if end is not None:
-                running.remove(rank)
+                ends[i] = time.monotonic()
                 if end.si_status != 0:
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + grace)
         time.sleep(0.02)
-    return not running
+    return ends
 
 
 def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:

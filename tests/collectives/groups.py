@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from jaxmagi import CollectiveOptions, GroupCastSpec, group_cast, group_reduce
 
+from .. import hosts
 from ..launcher import can_share
 from .harness import AXIS
 
@@ -91,6 +92,26 @@ def require_devices(count: int) -> None:
     there = len(jax.devices())
     if count > there or (count < there and jax.process_count() > 1):
         pytest.skip(f"needs {count} devices, and there are {there}")
+
+
+def require_one_host(group: Group, ranks_per_host: int | None = None) -> None:
+    """Skips the test where ranks that the group takes to share a host do not.
+
+    By default a host has consecutive ranks of the group, as many as `jax.devices` has of each host.
+    """
+    if hosts.count() == 1:
+        return
+    per_host = ranks_per_host or jax.device_count() // hosts.count()
+    together = group.size if group.implementation == "native" else group.ranks_per_host or 1
+    if per_host % together:
+        pytest.skip(f"needs {together} ranks on a host, and each of {hosts.count()} has {per_host}")
+
+
+def require_hosts(processes: int, count: int) -> None:
+    """Skips the test where processes cannot be on so many hosts, or have too few GPUs."""
+    if reason := hosts.why_not():
+        pytest.skip(f"needs {count} hosts: {reason}")
+    require_processes(processes)
 
 
 def require_processes(count: int, devices_each: int = 1) -> None:

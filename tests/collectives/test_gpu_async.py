@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmagi import CollectiveOptions, GroupCastSpec
 from jaxmagi.collectives import AsyncTransfer, in_order, make_transfer
 
-from .groups import SEVERAL, Group, assert_close, assert_equal, on_groups, require_devices
+from .groups import SEVERAL, Group, assert_close, assert_equal, on_groups, require_devices, require_one_host
 from .harness import AXIS, normal
 from .routes import INPUT_ROWS, make_transfer as transfer_by_splits, random_transfer
 
@@ -163,6 +163,7 @@ def test_start_and_wait_in_two_programs(rng: np.random.Generator) -> None:
     """Without jit start and wait are two programs, between which others may run."""
     require_devices(2)
     group = Group("native", 2)
+    require_one_host(group)
     transfer = random_transfer(rng, 2, repeats=True)
     x = normal(rng, 2, INPUT_ROWS, 4)
 
@@ -179,6 +180,7 @@ def test_start_alone_in_a_program(rng: np.random.Generator) -> None:
     """Waiting in another program is an error, even with the results in their places."""
     require_devices(2)
     group = Group("native", 2)
+    require_one_host(group)
     transfer = random_transfer(rng, 2, repeats=True)
     x = normal(rng, 2, INPUT_ROWS, 4)
     started = []

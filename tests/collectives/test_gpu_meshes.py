@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 from jaxmagi import GroupCastSpec
 
-from .groups import Group, assert_close, assert_equal, on_groups, place, require_devices
+from .groups import Group, assert_close, assert_equal, on_groups, place, require_devices, require_one_host
 from .harness import AXIS, normal
 from .routes import INPUT_ROWS, Transfer, random_transfer
 
@@ -18,8 +18,10 @@ ORDER = [2, 0, 3, 1]
 """Devices of a mesh: neighbours along an axis never have adjacent numbers."""
 
 
-def make_mesh(kind: AxisType, shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
+def make_mesh(group: Group, kind: AxisType, shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
+    """A mesh for a group along its axes; in this order no neighbours share a host where there are several."""
     require_devices(4)
+    require_one_host(group, ranks_per_host=1)
     devices = np.array(jax.devices()[:4])[ORDER].reshape(shape)
     return Mesh(devices, names, axis_types=(kind,) * len(shape))
 
@@ -41,7 +43,7 @@ def sum_rows(transfer: Transfer, y: np.ndarray) -> np.ndarray:
 @on_groups(*PAIRS, in_mesh=True)
 def test_both_axes_of_a_square(group: Group, kind: AxisType, rng: np.random.Generator) -> None:
     """Along the rows, along the columns, and along the rows with the columns left to the compiler."""
-    mesh = make_mesh(kind, (2, 2), ("data", AXIS))
+    mesh = make_mesh(group, kind, (2, 2), ("data", AXIS))
     along_rows, along_columns = random_transfer(rng, 2), random_transfer(rng, 2)
     x = normal(rng, 2, 2, INPUT_ROWS, 3)
 
@@ -71,7 +73,7 @@ def test_both_axes_of_a_square(group: Group, kind: AxisType, rng: np.random.Gene
 @on_groups(Group("native", 4), Group("nccl", 4), Group(None, 4, ranks_per_host=2))
 def test_devices_in_another_order(group: Group, rng: np.random.Generator) -> None:
     """Inside of jit and without it."""
-    mesh = make_mesh(AxisType.Explicit, (4,), (AXIS,))
+    mesh = make_mesh(group, AxisType.Explicit, (4,), (AXIS,))
     transfer = random_transfer(rng, 4)
     x = normal(rng, 4, INPUT_ROWS, 3)
 

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from jaxmagi import PlanCapacity, attention, context_attention, dispatch, masks, plan_context, undispatch
 
 from ..cases import MaskCase, mask_cases
-from ..collectives.groups import require_devices
 from . import harness
 from .harness import AXIS, LARGE, Problem, check_solution, dispatch_problem, make_mesh, make_plan, whole
 
@@ -21,13 +20,6 @@ pytestmark = pytest.mark.gpu
 
 CHUNK, BANDS, DIM = 128, 4096, 64
 BF16_TOLERANCE = 5e-2
-
-
-@pytest.fixture
-def cp_size(request: pytest.FixtureRequest) -> int:
-    """Returns the parameter of the test, which is skipped if there are fewer devices."""
-    require_devices(request.param)
-    return request.param
 
 
 @functools.cache

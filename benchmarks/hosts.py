@@ -1,0 +1,247 @@
+"""Times casts and returns of keys and values between hosts, in comparison with the rate of their network.
+
+    python -m benchmarks.hosts [--hosts 2] [--ranks-per-host 1] [--tokens 16384 65536] [--rows REGEX]
+                               [--repeats 5] [--out FOLDER]
+
+The hosts are those of tests/hosts.py, on one machine with a GPU for each rank; it takes the rights of root.
+What crosses between them goes through NCCL's sockets over the loopback interface, 6 GB/s each way, which is a
+slow network. Each rank has --tokens tokens, with 8 key heads of dimension 128. A plan of one stage says which
+rows its mask needs: a cast sends them in bfloat16, keys and values in one call, and a return brings their
+gradients back in float32.
+
+The rate is that of a plain `lax.ppermute` of 64 MB, by which every rank sends to the next host, in turns with
+the call that is compared with it. A rank needs its rows between hosts, those that it sends or those that it
+receives, whichever are more; the bound is 1.1 times what the busiest rank needs, at that rate, and 200 us.
+What moves is counted by `jaxmagi.collectives.statistics`; it is null where jaxmagi cannot count.
+
+Times are those of the device, as in `benchmarks.collectives`. To measure another commit, copy the folders
+benchmarks and tests of this one onto it: results name the hash of the sources that were built.
+
+With --out, writes hosts_2x1.json (hosts x ranks of a host) there after each row.
+"""
+
+import argparse
+import functools
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from benchmarks._jax_collectives import DTYPES, Direction, shift
+from benchmarks._measure import gpu_environment
+from benchmarks._processes import run_in_processes
+from benchmarks._report import Check, Report, Result, argument_parser, check, in_unit
+from benchmarks._transfers import DIM, KV_HEADS, Transfer
+from benchmarks._workloads import Causal, Documents, Pattern, Video, Window
+from jaxmagi import GroupCastSpec, collectives, group_cast, group_reduce, plan_context
+from jaxmagi.calibration._chain import AXIS, chain, draw_normal, mesh_of
+from jaxmagi.calibration._timing import DeviceWork, Timing, time_on_device
+from tests.cases import document_lengths
+from tests.launcher import leave_memory_to_processes
+
+PATTERNS: dict[str, Callable[[int], Pattern]] = {
+    "documents": lambda length: Documents(tuple(document_lengths(length)), causal=True),
+    "window 4095": lambda length: Window(length, 4095),
+    "video": lambda length: Video(4, length // 4),
+    "causal": Causal,
+}
+DIRECTIONS: tuple[Direction, ...] = ("cast", "reduce f32")
+OURS, NETWORK = "ours", "lax.ppermute"
+NETWORK_SHAPE = (2**18, (128,))  # of the rows of a rank that are permuted: 64 MB in bfloat16
+PROGRAM_SECONDS = 50e-3  # of the calls of one program, if they are fast
+MAX_CALLS = 100
+ESTIMATED_RATE = 5e9  # bytes a second
+MARGIN, SECONDS_MORE = 1.1, 200e-6
+POOL = 0.3  # of a GPU's memory
+
+
+@dataclass(frozen=True)
+class Row(Result):
+    """The time that a transfer takes between hosts.
+
+    needed_bytes: that the busiest rank sends to other hosts, or receives from them.
+    all_needed_bytes: that all ranks send to other hosts.
+    moved_bytes: rows that all ranks have sent over NCCL; None if they are not counted.
+    control_bytes: that all ranks have sent over NCCL beside rows.
+    network_gb_per_second: of a ppermute, each way.
+    ratio: of the time to its bound.
+    """
+
+    median_us: float
+    fastest_us: float
+    slowest_us: float
+    needed_bytes: int
+    all_needed_bytes: int
+    moved_bytes: float | None
+    control_bytes: float | None
+    network_gb_per_second: float
+    bound_us: float
+    ratio: float
+
+    def __str__(self) -> str:
+        spread = f"({self.fastest_us:.1f} to {self.slowest_us:.1f})"
+        moved = "not counted" if self.moved_bytes is None else f"{self.moved_bytes / 1e6:.3f} MB"
+        return self.describe(
+            f"{self.median_us:9.1f} us {spread:22s} bound {self.bound_us:9.1f} us, ratio {self.ratio:5.2f}; "
+            f"busiest rank needs {self.needed_bytes / 1e6:.3f} MB, all {self.all_needed_bytes / 1e6:.3f} MB, "
+            f"moved {moved}; ppermute {self.network_gb_per_second:.2f} GB/s"
+        )
+
+
+def transfers(cp_size: int, tokens: int) -> list[Transfer]:
+    """Returns what plans of all masks send, of so many tokens of each rank."""
+    found = []
+    for name, pattern in PATTERNS.items():
+        spec = plan_context(pattern(cp_size * tokens).mask(), cp_size, num_stages=1).transfers[0]
+        assert isinstance(spec, GroupCastSpec)
+        size = f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+        found.append(Transfer(f"{name}, {size} a rank", spec))
+    return found
+
+
+def rows_between_hosts(transfer: Transfer, hosts: int) -> np.ndarray:
+    """Returns the rows of a cast that each rank sends to each rank of another host: int64 [cp, cp]."""
+    sends = np.asarray(transfer.spec.sends)
+    cp_size = len(sends)
+    rows = np.zeros((cp_size, cp_size), np.int64)
+    for rank, table in enumerate(sends):
+        np.add.at(rows[rank], table[:, 0], table[:, 3])
+    host = np.arange(cp_size) * hosts // cp_size
+    return np.where(host[:, None] == host, 0, rows)
+
+
+def make_work(
+    run: Callable[[Any, Any], Any], operands: Any, tables: Any, mesh: Mesh, seconds: float
+) -> DeviceWork:
+    """Returns the work of calls that take about so many seconds each, run once."""
+    turns = max(2, math.ceil(min(MAX_CALLS, PROGRAM_SECONDS / seconds)))
+    tables = jax.device_put(tables, NamedSharding(mesh, P(AXIS)))
+    work = chain(run, operands, tables, mesh, turns)
+    work.seconds(1)
+    return work
+
+
+def ours(transfer: Transfer, direction: Direction, mesh: Mesh, seconds: float) -> DeviceWork:
+    spec, is_cast = transfer.spec, direction == "cast"
+    rows = spec.input_rows if is_cast else spec.output_rows
+    move = functools.partial(group_cast if is_cast else group_reduce, axis_name=AXIS)
+    operands = [draw_normal(seed, rows, (KV_HEADS, DIM), DTYPES[direction], mesh) for seed in range(2)]
+    return make_work(move, operands, spec, mesh, seconds)
+
+
+def network(mesh: Mesh, ranks_per_host: int) -> DeviceWork:
+    """Returns the work in which each rank sends 64 MB to the rank in its place of the next host."""
+    rows, shape = NETWORK_SHAPE
+    block = draw_normal(0, rows, shape, jnp.bfloat16, mesh)
+    return make_work(
+        lambda x, _: shift(x, ranks_per_host), block, (), mesh, block.nbytes / mesh.size / ESTIMATED_RATE
+    )
+
+
+def count_moved(work: DeviceWork) -> tuple[float, float] | tuple[None, None]:
+    """Returns the bytes of rows and beside rows that all ranks send in a pass, if jaxmagi counts them."""
+    statistics = getattr(collectives, "statistics", None)  # commits before that are measured too
+    if statistics is None:
+        return None, None
+    before = statistics()
+    work.seconds(1)
+    after = statistics()
+    own = [after.nccl_bytes - before.nccl_bytes, after.control_bytes - before.control_bytes]
+    rows, control = np.atleast_2d(process_allgather(np.array(own, np.float64))).sum(axis=0) / work.passes
+    return float(rows), float(control)
+
+
+def measure(
+    transfer: Transfer, direction: Direction, mesh: Mesh, link: DeviceWork, hosts: int, repeats: int
+) -> Row:
+    """Times a transfer in turns with the ppermute."""
+    row_bytes = 2 * KV_HEADS * DIM * jnp.dtype(DTYPES[direction]).itemsize
+    sent = row_bytes * rows_between_hosts(transfer, hosts)
+    needed = int(max(sent.sum(axis=0).max(), sent.sum(axis=1).max()))
+    work = ours(transfer, direction, mesh, needed / ESTIMATED_RATE + SECONDS_MORE)
+    moved, control = count_moved(work)
+    timings = time_on_device({OURS: work, NETWORK: link}, repeats, batches=2)
+    return to_row(transfer.name, direction, timings, needed, int(sent.sum()), moved, control)
+
+
+def to_row(
+    workload: str,
+    direction: Direction,
+    timings: dict[str, Timing],
+    needed: int,
+    all_needed: int,
+    moved: float | None,
+    control: float | None,
+) -> Row:
+    rows, shape = NETWORK_SHAPE
+    rate = 2 * rows * math.prod(shape) / timings[NETWORK].median
+    bound = MARGIN * needed / rate + SECONDS_MORE
+    return Row(
+        workload,
+        direction,
+        OURS,
+        **in_unit(timings[OURS], "us"),
+        needed_bytes=needed,
+        all_needed_bytes=all_needed,
+        moved_bytes=moved,
+        control_bytes=control,
+        network_gb_per_second=rate / 1e9,
+        bound_us=1e6 * bound,
+        ratio=timings[OURS].median / bound,
+    )
+
+
+def checks(rows: Sequence[Row]) -> list[Check]:
+    """Requires that each time keeps its bound, and that no more rows move than are needed."""
+    made = []
+    for row in rows:
+        made.append(check(row.workload, row.direction, "time / bound", row.ratio, at_most=1.0))
+        more = None if row.moved_bytes is None else (row.moved_bytes - row.all_needed_bytes) / 1e6
+        made.append(check(row.workload, row.direction, "MB moved - needed", more, at_most=0.0))
+    return made
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measures what the pattern selects, in each rank."""
+    mesh = mesh_of(len(jax.devices()))
+    per_host = arguments.ranks_per_host
+    about = gpu_environment() | {"hosts": arguments.hosts, "ranks_per_host": per_host}
+    name = f"hosts_{arguments.hosts}x{per_host}"
+    report = Report[Row](name, arguments.out, about, checks)
+    print(f"sources {about['sources']}", flush=True)
+    link = network(mesh, per_host)
+    for tokens in arguments.tokens:
+        for transfer in transfers(mesh.size, tokens):
+            for direction in DIRECTIONS:
+                if re.search(arguments.rows, f"{direction}, {transfer.name}"):
+                    report.add([measure(transfer, direction, mesh, link, arguments.hosts, arguments.repeats)])
+    report.finish()
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16_384, 65_536], help="of each rank")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks-per-host", type=int, default=1)
+    arguments = parser.parse_args()
+    if arguments.hosts < 2:
+        parser.error(f"it takes two hosts or more, but --hosts is {arguments.hosts}")
+    leave_memory_to_processes()
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # as for tests on GPUs
+    ranks, devices = arguments.hosts * arguments.ranks_per_host, len(jax.devices())
+    if ranks > devices:
+        raise SystemExit(f"{ranks} ranks need as many devices, and there are {devices}")
+    arguments.out = arguments.out and arguments.out.absolute()
+    run_in_processes(run, arguments, processes=ranks, pool=POOL, hosts=arguments.hosts)
+
+
+if __name__ == "__main__":
+    main()
