@@ -20,7 +20,6 @@ struct Launch {
     const Buffers& buffers;
     Peers& peers;
     const RemoteRows* remote;  // null if this rank exchanges rows with native peers only
-    uint64_t timeout_ms;
     cudaStream_t stream;
     // Unless it is null, recorded when the native kernel has its SMs, or where NCCL is used just before its kernel:
     // that is next in the same stream, and so starts before another stream sees the event.
@@ -28,7 +27,7 @@ struct Launch {
 
     void exchange_remote_rows(cudaStream_t in_stream) const {
         remote->pack(in_stream);
-        remote->exchange(peers, timeout_ms, in_stream);
+        remote->exchange(peers, in_stream);
         remote->unpack(in_stream);
     }
 };
@@ -86,7 +85,7 @@ TransferParams select_dtype(const TransferParams& params, const Buffers& buffers
 
 // Native rows and those of remote peers move at the same time: they arrive at different rows.
 void launch_cast(const Launch& launch) {
-    const auto& [params, buffers, peers, remote, timeout_ms, stream, started] = launch;
+    const auto& [params, buffers, peers, remote, stream, started] = launch;
     {
         std::optional<SideStream> side;
         if (remote != nullptr)
@@ -100,7 +99,7 @@ void launch_cast(const Launch& launch) {
 }
 
 void launch_reduce(const Launch& launch) {
-    const auto& [params, buffers, peers, remote, timeout_ms, stream, started] = launch;
+    const auto& [params, buffers, peers, remote, stream, started] = launch;
     for (size_t i = 0; i < buffers.from.size(); ++i)
         copy_if_staged(published_memory(params, i), buffers.from[i].untyped_data(), buffers.from[i], stream);
     if (remote != nullptr) {
@@ -115,12 +114,17 @@ void launch_reduce(const Launch& launch) {
 }
 
 // Returns the rows that go over NCCL, if there are any.
-std::optional<RemoteRows> remote_rows(Kind kind, TransferParams& params, const Peers& peers, cudaStream_t program,
-                                      Scratch& scratch) {
+std::optional<RemoteRows> remote_rows(TransferParams& params, Peers& peers, cudaStream_t program, Scratch& scratch) {
     if (std::popcount(params.native) == peers.size)
         return std::nullopt;
+    ++peers.calls;
     const auto is_remote = [&](int peer) { return not params.is_native(peers.slots[peer]); };
-    RemoteRows rows(kind, params, is_remote, program, [&](size_t bytes) { return scratch.allocate(bytes); });
+    const auto describe = [&](int peer) {
+        return std::string(params.kind == Kind::kCast ? "group_cast" : "group_reduce") + ", call " +
+               std::to_string(peers.calls) + " of " + peers.name_of(peers.rank) + ", with " + peers.name_of(peer);
+    };
+    const auto allocate = [&](size_t bytes) { return scratch.allocate(bytes); };
+    RemoteRows rows(params, {is_remote, describe, allocate}, program);
     if (rows.is_empty())
         return std::nullopt;
     rows.add_to(params);
@@ -135,13 +139,12 @@ std::vector<MemoryBlock> launch_transfer(Kind kind, const Buffers& buffers, cons
     const bool is_async = attributes.is_async, goes_first = is_async and attributes.goes_first;
     Scratch scratch(memory);
     TransferParams params = to_params(kind, buffers, attributes, peers, scratch);
-    const std::optional<RemoteRows> remote = remote_rows(kind, params, peers, program, scratch);
+    const std::optional<RemoteRows> remote = remote_rows(params, peers, program, scratch);
     const cudaStream_t stream = order.begin(program, is_async);
     const Launch launch{.params = params,
                         .buffers = buffers,
                         .peers = peers,
                         .remote = remote ? &*remote : nullptr,
-                        .timeout_ms = params.timeout_ns / 1'000'000,
                         .stream = stream,
                         .started = goes_first ? order.started() : nullptr};
     try {

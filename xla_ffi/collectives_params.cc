@@ -174,6 +174,8 @@ TransferParams to_params(Kind kind, const Buffers& buffers, const TransferAttrib
                          Scratch& scratch) {
     check_buffers(kind, buffers, attributes);
     TransferParams params{};
+    params.kind = kind;
+    params.host_name = peers.device_host_name;
     params.rank = peers.rank;
     params.size = peers.size;
     params.slot = peers.slot;

@@ -38,8 +38,10 @@ __device__ inline void wait_for(const TransferParams& params, const uint32_t* fl
     while (static_cast<int32_t>(sm90::load_acquire(flag) - epoch) < 0) {
         if (sm90::nanoseconds() - begin < params.timeout_ns)
             continue;
-        abort_kernel("jaxmagi: rank %d of %d waited for %d ms until rank %d %s (call %u of its group)\n", params.rank,
-                     params.size, static_cast<int>(params.timeout_ns / 1000000), params.ranks[slot], what, epoch);
+        const auto [name, place] = native_text(params);
+        abort_kernel("jaxmagi: rank %d of %d waited for %d ms until rank %d %s (%s%s, call %u of its group)\n",
+                     params.rank, params.size, static_cast<int>(params.timeout_ns / 1000000), params.ranks[slot], what,
+                     name, place, epoch);
     }
 }
 
@@ -76,7 +78,7 @@ __device__ inline void check_entries_and_publish_rows(const TransferParams& para
 __device__ inline void compare_rows(const TransferParams& params, uint32_t epoch, int slot) {
     const ControlBlock& control = *params.controls[params.slot];
     check_same_rows(params.rank, params.ranks[slot], __ldcg(&control.sent[slot]),
-                    sm90::load_relaxed(&control.from[slot].rows[epoch % 2]));
+                    sm90::load_relaxed(&control.from[slot].rows[epoch % 2]), native_text(params));
 }
 
 __device__ inline void wait_until_ready(const TransferParams& params, CallState& call) {
@@ -94,7 +96,8 @@ __device__ inline void wait_until_ready(const TransferParams& params, CallState&
     for_native_peers(params, [&](int slot) {
         const PeerSignals& signals = control.from[slot];
         wait_for(params, &signals.ready, call.epoch, slot, "came to the same call");
-        check_same_call(params.rank, params.ranks[slot], params.call_hash, sm90::load_relaxed(&signals.call_hash));
+        check_same_call(params.rank, params.ranks[slot], params.call_hash, sm90::load_relaxed(&signals.call_hash),
+                        native_text(params));
         for (int i = 0; i < params.num_arrays; ++i)
             call.addresses[slot][i] = params.resolve(sm90::load_relaxed(&signals.arrays[i]), slot);
     });

@@ -59,15 +59,29 @@ __device__ __forceinline__ void check_entry(const TransferParams& params, const 
 
 // --- agreement between ranks ---
 
-__device__ inline void check_same_call(int rank, int peer, uint64_t own_hash, uint64_t hash) {
-    if (hash != own_hash)
-        abort_kernel("jaxmagi: ranks %d and %d make different calls of a group collective\n", rank, peer);
+// The call in messages: `name`, then `place`, a text in device memory.
+struct CallText {
+    const char *name, *place;
+};
+
+
+// Returns the text for a rank and its native peers, which share a host.
+__device__ inline CallText native_text(const TransferParams& params) {
+    return {params.kind == Kind::kCast ? "group_cast on " : "group_reduce on ",
+            params.host_name == nullptr ? "one host" : params.host_name};
 }
 
-__device__ inline void check_same_rows(int sender, int receiver, unsigned long long sent, unsigned long long received) {
+__device__ inline void check_same_call(int rank, int peer, uint64_t own_hash, uint64_t hash, CallText text) {
+    if (hash != own_hash)
+        abort_kernel("jaxmagi: ranks %d and %d make different calls of a group collective (%s%s)\n", rank, peer,
+                     text.name, text.place);
+}
+
+__device__ inline void check_same_rows(int sender, int receiver, unsigned long long sent, unsigned long long received,
+                                       CallText text) {
     if (sent != received)
-        abort_kernel("jaxmagi: the spec of rank %d sends %llu rows to rank %d, whose spec expects %llu\n", sender, sent,
-                     receiver, received);
+        abort_kernel("jaxmagi: the spec of rank %d sends %llu rows to rank %d, whose spec expects %llu (%s%s)\n", sender,
+                     sent, receiver, received, text.name, text.place);
 }
 
 struct RowCounts {

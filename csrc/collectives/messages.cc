@@ -10,10 +10,9 @@
 namespace jaxmagi::collectives {
 namespace {
 
-// A message takes NCCL and the network some microseconds, in which they would move about this much. A few small
-// messages are better than a copy nevertheless.
-constexpr int64_t kLargeMessageBytes = 256 << 10;
-constexpr int64_t kFewMessages = 2;
+// Messages of this size take their bytes' time: each costs NCCL and the network as long as some 100 KB do, by sockets
+// (docs/log/hosts.md). Smaller ones are joined, which costs a copy in the memory of the device.
+constexpr int64_t kLargeMessageBytes = 4 << 20;
 
 // --- pairs ---
 
@@ -115,7 +114,7 @@ std::vector<Pair> to_pairs(const std::vector<Entry>& entries) {
 // --- messages ---
 
 bool are_large(size_t count, int64_t bytes) {
-    return static_cast<int64_t>(count) <= kFewMessages or bytes >= static_cast<int64_t>(count) * kLargeMessageBytes;
+    return count == 1 or bytes >= static_cast<int64_t>(count) * kLargeMessageBytes;
 }
 
 // Returns the ends of stretches of ranges that are consecutive by the given rows, as indices.
@@ -127,7 +126,8 @@ std::vector<size_t> ends_of_stretches(const std::vector<RowRange>& ranges, int64
     return ends;
 }
 
-// Returns the ends of messages as indices of ranges. Uses only what both ranks know: lengths and output rows.
+// Returns the ends of the messages of each array, whose rows have `row_bytes` on average, as indices of ranges. Uses only
+// what both ranks know: lengths and output rows.
 std::vector<size_t> cut(Kind kind, const Pair& pair, int64_t row_bytes) {
     const int64_t bytes = pair.rows * row_bytes;
     const size_t count = pair.ranges.size();
@@ -220,7 +220,7 @@ Traffic traffic_of(const Call& call, Direction direction, std::span<const Pair> 
     std::vector<std::vector<size_t>> cuts;
     std::vector<PairHeader> headers;
     for (const Pair& pair : pairs) {
-        cuts.push_back(cut(call.kind, pair, all_bytes));
+        cuts.push_back(cut(call.kind, pair, all_bytes / static_cast<int64_t>(row_bytes.size())));
         headers.push_back({.call_hash = call.hash,
                            .rows = static_cast<uint64_t>(pair.rows),
                            .cut_hash = hash_of(pair, cuts.back()),

@@ -67,7 +67,7 @@ struct PairHeader {
     uint64_t call_hash, rows, cut_hash;  // cut_hash is of the rows of each message
     int source, destination;
 
-    bool operator==(const PairHeader&) const = default;
+    constexpr bool operator==(const PairHeader&) const = default;
 };
 
 // All that a rank sends to remote peers, or receives from them.

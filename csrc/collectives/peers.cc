@@ -22,6 +22,8 @@ namespace {
 
 // --- connecting ---
 
+constexpr size_t kHostNameBytes = 64;
+
 struct Introduction {
     ProcessIdentity identity;
     IpcMemory control;
@@ -31,9 +33,9 @@ size_t gather_offset() {
     return round_up(sizeof(ControlBlock), 256);
 }
 
-// Allocates the control block, the buffer of `all_gather`, and room for the slots of ranks.
+// Allocates the control block, the buffer of `all_gather`, and room for a host's name and the slots of ranks.
 char* allocate_control(int size, cudaStream_t stream) {
-    const size_t bytes = gather_offset() + gather_bytes(size) + size * sizeof(int16_t);
+    const size_t bytes = gather_offset() + gather_bytes(size) + kHostNameBytes + size * sizeof(int16_t);
     char* const memory = allocate_ipc(bytes);
     if (memory == nullptr)
         throw std::runtime_error("no device memory is left for the collectives' control block of " +
@@ -58,14 +60,19 @@ void number_slots(Peers& peers, const ProcessIdentity& own, const std::vector<In
     peers.slot = peers.slots[peers.rank];
 }
 
-void copy_slots(Peers& peers, cudaStream_t stream) {
-    if (peers.size <= kMaxNativeRanks)
-        return;
-    auto* const slots = reinterpret_cast<int16_t*>(peers.gather_buffer + gather_bytes(peers.size));
+// Copies the names that kernels know this rank and the others by.
+void copy_names(Peers& peers, cudaStream_t stream) {
+    char* const host_name = peers.gather_buffer + gather_bytes(peers.size);
+    auto* const slots = reinterpret_cast<int16_t*>(host_name + kHostNameBytes);
+    std::string name = peers.host_names[peers.rank];
+    name.resize(kHostNameBytes - 1);
+    check_cuda(cudaMemcpyAsync(host_name, name.c_str(), kHostNameBytes, cudaMemcpyHostToDevice, stream),
+               "copying the name of the host to the device");
     check_cuda(cudaMemcpyAsync(slots, peers.slots.data(), peers.size * sizeof *slots, cudaMemcpyHostToDevice, stream),
                "copying the slots of ranks to the device");
     check_cuda(cudaStreamSynchronize(stream), "copying the slots of ranks to the device");
-    peers.device_slots = slots;
+    peers.device_host_name = host_name;
+    peers.device_slots = peers.size <= kMaxNativeRanks ? nullptr : slots;
 }
 
 // Returns another rank's control block, or null where this device has no access.
@@ -135,7 +142,7 @@ std::unique_ptr<Peers> connect(int ordinal, const Bootstrap& bootstrap) {
     const Introduction own{.identity = identity_of(ordinal), .control = describe_ipc(control)};
     const auto introductions = all_gather(*peers, bootstrap, own);
     number_slots(*peers, own.identity, introductions);
-    copy_slots(*peers, bootstrap.stream);
+    copy_names(*peers, bootstrap.stream);
     const MappedSlots mapped = open_controls(*peers, own.identity, introductions);
     decide_reachable(*peers, introductions, all_gather(*peers, bootstrap, mapped));
     return peers;

@@ -33,6 +33,7 @@ struct Peers {
     std::vector<int16_t> slots;           // by rank; -1 for a rank without a slot
     const int16_t* device_slots;          // the same on the device; null where slots are ranks
     std::vector<std::string> host_names;  // by rank
+    const char* device_host_name;         // this rank's, on the device
 
     // By slot:
     bool is_reachable[kMaxNativeRanks];      // both ranks' kernels can access each other's memory; true for this rank

@@ -21,15 +21,16 @@ __global__ void __launch_bounds__(kThreads) copy(const CopiedBytes* copies, int 
     }
 }
 
-__global__ void __launch_bounds__(kThreads) compare(const PairHeader* received, const PairHeader* expected, int count) {
+__global__ void __launch_bounds__(kThreads)
+    compare(const PairHeader* received, const PairHeader* expected, const PairText* texts, int count) {
     for (int i = threadIdx.x; i < count; i += kThreads) {
         const PairHeader &theirs = received[i], &own = expected[i];
-        check_same_call(own.destination, own.source, own.call_hash, theirs.call_hash);
-        check_same_rows(own.source, own.destination, theirs.rows, own.rows);
-        if (theirs.cut_hash != own.cut_hash or theirs.source != own.source or theirs.destination != own.destination)
-            abort_kernel("jaxmagi: the spec of rank %d has the rows between it and rank %d in other ranges than the "
-                         "spec of that rank\n",
-                         own.destination, own.source);
+        const CallText text{"", texts[i].text};
+        check_same_call(own.destination, own.source, own.call_hash, theirs.call_hash, text);
+        check_same_rows(own.source, own.destination, theirs.rows, own.rows, text);
+        if (not(theirs == own))
+            abort_kernel("jaxmagi: the specs of ranks %d and %d have the rows between them in different ranges (%s)\n",
+                         own.destination, own.source, text.place);
     }
 }
 
@@ -39,8 +40,9 @@ cudaError_t copy_bytes(const CopiedBytes* copies, int count, cudaStream_t stream
     return launch(copy, std::min((count + kWarps - 1) / kWarps, kMaxCtas), kThreads, 0, stream, {}, copies, count);
 }
 
-cudaError_t check_headers(const PairHeader* received, const PairHeader* expected, int count, cudaStream_t stream) {
-    return launch(compare, 1, kThreads, 0, stream, {}, received, expected, count);
+cudaError_t check_headers(const PairHeader* received, const PairHeader* expected, const PairText* texts, int count,
+                          cudaStream_t stream) {
+    return launch(compare, 1, kThreads, 0, stream, {}, received, expected, texts, count);
 }
 
 cudaError_t preload_remote_kernels() {

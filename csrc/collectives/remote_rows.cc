@@ -12,10 +12,6 @@ namespace {
 
 constexpr size_t kAlignment = 256;
 
-constexpr const char* name_of(Kind kind) {
-    return kind == Kind::kCast ? "group_cast" : "group_reduce";
-}
-
 // Returns a table that is on the device. The host waits for the stream before it copies to pageable memory, since a
 // copy that has to wait may keep other threads from the device.
 template <typename Entry> std::vector<Entry> read_table(const Entry* table, int64_t count, cudaStream_t stream) {
@@ -45,22 +41,47 @@ int64_t bytes_of(const Traffic& traffic) {
     return bytes;
 }
 
+// Returns the ranks with which rows are exchanged, each once.
+std::vector<int> peers_of(const Traffic& outgoing, const Traffic& incoming) {
+    std::vector<int> peers;
+    for (const PairHeader& header : outgoing.headers)
+        peers.push_back(header.destination);
+    for (const PairHeader& header : incoming.headers)
+        peers.push_back(header.source);
+    std::ranges::sort(peers);
+    const auto repeated = std::ranges::unique(peers);
+    peers.erase(repeated.begin(), repeated.end());
+    return peers;
+}
+
+PairText to_text(const std::string& description) {
+    PairText text{};
+    description.copy(text.text, sizeof text.text - 1);
+    return text;
+}
+
 }  // namespace
 
-RemoteRows::RemoteRows(Kind kind, const TransferParams& params, const IsRemote& is_remote, cudaStream_t program,
-                       const Allocate& allocate)
-    : kind_(kind) {
-    const bool is_cast = kind == Kind::kCast;
+RemoteRows::RemoteRows(const TransferParams& params, const Context& context, cudaStream_t program)
+    : kind_(params.kind), timeout_ms_(params.timeout_ns / 1'000'000) {
     for (int i = 0; i < params.num_arrays; ++i) {
         sources_.push_back(const_cast<char*>(params.arrays[i].from));
-        if (is_cast)
+        if (kind_ == Kind::kCast)
             destinations_.push_back(reinterpret_cast<char*>(params.resolve(params.published[i], params.slot)));
     }
-    list_traffic(params, is_remote, program);
+    list_traffic(params, context.is_remote, program);
     if (is_empty())
         return;
-    allocate_memory(allocate);
-    upload(program);
+    const std::vector<int> peers = peers_of(outgoing_, incoming_);
+    description_ = context.describe(peers[0]);
+    if (peers.size() > 1)
+        description_ += " and " + std::to_string(peers.size() - 1) + " more";
+    std::vector<PairText> texts;
+    for (const PairHeader& header : incoming_.headers)
+        texts.push_back(to_text(context.describe(header.source)));
+    reserve_memory();
+    memory_ = static_cast<char*>(context.allocate(bytes_));
+    upload(texts, program);
 }
 
 void RemoteRows::list_traffic(const TransferParams& params, const IsRemote& is_remote, cudaStream_t program) {
@@ -99,18 +120,18 @@ template <typename T> RemoteRows::Part RemoteRows::reserve(size_t count) {
     return part;
 }
 
-void RemoteRows::allocate_memory(const Allocate& allocate) {
+void RemoteRows::reserve_memory() {
     out_headers_ = reserve<PairHeader>(outgoing_.headers.size());
     expected_headers_ = reserve<PairHeader>(incoming_.headers.size());
+    texts_ = reserve<PairText>(incoming_.headers.size());
     packed_ = reserve<CopiedBytes>(count_pieces(outgoing_));
     unpacked_ = reserve<CopiedBytes>(count_pieces(incoming_));
     first_rows_ = reserve<int64_t>(incoming_rows_.size());
     in_headers_ = reserve<PairHeader>(incoming_.headers.size());
     staging_ = reserve<char>(outgoing_.staging_bytes + incoming_.staging_bytes);
-    memory_ = static_cast<char*>(allocate(bytes_));
 }
 
-void RemoteRows::upload(cudaStream_t program) const {
+void RemoteRows::upload(const std::vector<PairText>& texts, cudaStream_t program) const {
     std::vector<char> image(in_headers_.offset);
     const auto put = [&](const Part& part, const auto& items) {
         std::copy_n(reinterpret_cast<const char*>(items.data()), items.size() * sizeof items[0],
@@ -118,6 +139,7 @@ void RemoteRows::upload(cudaStream_t program) const {
     };
     put(out_headers_, outgoing_.headers);
     put(expected_headers_, incoming_.headers);
+    put(texts_, texts);
     put(packed_, resolve_copies(outgoing_, true));
     put(unpacked_, resolve_copies(incoming_, false));
     put(first_rows_, incoming_rows_);
@@ -162,19 +184,20 @@ void RemoteRows::unpack(cudaStream_t stream) const {
                    "launching the kernel that unpacks rows");
 }
 
-void RemoteRows::exchange(Peers& peers, uint64_t timeout_ms, cudaStream_t stream) const {
-    ++peers.calls;
-    const std::string what = description(peers);
+void RemoteRows::exchange(const Peers& peers, cudaStream_t stream) const {
     std::vector<nccl::Message> sends, receives;
+    const auto enqueue = [&](const char* what) {
+        enqueue_nccl(stream, timeout_ms_, peers.who(), what + description_,
+                     [&] { nccl::exchange(sends, receives, peers.communicator, stream); });
+    };
     for (size_t i = 0; i < outgoing_.headers.size(); ++i)
         sends.push_back({at<PairHeader>(out_headers_) + i, sizeof(PairHeader), outgoing_.headers[i].destination});
     for (size_t i = 0; i < incoming_.headers.size(); ++i)
         receives.push_back({at<PairHeader>(in_headers_) + i, sizeof(PairHeader), incoming_.headers[i].source});
-    enqueue_nccl(stream, timeout_ms, peers.who(), "exchanged the headers of " + what,
-                 [&] { nccl::exchange(sends, receives, peers.communicator, stream); });
+    enqueue("exchanged the headers of ");
     if (in_headers_.count > 0)
-        check_cuda(check_headers(at<PairHeader>(in_headers_), at<PairHeader>(expected_headers_), in_headers_.count,
-                                 stream),
+        check_cuda(check_headers(at<PairHeader>(in_headers_), at<PairHeader>(expected_headers_), at<PairText>(texts_),
+                                 in_headers_.count, stream),
                    "launching the kernel that compares headers");
     count_nccl(static_cast<int64_t>(outgoing_.messages.size()), bytes_of(outgoing_),
                static_cast<int64_t>(sends.size() * sizeof(PairHeader)));
@@ -184,25 +207,7 @@ void RemoteRows::exchange(Peers& peers, uint64_t timeout_ms, cudaStream_t stream
         sends.push_back({outgoing_data(message), static_cast<size_t>(message.bytes), message.peer});
     for (const Message& message : incoming_.messages)
         receives.push_back({incoming_data(message), static_cast<size_t>(message.bytes), message.peer});
-    enqueue_nccl(stream, timeout_ms, peers.who(), "moved the rows of " + what,
-                 [&] { nccl::exchange(sends, receives, peers.communicator, stream); });
-}
-
-// Names the call and a few of the ranks that this rank exchanges rows with.
-std::string RemoteRows::description(const Peers& peers) const {
-    constexpr size_t kMostNames = 8;
-    std::vector<int> others;
-    for (const PairHeader& header : outgoing_.headers)
-        others.push_back(header.destination);
-    for (const PairHeader& header : incoming_.headers)
-        others.push_back(header.source);
-    std::ranges::sort(others);
-    const auto repeated = std::ranges::unique(others);
-    others.erase(repeated.begin(), repeated.end());
-    std::string text = std::string(name_of(kind_)) + " (call " + std::to_string(peers.calls) + " of the group) with ";
-    for (size_t i = 0; i < std::min(others.size(), kMostNames); ++i)
-        text += (i == 0 ? "" : ", ") + peers.name_of(others[i]);
-    return text + (others.size() > kMostNames ? " and " + std::to_string(others.size() - kMostNames) + " more" : "");
+    enqueue("moved the rows of ");
 }
 
 }  // namespace jaxmagi::collectives

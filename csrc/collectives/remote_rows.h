@@ -22,13 +22,15 @@ namespace jaxmagi::collectives {
 
 class RemoteRows {
 public:
-    // Returns device memory that stays until the transfer has ended.
-    using Allocate = std::function<void*(size_t bytes)>;
+    struct Context {
+        std::function<bool(int peer)> is_remote;
+        std::function<std::string(int peer)> describe;      // the call and this rank's part in it, for messages
+        std::function<void*(size_t bytes)> allocate;  // device memory that stays until the transfer has ended
+    };
 
     // Reads the tables when `program` has computed them, and allocates what the transfer needs. Throws
     // std::invalid_argument if they do not fit the transfer.
-    RemoteRows(Kind kind, const TransferParams& params, const IsRemote& is_remote, cudaStream_t program,
-               const Allocate& allocate);
+    RemoteRows(const TransferParams& params, const Context& context, cudaStream_t program);
 
     bool is_empty() const { return outgoing_.headers.empty() and incoming_.headers.empty(); }
 
@@ -38,7 +40,7 @@ public:
     // The three steps of the transfer, in one stream: copies the rows that do not lie as they are sent, exchanges
     // headers and rows, and copies the rows that do not lie as they have come.
     void pack(cudaStream_t stream) const;
-    void exchange(Peers& peers, uint64_t timeout_ms, cudaStream_t stream) const;
+    void exchange(const Peers& peers, cudaStream_t stream) const;
     void unpack(cudaStream_t stream) const;
 
     // The messages and their memory, for tests that have no NCCL.
@@ -54,15 +56,16 @@ private:
     };
 
     void list_traffic(const TransferParams& params, const IsRemote& is_remote, cudaStream_t program);
-    void allocate_memory(const Allocate& allocate);
-    void upload(cudaStream_t program) const;
+    void reserve_memory();
+    void upload(const std::vector<PairText>& texts, cudaStream_t program) const;
     std::vector<CopiedBytes> resolve_copies(const Traffic& traffic, bool to_staging) const;
     char* resolve(const Place& place, const std::vector<char*>& arrays) const;
     template <typename T> T* at(const Part& part) const { return reinterpret_cast<T*>(memory_ + part.offset); }
     template <typename T> Part reserve(size_t count);
-    std::string description(const Peers& peers) const;
 
-    const Kind kind_;
+    Kind kind_;
+    uint64_t timeout_ms_;
+    std::string description_;
     Traffic outgoing_, incoming_;
     std::vector<char*> sources_, destinations_;  // arrays of this rank
     std::vector<int64_t> incoming_offsets_, incoming_rows_;
@@ -70,7 +73,7 @@ private:
     char* memory_ = nullptr;
     size_t bytes_ = 0;
     // Uploaded parts come first.
-    Part out_headers_{}, expected_headers_{}, packed_{}, unpacked_{}, first_rows_{}, in_headers_{}, staging_{};
+    Part out_headers_{}, expected_headers_{}, texts_{}, packed_{}, unpacked_{}, first_rows_{}, in_headers_{}, staging_{};
 };
 
 }  // namespace jaxmagi::collectives

@@ -32,6 +32,8 @@ enum class DType { kBF16, kF16, kF32, kF64 };
 constexpr uint64_t kIsOffset = uint64_t{1} << 63;
 
 struct TransferParams {
+    Kind kind;
+    const char* host_name;  // on the device, for messages; null for none
     int rank, size;
     int slot, num_slots;
     const int16_t* slots;           // by rank, on the device; null where ranks are their own slots

@@ -82,7 +82,8 @@ public:
 
     template <typename T, typename Sum>
     TransferParams params(const Arrays<T>& from, const Arrays<Sum>& to, bool is_cast) {
-        TransferParams params{.rank = rank_,
+        TransferParams params{.kind = is_cast ? Kind::kCast : Kind::kReduce,
+                              .rank = rank_,
                               .size = kRanks,
                               .slot = rank_,
                               .num_slots = kRanks,
@@ -111,12 +112,13 @@ public:
         return params;
     }
 
-    RemoteRows remote_rows(Kind kind, const TransferParams& params) {
+    RemoteRows remote_rows(const TransferParams& params) {
         const auto allocate = [&](size_t bytes) {
             memory_ = std::make_unique<DeviceArray<char>>(std::vector<char>(bytes, kPoison));
             return memory_->data();
         };
-        return {kind, params, [&](int peer) { return peer != rank_; }, kStream, allocate};
+        const auto is_remote = [&](int peer) { return peer != rank_; };
+        return {params, {is_remote, [](int) { return "a test"; }, allocate}, kStream};
     }
 
 private:
@@ -187,7 +189,7 @@ void check(const std::string& name, const Tables& tables, Rank (&ranks)[kRanks],
         from[rank] = on_device(numbers[rank]);
         to[rank] = poisoned<Sum>(kToRows);
         params[rank] = ranks[rank].params(from[rank], to[rank], kIsCast);
-        rows.push_back(ranks[rank].remote_rows(kIsCast ? Kind::kCast : Kind::kReduce, params[rank]));
+        rows.push_back(ranks[rank].remote_rows(params[rank]));
         rows[rank].add_to(params[rank]);
         if (kIsCast)
             must(push_rows(params[rank], kStream, nullptr), "pushing");

@@ -315,7 +315,7 @@ void check_hashes() {
     const auto hash = [&](std::vector<Receive> receives) {
         const auto pairs = pairs_of(std::span<const Receive>(receives), shape, all);
         const Call call{Kind::kCast, 0, 0};
-        return traffic_of(call, Direction::kOutgoing, pairs, std::vector<int>{16}, 0).headers[0].cut_hash;
+        return traffic_of(call, Direction::kOutgoing, pairs, std::vector<int>{4 << 20}, 0).headers[0].cut_hash;
     };
     const uint64_t one = hash({{1, 0, 0, 5}, {}}), two = hash({{1, 0, 0, 2}, {1, 2, 2, 3}});
     report("other ranges have another hash", one != two and two != hash({{1, 0, 0, 3}, {1, 3, 3, 2}}));
@@ -324,7 +324,7 @@ void check_hashes() {
 int run() {
     check_pattern({"two ranks", 2, 1, 1, 12, 9, {16, 48}, false}, false);
     check_pattern({"two ranks in order", 2, 1, 1, 12, 9, {16, 48}, true}, false);
-    check_pattern({"large rows", 4, 2, 1, 5, 3, {1 << 18, 1 << 16}, false}, true);
+    check_pattern({"large rows", 2, 1, 1, 5, 1, {4 << 20}, false}, true);
     check_pattern({"a batch", 6, 2, 3, 30, 7, {16, 32, 80}, false}, false);
     check_pattern({"a batch in order", 6, 2, 3, 30, 7, {16, 32, 80}, true}, false);
     check_pattern({"128 ranks", 128, 8, 1, 40, 6, {16, 48}, true}, false);
