@@ -12,5 +12,5 @@ from ._plan_context import plan_context as plan_context
 from ._plan_contexts import plan_contexts as plan_contexts
 from ._plan_stages import PlanStages as PlanStages
 from ._prefetch import PlanPrefetcher as PlanPrefetcher, prefetch_plans as prefetch_plans
-from ._report import PlanReport as PlanReport
+from ._report import LinkTraffic as LinkTraffic, PlanReport as PlanReport
 from ._spec import GroupCastSpec as GroupCastSpec, RelayedSpec as RelayedSpec

@@ -8,10 +8,11 @@ from jaxmagi import AttnMask, masks
 from jaxmagi.planning import ContextPlan, CostModel, GroupCastSpec, PlanStages, RelayedSpec, plan_context
 
 from ..cases import random_bands
-from .oracle import NAMED_LAYOUTS, assert_same, check_plan, group_cast
+from .oracle import NAMED_LAYOUTS, assert_same, check_plan, check_traffic, group_cast
 
 _MOST_RANKS, _MOST_SHARD = 12, 20
 _STAGES = (1, 2, 3, 4, 6, (1, 3), (4, 2), "auto")
+_LEVELS = ("auto", "auto", False, True)
 
 
 class Problem(NamedTuple):
@@ -31,6 +32,9 @@ def random_problem(seed: int) -> Problem:
         "num_stages": _STAGES[rng.integers(len(_STAGES))],
         "cost": _random_cost(rng),
     }
+    two_levels = _LEVELS[rng.integers(len(_LEVELS))]
+    has_hosts = cp_size % arguments["cost"].ranks_per_host == 0
+    arguments["two_levels"] = two_levels if has_hosts else "auto"
     kind = rng.integers(len(NAMED_LAYOUTS) + 1)
     if kind == len(NAMED_LAYOUTS):
         arguments["layout"] = _random_layout(rng, length, cp_size)
@@ -94,6 +98,7 @@ def check_problem(problem: Problem) -> ContextPlan:
     hosts = [plan.by_host(ranks_per_host)] if plan.cp_size % ranks_per_host == 0 else []
     for each in (plan, *hosts):
         check_plan(problem.mask, each)
+        check_traffic(each, problem.arguments["cost"])
         for stages in (each.forward_stages, each.backward_stages):
             check_gradients(each, stages)
         assert each.pad_to(each.capacity).capacity == each.capacity
