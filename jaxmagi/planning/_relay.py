@@ -175,7 +175,7 @@ def _spill(shares: np.ndarray, host: np.ndarray, most: int) -> np.ndarray:
     """
     loads = np.zeros((host.max(initial=-1) + 1, shares.shape[1]), np.int64)
     np.add.at(loads, host, shares)
-    most = max(most, int(-(-loads.sum(axis=1) // shares.shape[1]).max(initial=0)))
+    most = max(most, int((-(-loads.sum(axis=1) // shares.shape[1])).max(initial=0)))
     excess = shares * (np.maximum(loads - most, 0))[host] // np.maximum(loads, 1)[host]
     room = np.cumsum(np.maximum(most - loads, 0), axis=1)[host]
     spilt = excess.sum(axis=1, keepdims=True) * room // np.maximum(room[:, -1:], 1)

@@ -86,7 +86,7 @@ class TwoLevelSolver(OverlapSolver):
         return rows
 
     def saves_rows(self) -> bool:
-        """Returns whether the busiest rank has fewer rows to send or receive between hosts, all in one call."""
+        """Returns whether the busiest rank sends or receives fewer rows between hosts, all in one call."""
         one, two = (solver.candidate(ONE_CALL).busiest[0, 0, 1] for solver in (self._direct, self))
         return bool(two < one)
 

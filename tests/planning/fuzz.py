@@ -23,7 +23,7 @@ class Problem(NamedTuple):
 
 
 def random_problem(seed: int) -> Problem:
-    """Returns any mask, numbers of ranks and of hosts, chunk size, layout and staging."""
+    """Returns any mask, numbers of ranks and of hosts, chunk size, layout, staging and levels."""
     rng = np.random.default_rng(seed)
     cp_size, shard = int(rng.integers(1, _MOST_RANKS + 1)), int(rng.integers(1, _MOST_SHARD + 1))
     length = int(rng.integers(cp_size * (shard - 1), cp_size * shard)) + 1
@@ -32,9 +32,6 @@ def random_problem(seed: int) -> Problem:
         "num_stages": _STAGES[rng.integers(len(_STAGES))],
         "cost": _random_cost(rng),
     }
-    two_levels = _LEVELS[rng.integers(len(_LEVELS))]
-    has_hosts = cp_size % arguments["cost"].ranks_per_host == 0
-    arguments["two_levels"] = two_levels if has_hosts else "auto"
     kind = rng.integers(len(NAMED_LAYOUTS) + 1)
     if kind == len(NAMED_LAYOUTS):
         arguments["layout"] = _random_layout(rng, length, cp_size)
@@ -42,7 +39,9 @@ def random_problem(seed: int) -> Problem:
         arguments["layout"] = NAMED_LAYOUTS[kind]
         if arguments["layout"] == "balanced":
             arguments["chunk_size"] = int(rng.integers(1, -(-length // cp_size) + 1))
-    return Problem(_random_mask(rng, length), arguments)
+    mask, two_levels = _random_mask(rng, length), _LEVELS[rng.integers(len(_LEVELS))]
+    has_hosts = cp_size % arguments["cost"].ranks_per_host == 0
+    return Problem(mask, {**arguments, "two_levels": two_levels if has_hosts else "auto"})
 
 
 def _random_cost(rng: np.random.Generator) -> CostModel:
