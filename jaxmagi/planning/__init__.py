@@ -6,6 +6,7 @@ are elementwise or have a fixed order, so that every host makes the same plan.
 """
 
 from ._capacity import PlanCapacity as PlanCapacity
+from ._choices import NumStages as NumStages, TwoLevels as TwoLevels
 from ._cost import CostModel as CostModel
 from ._plan import ContextPlan as ContextPlan
 from ._plan_context import plan_context as plan_context

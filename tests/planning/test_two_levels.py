@@ -174,11 +174,6 @@ def test_mismatches() -> None:
             lambda: plan_context(mask, 6, cost=HOSTS, capacity=two.capacity),
             "cp_size=6 is no multiple of cost.ranks_per_host=4",
         ),
-        (
-            lambda: plan_context(mask, CP, two_levels="yes"),
-            "must be True, False or \"auto\", but it is 'yes'",
-        ),  # pyright: ignore[reportArgumentType]
-        (lambda: plan_context(mask, CP, two_levels=1), 'must be True, False or "auto", but it is 1'),
         (lambda: PlanCapacity(8, 8, 8, 8, ranks_per_host=2), "ranks_per_host=2 needs between"),
         (
             lambda: PlanCapacity(8, 8, 8, 8, between=PlanCapacity(0, 8, 8, 8), ranks_per_host=0),
@@ -194,3 +189,11 @@ def test_a_capacity_of_two_levels_that_is_too_small() -> None:
     small = plan_context(masks.sliding_window(512, 3), CP, cost=HOSTS, num_stages=1, two_levels=True).capacity
     with pytest.raises(ValueError, match=r"too small: .*between.output_rows=\d+ \(needs \d+\)"):
         plan_context(mask, CP, cost=HOSTS, capacity=small)
+
+
+@pytest.mark.parametrize("two_levels", ["yes", 1, None])
+def test_two_levels_is_true_or_false_or_auto(two_levels: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf'two_levels must be True, False or "auto", but it is {two_levels!r}'
+    ):
+        plan_context(masks.causal(512), CP, two_levels=two_levels)
