@@ -115,8 +115,8 @@ def local_batch(sequences: list[Packed], window: int) -> Batch:
 class ContextBatches:
     """Plans sequences, and makes batches of sequences and plans, sharded over mesh axes data and context.
 
-    All plans have as many stages and levels as those of ``example``, which must be the same on every host, and their
-    capacities only grow, so that the training step compiles at most a few times.
+    All plans have as many stages and levels as those of ``example``, which must be the same on every host,
+    and their capacities only grow, so that the training step compiles at most a few times.
     """
 
     def __init__(self, mesh: jax.sharding.Mesh, window: int, example: Packed):
