@@ -16,10 +16,19 @@ from jaxmagi.planning._schedule import count_tiles
 
 
 class Prediction(NamedTuple):
-    """Seconds of both passes together, and the bytes that a rank receives in them (mean)."""
+    """What is predicted for both passes together.
+
+    Attributes:
+        seconds: the time of the slowest rank.
+        received_bytes: bytes that a rank receives (mean).
+        network_bytes: those that cross between hosts (mean), for plans.
+        busiest_network_bytes: the most of them that a rank sends or receives, for plans.
+    """
 
     seconds: float
     received_bytes: float
+    network_bytes: float | None = None
+    busiest_network_bytes: float | None = None
 
 
 def ring(mask: AttnMask, cp_size: int, cost: CostModel) -> Prediction:
@@ -71,15 +80,26 @@ def two_dimensional(mask: AttnMask, cp_size: int, cost: CostModel) -> Prediction
     """Predicts heads over the ranks of a host, and a ring over hosts (USP, LoongTrain)."""
     per_host = min(cost.ranks_per_host, cp_size)
     hosts = cp_size // per_host
+    return with_heads_in_hosts(ring(mask, hosts, part_of_host(per_host, cost)), mask, cp_size, cost)
+
+
+def part_of_host(per_host: int, cost: CostModel) -> CostModel:
+    """Returns the model of hosts as ranks, in which each GPU has its part of the heads and a network card."""
+    return replace(_with_heads_over(per_host, cost), ranks_per_host=1)
+
+
+def with_heads_in_hosts(outer: Prediction, mask: AttnMask, cp_size: int, cost: CostModel) -> Prediction:
+    """Returns a prediction over hosts with the exchange of tokens and heads inside them."""
+    per_host = min(cost.ranks_per_host, cp_size)
     part = _with_heads_over(per_host, cost)
-    # In the ring of hosts every rank has a separate network card.
-    outer = ring(mask, hosts, replace(part, ranks_per_host=1))
     exchanges = [
         _head_exchange(mask.q_len // cp_size, per_host, cost, part, direction)
         for direction in (cost.forward, cost.backward)
     ]
     seconds, received = np.sum(exchanges, axis=0)
-    return Prediction(outer.seconds + float(seconds), outer.received_bytes + float(received))
+    return outer._replace(
+        seconds=outer.seconds + float(seconds), received_bytes=outer.received_bytes + float(received)
+    )
 
 
 def _with_heads_over(ranks: int, cost: CostModel) -> CostModel:

@@ -69,7 +69,7 @@ def all_gather(cp_size: int, tokens: int) -> GroupCastSpec:
 def documents(cp_size: int, tokens: int) -> GroupCastSpec:
     """Returns all that a plan of packed causal documents sends, in one transfer."""
     mask = masks.documents(document_lengths(cp_size * tokens), "causal")
-    spec = plan_context(mask, cp_size, num_stages=1).transfers[0]
+    spec = plan_context(mask, cp_size, num_stages=1, two_levels=False).transfers[0]
     assert isinstance(spec, GroupCastSpec)
     return spec
 

@@ -68,6 +68,15 @@ def check_printed(printed: str, plan: ContextPlan, cost: CostModel = CostModel()
         f"{report.imbalance:.4f} (largest / mean area), of predicted attention "
         f"{report.work_imbalance:.4f}, backward {report.backward_work_imbalance:.4f}",
         f"{received:.4f} of a rank's own rows (mean), {network:.4f} from other hosts",
+        *(
+            f"{name}  {link.rows:,} rows; {format_bytes(link.bytes_moved / plan.cp_size)} a rank (mean) in "
+            f"both passes, {format_bytes(link.busiest_bytes)} sent or received by the busiest"
+            for name, link in (
+                ("within hosts   ", report.within_hosts),
+                ("between hosts  ", report.between_hosts),
+            )
+        ),
+        f"levels           {f'two, hosts of {plan.ranks_per_host}' if plan.two_levels else 'one'} ",
         f"stages           {report.num_stages} ",
         f"backward stages  {report.num_backward_stages} ",
         f"forward pass     {report.predicted_seconds * 1e3:.3f} ms predicted",
@@ -111,6 +120,13 @@ def test_options_of_the_plan_and_of_the_attention(capsys: pytest.CaptureFixture[
     assert cost.row_bytes == 2 * 2 * 48 * 4
     check_printed(printed, plan_context(masks.causal(512), 4, chunk_size=16, num_stages=3, cost=cost), cost)
     check_printed(run(capsys, *CAUSAL), plan_context(masks.causal(512), 4))
+
+
+@pytest.mark.parametrize(("option", "two_levels"), [("auto", "auto"), ("yes", True), ("no", False)])
+def test_levels(option: str, two_levels: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = run(capsys, *CAUSAL, "--two-levels", option, "--ranks-per-host", "2")
+    cost = CostModel(ranks_per_host=2)
+    check_printed(printed, plan_context(masks.causal(512), 4, two_levels=two_levels, cost=cost), cost)
 
 
 def test_speeds_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,16 @@ def test_gathering_is_not_hidden() -> None:
     assert far.seconds - near.seconds == pytest.approx(max(0, between - moved / 350e9), rel=1e-6)
 
 
+def test_heads_in_hosts_move_their_part_of_rows_between_hosts() -> None:
+    """Of a full mask each of 16 GPUs gets an eighth of the rows of the other host, or with one level all."""
+    cost, mask = CostModel(), masks.full(1 << 15)
+    row_bytes = (2 * cost.row_bytes + cost.gradient_row_bytes) << 14
+    assert scaling.planned_over_hosts(mask, 16, cost).network_bytes == row_bytes / 8
+    assert scaling.planned(mask, 16, cost, two_levels=False).network_bytes == row_bytes
+    assert scaling.planned(mask, 16, cost, two_levels=True).network_bytes == row_bytes / 8
+    assert scaling.planned_over_hosts(mask, 8, cost).network_bytes == 0
+
+
 def test_one_rank_moves_nothing() -> None:
     mask = masks.causal(4096)
     times = [scheme(mask, 1, COST) for scheme in (_schemes.ring, _schemes.all_gather, _schemes.ulysses)]
@@ -59,5 +69,8 @@ def test_everything_is_linear_where_links_are_fast() -> None:
 def test_rows_of_the_benchmark() -> None:
     rows = scaling.measure("window 4095", 8)
     assert [row.scheme for row in rows] == list(scaling.SCHEMES)
+    over_hosts = scaling.measure("documents", 16)
+    assert [row.scheme for row in over_hosts] == [*scaling.SCHEMES, *scaling.LEVELS]
+    assert "| 16 | 0." in scaling.network_table(over_hosts, "documents")
     assert all(row.share_of_linear is not None and 0 < row.share_of_linear <= 1 for row in rows)
     assert "| 8 | 0." in scaling.table(rows, "window 4095")

@@ -4,7 +4,7 @@ import argparse
 import importlib
 from pathlib import Path
 
-from ..planning import CostModel, plan_context
+from ..planning import CostModel, TwoLevels, plan_context
 from ._cost import HEADS, add_cost_argument, cost_of, read_cost
 from ._lengths import at_least
 from ._masks import add_mask_arguments, mask_of
@@ -15,6 +15,8 @@ DESCRIPTION = (
     "sends and receives. Needs no accelerator."
 )
 
+_LEVELS: dict[str, TwoLevels] = {"auto": "auto", "yes": True, "no": False}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
@@ -24,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--chunk-size", type=at_least(1), metavar="N", help="tokens of a chunk (chosen)")
     group.add_argument(
         "--num-stages", type=_stages, default="auto", metavar="N", help="attention calls (auto)"
+    )
+    group.add_argument(
+        "--two-levels", choices=_LEVELS, default="auto", help="rows cross to another host once (auto)"
     )
     group.add_argument("--out", metavar="FOLDER", help="where to write mask.png, ranks.png and timeline.png")
     group = parser.add_argument_group("attention and hosts, for bytes and times")
@@ -55,7 +60,12 @@ def run(options: argparse.Namespace) -> int:
     if not mask.q_len:
         raise ValueError(f"--mask {options.mask} has 0 tokens")
     plan = plan_context(
-        mask, options.cp, chunk_size=options.chunk_size, num_stages=options.num_stages, cost=cost
+        mask,
+        options.cp,
+        chunk_size=options.chunk_size,
+        num_stages=options.num_stages,
+        two_levels=_LEVELS[options.two_levels],
+        cost=cost,
     )
     pictures = []
     if options.out is not None:

@@ -5,7 +5,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..planning import ContextPlan, CostModel, PlanReport
+from ..planning import ContextPlan, CostModel, LinkTraffic, PlanReport
 
 _MOST_ROWS = 16
 _EXTREMES = 4
@@ -78,10 +78,14 @@ def _totals(plan: ContextPlan, report: PlanReport, cost: CostModel) -> Table:
     forward, backward = 1e3 * report.predicted_seconds, 1e3 * report.predicted_backward_seconds
     links = f"{cost.link_gb_per_second:g} GB/s, between hosts {cost.network_gb_per_second:g} GB/s"
     sizes = f"{cost.num_heads} heads, {cost.num_kv_heads} of keys, of dimension {cost.head_dim}"
+    levels = f"two, hosts of {plan.ranks_per_host}" if plan.two_levels else "one"
     totals = {
         "tokens": f"{plan.length:,} on {plan.cp_size:,} ranks, {shard:,} each ({padding:,} padding)",
         "imbalance": f"{report.imbalance:.4f} (largest / mean area), of predicted attention {imbalances}",
         "received rows": f"{received:.4f} of a rank's own rows (mean), {network:.4f} from other hosts",
+        "within hosts": _link(report.within_hosts, plan),
+        "between hosts": _link(report.between_hosts, plan),
+        "levels": levels,
         "stages": f"{report.num_stages}",
         "backward stages": f"{report.num_backward_stages}",
         "forward pass": f"{forward:.3f} ms predicted ({cost.tflops:g} TFLOP/s, {links}; {sizes})",
@@ -91,3 +95,9 @@ def _totals(plan: ContextPlan, report: PlanReport, cost: CostModel) -> Table:
     for name, value in totals.items():
         table.add_row(name, value)
     return table
+
+
+def _link(link: LinkTraffic, plan: ContextPlan) -> str:
+    """Formats what crosses links of one kind."""
+    mean, most = format_bytes(link.bytes_moved / plan.cp_size), format_bytes(link.busiest_bytes)
+    return f"{link.rows:,} rows; {mean} a rank (mean) in both passes, {most} sent or received by the busiest"

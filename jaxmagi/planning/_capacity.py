@@ -10,9 +10,13 @@ from .._checks import integer
 _MINIMUM = 8
 _SIZES = ("bands", "copies", "pair_rows", "output_rows")
 _PARTS = ("backward", "between")
+_SAME = ("num_stages", "ranks_per_host")
 
 SAME_STAGES = "give plan_context num_stages=plan.stage_counts of one of them, or an integer"
 """The advice for plans with different numbers of stages, in messages of errors."""
+
+SAME_LEVELS = "give plan_context two_levels=plan.two_levels of one of them, and the same cost.ranks_per_host"
+"""The advice for plans of which only some have transfers in two steps, or for different hosts."""
 
 type StageCounts = int | tuple[int, int]
 """Attention calls of a rank: in both passes, or in the forward and in the backward pass."""
@@ -32,13 +36,14 @@ class PlanCapacity:
         backward: sizes of the backward pass, in plans where it has stages of its own.
         num_stages: the plans' `ContextPlan.stage_counts`: a pair with ``backward``, otherwise one integer.
             None matches any.
-        between: sizes of the step across hosts, in plans by `ContextPlan.by_host` (``bands`` is 0). The other
-            sizes are then those of the step inside hosts.
+        between: sizes of the step across hosts, in plans with two levels (``bands`` is 0). The other sizes
+            are then those of the step inside hosts.
+        ranks_per_host: the plans' `ContextPlan.ranks_per_host`, with ``between`` only. None matches any.
 
     Raises:
         ValueError: a size is not an integer from 0 to 2**30, ``num_stages`` is neither None nor such an
-            integer above zero or pair, ``backward`` has a ``backward`` or ``num_stages``, or ``between`` has
-            anything but sizes.
+            integer above zero or pair, ``backward`` has a ``backward`` or ``num_stages``, ``between`` has
+            anything but sizes, or ``ranks_per_host`` is there without ``between`` or no integer above zero.
     """
 
     bands: int
@@ -48,12 +53,17 @@ class PlanCapacity:
     backward: "PlanCapacity | None" = None
     num_stages: StageCounts | None = None
     between: "PlanCapacity | None" = None
+    ranks_per_host: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in self._sizes().items():
             integer(value, f"PlanCapacity.{name}")
         _check_part("backward", self.backward, without=("backward", "num_stages"))
-        _check_part("between", self.between, without=("backward", "num_stages", "between"))
+        _check_part("between", self.between, without=("backward", "num_stages", "between", "ranks_per_host"))
+        if self.ranks_per_host is not None:
+            integer(self.ranks_per_host, "PlanCapacity.ranks_per_host", minimum=1)
+            if self.between is None:
+                raise ValueError(f"PlanCapacity.ranks_per_host={self.ranks_per_host} needs between.")
         if self.num_stages is None:
             return
         passes = counts_of_passes(self.num_stages, "PlanCapacity.num_stages")
@@ -79,12 +89,13 @@ class PlanCapacity:
 
         Raises:
             ValueError: only one of the two has a ``backward``, or a ``between``, or they differ in
-                ``num_stages``.
+                ``num_stages`` or ``ranks_per_host``.
         """
         self._check_same_kind(other)
         sizes = {name: max(size, getattr(other, name)) for name, size in self._sizes().items()}
         parts: Any = {name: part.union(getattr(other, name)) for name, part in self._parts().items()}
-        return PlanCapacity(**sizes, **parts, num_stages=self.num_stages or other.num_stages)
+        same: Any = {name: getattr(self, name) or getattr(other, name) for name in _SAME}
+        return PlanCapacity(**sizes, **parts, **same)
 
     def require(self, needed: "PlanCapacity") -> None:
         """Raises ValueError naming each size that is smaller than needed, or other numbers of stages."""
@@ -117,8 +128,13 @@ class PlanCapacity:
             )
         if (self.between is None) != (other.between is None):
             raise ValueError(
-                "capacities of plans by ContextPlan.by_host do not go with others: build the plan without, "
-                f"then use by_host and pad_to. between is {self.between} and {other.between}."
+                "capacities of plans with two levels do not go with others: "
+                f"{SAME_LEVELS}. between is {self.between} and {other.between}."
+            )
+        if self.ranks_per_host and other.ranks_per_host and self.ranks_per_host != other.ranks_per_host:
+            raise ValueError(
+                f"plans of ranks_per_host={self.ranks_per_host} and ranks_per_host={other.ranks_per_host} "
+                f"share no compilation: {SAME_LEVELS}."
             )
         if self.backward is not None and other.backward is not None:
             self.backward._check_same_kind(other.backward)

@@ -150,8 +150,11 @@ class CostModel:
 
     def merge_seconds(self, rows: int) -> float:
         """Returns the time to merge a partial result into another: two are read, one is written, in fp32."""
-        row_bytes = 3.0 * self.num_heads * self.head_dim * _ACCUMULATOR_BYTES
-        return rows * row_bytes / (self.memory_gb_per_second * 1e9)
+        return self.memory_seconds(3.0 * rows * self.num_heads * self.head_dim * _ACCUMULATOR_BYTES)
+
+    def memory_seconds[Bytes: (float, np.ndarray)](self, count: Bytes) -> Bytes:
+        """Returns the time to read or write so many bytes in a rank's memory."""
+        return count / (self.memory_gb_per_second * 1e9)
 
 
 def _kernel(tiles: dict[int, tuple[int, int]], head_dim: int) -> tuple[int, tuple[int, int]]:

@@ -35,13 +35,16 @@ class StageSplit(NamedTuple):
     is_by_owner: bool = False
 
 
+ONE_CALL = StageSplit(1, (1,))
+
+
 class StagingCandidate:
     """A split of one routing and its cost, each part of which is computed when it is first used."""
 
-    def __init__(self, routing: "Routing", split: StageSplit, shard_length: int, cost: CostModel):
-        self.split = split
-        self.staging: Staging = routing.stage(*split)
-        self._shard_length, self._cost = shard_length, cost
+    def __init__(self, staging: "Staging", split: StageSplit, shard_length: int, cost: CostModel):
+        self.staging, self.split = staging, split
+        self.shard_length, self.cost = shard_length, cost
+        self._tiles: dict[Pass, np.ndarray] = {}
         self._works: dict[Pass, Work] = {}
 
     @functools.cached_property
@@ -52,18 +55,24 @@ class StagingCandidate:
     @functools.cached_property
     def traffic(self) -> np.ndarray:
         """Rows int64 ``[cp, num_transfers, 2, 2]``, as `busiest_links` takes them."""
-        return self.staging.traffic(self._cost.ranks_per_host)
+        return self.staging.traffic(self.cost.ranks_per_host)
 
     @functools.cached_property
-    def _busiest(self) -> np.ndarray:
-        """Rows on the busiest links: int64 ``[num_transfers, 2]``."""
-        return busiest_links(self.traffic)
+    def busiest(self) -> np.ndarray:
+        """Rows on the busiest links: int64 ``[num_transfers, steps, 2]``."""
+        return busiest_links(self.traffic)[:, None]
+
+    def tiles(self, direction: Pass) -> np.ndarray:
+        """Returns full and partial tiles: int64 ``[cp, num_stages, 2]``."""
+        if direction not in self._tiles:
+            self._tiles[direction] = count_tiles(*self.bands, direction)
+        return self._tiles[direction]
 
     def work(self, direction: Pass) -> Work:
         """Returns the times of what ranks compute and transfer."""
         if direction not in self._works:
-            tiles = count_tiles(*self.bands, direction)
-            self._works[direction] = work_of(tiles, self._busiest, self._shard_length, self._cost, direction)
+            tiles = self.tiles(direction)
+            self._works[direction] = work_of(tiles, self.busiest, self.shard_length, self.cost, direction)
         return self._works[direction]
 
     def seconds(self, directions: Sequence[Pass]) -> float:
@@ -87,7 +96,7 @@ class OverlapSolver:
     """
 
     def __init__(self, routing: "Routing", shard_length: int, cost: CostModel):
-        self._routing, self._shard_length, self._cost = routing, shard_length, cost
+        self.routing, self._shard_length, self._cost = routing, shard_length, cost
         self._candidates: dict[StageSplit, StagingCandidate] = {}
         self._cut_rows: dict[tuple[int, bool], np.ndarray] = {}
 
@@ -97,27 +106,32 @@ class OverlapSolver:
         cut = [count for count in counts if _is_cut(count)]
         best, least = None, np.inf
         for count in simple:
-            candidate = self._of(StageSplit(count, (1,) * max(1, count - 1)))
+            candidate = self.candidate(StageSplit(count, (1,) * max(1, count - 1)))
             seconds = candidate.seconds(directions)
             if seconds < least:
                 best, least = candidate, seconds
-        if cut and least > self._least_seconds(min(cut), directions):
+        if cut and least > self.least_seconds(min(cut), directions):
             candidate = self._best_cut(cut, directions)
             if best is None or candidate.seconds(directions) < least:
                 best = candidate
         assert best is not None
         return best
 
-    def _least_seconds(self, count: int, directions: Sequence[Pass]) -> float:
+    def least_seconds(self, count: int, directions: Sequence[Pass]) -> float:
         """Returns a lower bound of the time of ``count`` calls or more: the work of one call, and merges."""
         merges = (count - 1) * self._cost.merge_seconds(self._shard_length)
-        works = [self._of(StageSplit(1, (1,))).work(direction) for direction in directions]
+        works = [self.candidate(ONE_CALL).work(direction) for direction in directions]
         return sum(float(work.compute.sum(axis=-1).max()) + merges for work in works)
 
-    def _of(self, split: StageSplit) -> StagingCandidate:
+    def candidate(self, split: StageSplit) -> StagingCandidate:
+        """Returns the split with its cost."""
         if split not in self._candidates:
-            self._candidates[split] = StagingCandidate(self._routing, split, self._shard_length, self._cost)
+            self._candidates[split] = self.make_candidate(split)
         return self._candidates[split]
+
+    def make_candidate(self, split: StageSplit) -> StagingCandidate:
+        """Returns a new candidate."""
+        return StagingCandidate(self.routing.stage(*split), split, self._shard_length, self._cost)
 
     def _best_cut(self, counts: Sequence[int], directions: Sequence[Pass]) -> StagingCandidate:
         """Returns the cut with the smallest interpolated time, the first of equals."""
@@ -128,25 +142,25 @@ class OverlapSolver:
             index = int(seconds.argmin())
             if seconds[index] < least:
                 best, least = StageSplit(count, _cuts(count - 1)[index], is_by_owner), seconds[index]
-        return self._of(best)
+        return self.candidate(best)
 
     def _interpolate(self, count: int, is_by_owner: bool, direction: Pass) -> np.ndarray:
         """Returns the interpolated seconds of all cuts ``[C]``."""
-        two = self._of(StageSplit(2, (1,))).work(direction).compute
+        two = self.candidate(StageSplit(2, (1,))).work(direction).compute
         fixed = self._cost.merge_seconds(self._shard_length) + self._cost.latency_us * 1e-6
         remote = np.maximum(two[:, 1] - fixed, 0)
         shares = np.array(_cuts(count - 1))
         compute = np.empty((len(shares), len(two), count))
         compute[..., 0] = two[:, 0]
         compute[..., 1:] = remote[:, None] * shares[:, None] / _PARTS + fixed
-        times = transfer_times(self._rows_of_cuts(count, is_by_owner), self._cost, direction)
+        times = transfer_times(self.rows_of_cuts(count, is_by_owner), self._cost, direction)
         return schedule(Work(compute, *times)).seconds
 
-    def _rows_of_cuts(self, count: int, is_by_owner: bool) -> np.ndarray:
-        """Returns the rows of all cuts on the busiest links: int64 ``[C, num_transfers, 2]``."""
+    def rows_of_cuts(self, count: int, is_by_owner: bool) -> np.ndarray:
+        """Returns the rows of all cuts on the busiest links: ``[C, num_transfers, 2]``."""
         key = (count, is_by_owner)
         if key not in self._cut_rows:
-            traffic = self._of(StageSplit(1 + _PARTS, (1,) * _PARTS, is_by_owner)).traffic
+            traffic = self.candidate(StageSplit(1 + _PARTS, (1,) * _PARTS, is_by_owner)).traffic
             before = np.zeros((len(traffic), _PARTS + 1, *traffic.shape[2:]), np.int64)
             np.cumsum(traffic, axis=1, out=before[:, 1:])
             edges = np.cumsum([(0, *shares) for shares in _cuts(count - 1)], axis=1)

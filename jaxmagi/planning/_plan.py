@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from .._checks import is_traced
-from ._capacity import SAME_STAGES, PlanCapacity, StageCounts, frozen
+from ._capacity import SAME_LEVELS, SAME_STAGES, PlanCapacity, StageCounts, frozen
 from ._cost import CostModel
 from ._draw import draw_plan
 from ._plan_stages import PlanStages
@@ -42,7 +42,7 @@ class ContextPlan:
         bands: int32 ``[cp, num_stages, C, 6]``, each rank's and stage's mask: row ``q`` of the shard, key
             ``k`` of the stage's key buffer. Unused rows are all zero.
         transfers: one `GroupCastSpec` per transfer of keys and values: ``max(1, num_stages - 1)``; one
-            `RelayedSpec` in plans by `by_host`.
+            `RelayedSpec` in plans with two levels.
         length: tokens of the sequence, without padding. Static.
         cp_size: number of ranks. Static.
         num_stages: attention calls of a rank in the forward pass. Static.
@@ -81,9 +81,14 @@ class ContextPlan:
 
     @property
     def ranks_per_host(self) -> int | None:
-        """The ``ranks_per_host`` of `by_host`; None in plans whose transfers have one step."""
+        """Ranks of a host in plans with two levels; None in plans whose transfers have one step."""
         spec = self.transfers[0]
         return spec.ranks_per_host if isinstance(spec, RelayedSpec) else None
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether transfers have two steps, as ``two_levels`` of plans that are to share a compilation."""
+        return self.ranks_per_host is not None
 
     @property
     def capacity(self) -> PlanCapacity:
@@ -92,24 +97,29 @@ class ContextPlan:
         return replace(self.forward_stages.capacity, backward=backward, num_stages=self.stage_counts)
 
     def by_host(self, ranks_per_host: int) -> "ContextPlan":
-        """Returns the same plan with transfers in two steps, in which a row crosses to another host once.
+        """Returns the same plan with two levels: a row crosses to another host once.
 
-        The network brings a row that several ranks of a host need to one of them, its relay, which sends it
-        on inside the host; gradients that return for it are summed inside the host, in float32, before one
-        row crosses. This pays where ranks of one host need the same rows and the network is slow. It takes
-        memory for the relay rows, and a copy of the own rows.
+        The network brings a row that several ranks of a host need to one rank of it, its relay, which sends
+        it on inside the host; gradients that return for it are summed inside the host, in float32, before one
+        row crosses. Relays are chosen so that ranks of a host receive about as many rows each. This pays
+        where ranks of one host need the same rows, or one needs many more than others, and the network is
+        slow. It takes memory for the relay rows, and a copy of the own rows.
 
-        Use it before `stack` and `pad_to`: capacities of the plans that it returns only go with each other.
-        The layout and the stages stay as they were planned, for transfers in one step.
+        `jaxmagi.plan_context` makes such plans by itself where its cost model says so. This method keeps the
+        layout and the stages as they were planned, for transfers in one step. Use it before `stack` and
+        `pad_to`: capacities of the plans that it returns only go with each other.
 
         Args:
-            ranks_per_host: ranks with the same ``rank // ranks_per_host`` share a host.
+            ranks_per_host: ranks with the same ``rank // ranks_per_host`` share a host. A plan that has two
+                levels for such hosts is returned as it is.
 
         Raises:
             ValueError: ``cp_size`` is no multiple of ``ranks_per_host``, or the plan is traced, stacked, a
-                part, or comes from this method.
+                part, or has two levels for other hosts.
         """
         plan = _on_host(self, "by_host")
+        if self.two_levels and self.ranks_per_host == ranks_per_host:
+            return plan
         forward = plan.forward_stages.by_host(ranks_per_host)
         backward = plan.backward and plan.backward.by_host(ranks_per_host)
         return replace(plan, transfers=forward.transfers, backward=backward)
@@ -130,8 +140,8 @@ class ContextPlan:
         hosts = [_on_host(plan, "ContextPlan.stack") for plan in plans]
         for name, values in _static_sizes(hosts).items():
             if len(set(values)) > 1:
-                advice = f": {SAME_STAGES}" if name == "num_stages" else ""
-                raise ValueError(f"the plans to stack differ in {name}: {values}{advice}.")
+                advice = {"num_stages": f": {SAME_STAGES}", "ranks_per_host": f": {SAME_LEVELS}"}
+                raise ValueError(f"the plans to stack differ in {name}: {values}{advice.get(name, '')}.")
         capacity = functools.reduce(PlanCapacity.union, [plan.capacity for plan in hosts])
         padded = [plan.pad_to(capacity) for plan in hosts]
         return jax.tree.map(lambda *leaves: frozen(np.stack(leaves)), *padded)
@@ -143,7 +153,7 @@ class ContextPlan:
 
         Raises:
             ValueError: a size is smaller than what the plan uses, ``capacity`` is for plans with other
-                numbers of stages, or the plan is traced.
+                numbers of stages, other levels or other hosts, or the plan is traced.
         """
         _reject_traced(self, "pad_to")
         self.capacity.union(capacity)  # raises where stages differ

@@ -1,7 +1,8 @@
 """Builds a plan: assigns tokens to ranks and bands to stages, and makes the transfers between ranks."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -10,21 +11,18 @@ from jaxtyping import Int32, Integer
 from .._checks import integer, is_traced
 from ..masks import AttnMask
 from ._balance import WeightedBands
-from ._capacity import PlanCapacity, StageCounts, counts_of_passes, frozen
+from ._capacity import PlanCapacity, bucket, frozen
+from ._choices import Choices, NumStages, TwoLevels, fastest, require_type
 from ._compiled import planner
 from ._cost import CostModel
 from ._layout import make_layout
 from ._merge import merge
 from ._overlap import OverlapSolver, StagingCandidate
 from ._plan import ContextPlan
-from ._plan_stages import PlanStages
+from ._plan_stages import PlanStages, pad_alike
 from ._spec import pack_spec
 from ._tables import largest_pair, longest
-
-_MAX_AUTO_STAGES = 4
-
-type NumStages = StageCounts | Literal["auto"]
-"""The number of attention calls of a rank."""
+from ._two_levels import TwoLevelCandidate
 
 type Layout = Literal["balanced", "zigzag", "contiguous"] | Integer[np.ndarray | jax.Array, " T_padded"]
 """The order of tokens over ranks."""
@@ -37,6 +35,7 @@ def plan_context(
     chunk_size: int | None = None,
     layout: Layout = "balanced",
     num_stages: NumStages = "auto",
+    two_levels: TwoLevels = "auto",
     cost: CostModel = CostModel(),  # noqa: B008 (frozen, so safe to share)
     capacity: PlanCapacity | None = None,
 ) -> ContextPlan:
@@ -76,31 +75,39 @@ def plan_context(
             each gets the part of the received keys with which the slowest rank is predicted to be done first.
             Predictions have transfers run beside attention, all from the beginning; on GPUs each begins with
             the attention call before the one that needs its rows. Between GPUs of one host 1 is faster.
+        two_levels: whether a row that several ranks of another host need crosses the network once, to one of
+            that host's ranks, which sends it on inside the host (see `jaxmagi.ContextPlan.by_host`).
+            ``"auto"`` does so where ``cost`` predicts that both passes take at least 1 % less time together,
+            and never with one host or where ``cp_size`` is no multiple of ``cost.ranks_per_host``; with a
+            plan's ``capacity``, as in that plan. It is part of what is compiled: plans that are to share a
+            compilation, or to be stacked, take the ``two_levels`` of one plan.
         cost: the machine, and the attention, that the plan is for.
         capacity: static sizes to build the plan with; by default just enough, rounded up to an eighth of an
             octave.
 
     Raises:
         ValueError: the mask is traced, stacked or not square, another argument is out of range, ``layout`` is
-            not a permutation of the tokens and padding, or ``capacity`` is too small, for another
-            ``num_stages``, or without any for ``"auto"``.
+            not a permutation of the tokens and padding, ``two_levels`` is True and ``cp_size`` no multiple of
+            ``cost.ranks_per_host``, or ``capacity`` is too small, for another ``num_stages``, other levels or
+            other hosts, or without a ``num_stages`` for ``"auto"``.
         NotImplementedError: the layout cuts a rank's mask into more than 2**22 pieces.
 
     A stream of masks under one compilation: ``"auto"`` decides once, and capacities only grow.
 
-    >>> first = plan_context(masks.causal(4096), cp_size=4)
+    >>> first = plan_context(masks.causal(4096), cp_size=16)
+    >>> same = {"num_stages": first.stage_counts, "two_levels": first.two_levels}
     >>> capacity = first.capacity
     >>> for lengths in ([4096], [3000, 1096], [100] * 40 + [96]):
-    ...     plan = plan_context(masks.documents(lengths), cp_size=4, num_stages=first.stage_counts)
+    ...     plan = plan_context(masks.documents(lengths), cp_size=16, **same)
     ...     capacity = capacity.union(plan.capacity)
     ...     plan = plan.pad_to(capacity)
     """
     bands = merge(mask_bands(mask))
     cp_size = integer(cp_size, "cp_size", minimum=1)
-    passes = stages_to_try(num_stages, capacity)
     require_type(cost, CostModel, "cost")
+    choices = Choices.of(num_stages, two_levels, capacity, cp_size, cost)
     token_order = make_layout([WeightedBands(bands, 1)], mask.q_len, cp_size, layout, chunk_size, cost)
-    return plan_layout(bands, mask.q_len, token_order, cp_size, passes, cost, capacity)
+    return plan_layout(bands, mask.q_len, token_order, cp_size, choices, cost, capacity)
 
 
 def plan_layout(
@@ -108,21 +115,16 @@ def plan_layout(
     length: int,
     token_order: Int32[np.ndarray, " T_padded"],
     cp_size: int,
-    passes: list[list[int]],
+    choices: Choices,
     cost: CostModel,
     capacity: PlanCapacity | None = None,
 ) -> ContextPlan:
-    """Returns the plan of merged bands on a layout of `make_layout`; ``passes`` are from `stages_to_try`."""
+    """Returns the plan of merged bands on a layout of `make_layout`."""
     shard_length = token_order.size // cp_size
     solver = OverlapSolver(planner().Routing(bands, token_order, cp_size), shard_length, cost)
-    drafts = _fastest_drafts(solver, passes, cost)
-    needed = drafts[0].needed_capacity()
-    if len(drafts) > 1:
-        needed = replace(needed, backward=drafts[1].needed_capacity())
-    capacity = needed.bucketed() if capacity is None else capacity
-    capacity.require(needed)
-    sizes = (capacity, capacity.backward or capacity)
-    forward, *backward = (draft.pack(size, shard_length) for draft, size in zip(drafts, sizes, strict=False))
+    chosen = fastest(solver, choices, shard_length, cost)
+    relayed = [candidate for candidate in chosen if isinstance(candidate, TwoLevelCandidate)]
+    forward, *backward = map(_pack_two_levels, relayed) if relayed else _pack(chosen, shard_length, capacity)
     plan = ContextPlan(
         token_order=token_order,
         position_ids=np.maximum(token_order, 0),
@@ -133,7 +135,36 @@ def plan_layout(
         num_stages=forward.num_stages,
         backward=backward[0] if backward else None,
     )
+    if relayed and capacity is not None:
+        plan = plan.pad_to(capacity)
     return jax.tree.map(frozen, plan)
+
+
+def _pack(
+    chosen: Sequence[StagingCandidate], shard_length: int, capacity: PlanCapacity | None
+) -> list[PlanStages]:
+    """Returns the stages of each pass, with transfers in one step."""
+    drafts = [_Draft.of(candidate) for candidate in chosen]
+    needed = drafts[0].needed_capacity()
+    if len(drafts) > 1:
+        needed = replace(needed, backward=drafts[1].needed_capacity())
+    capacity = needed.bucketed() if capacity is None else capacity
+    capacity.require(needed)
+    sizes = (capacity, capacity.backward or capacity)
+    return [draft.pack(size, shard_length) for draft, size in zip(drafts, sizes, strict=False)]
+
+
+def _pack_two_levels(candidate: TwoLevelCandidate) -> PlanStages:
+    """Returns the stages of a pass with transfers in two steps, with just enough capacity, rounded up."""
+    bands, bands_per_stage = candidate.bands
+    packed = _pack_bands(bands, bands_per_stage, bucket(int(bands_per_stage.max())))
+    return PlanStages(packed, pad_alike(candidate.transfers()))
+
+
+def _pack_bands(bands: np.ndarray, bands_per_stage: np.ndarray, capacity: int) -> np.ndarray:
+    packed = np.zeros((*bands_per_stage.shape, capacity, 6), np.int32)
+    packed[np.arange(capacity) < bands_per_stage[..., None]] = bands
+    return packed
 
 
 class _Draft(NamedTuple):
@@ -169,8 +200,7 @@ class _Draft(NamedTuple):
         )
 
     def pack(self, capacity: PlanCapacity, shard_length: int) -> PlanStages:
-        bands = np.zeros((*self.bands_per_stage.shape, capacity.bands, 6), np.int32)
-        bands[np.arange(capacity.bands) < self.bands_per_stage[..., None]] = self.bands
+        bands = _pack_bands(self.bands, self.bands_per_stage, capacity.bands)
         transfers = tuple(
             pack_spec(
                 sends,
@@ -204,46 +234,3 @@ def mask_bands(mask: AttnMask) -> Int32[np.ndarray, "S 6"]:
             f"kv_len={mask.kv_len} differ."
         )
     return np.asarray(mask.bands)
-
-
-def require_type(value: Any, kind: type, name: str) -> None:
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} must be a {kind.__name__}, but it is {value!r}.")
-
-
-def stages_to_try(num_stages: Any, capacity: PlanCapacity | None = None) -> list[list[int]]:
-    """Returns the numbers of stages to choose from, for both passes together or for each of them."""
-    if capacity is not None:
-        require_type(capacity, PlanCapacity, "capacity")
-    if isinstance(num_stages, str) and num_stages == "auto":
-        if capacity is None:
-            return [list(range(1, _MAX_AUTO_STAGES + 1))] * 2
-        num_stages = _stages_of(capacity)
-    passes = counts_of_passes(num_stages, 'num_stages (if not "auto")')
-    if capacity is not None and capacity.num_stages and counts_of_passes(capacity.num_stages, "") != passes:
-        raise ValueError(
-            f"num_stages={num_stages}, but the capacity is for plans with num_stages={capacity.num_stages}: "
-            'leave num_stages at "auto", or give a capacity without.'
-        )
-    return [[count] for count in passes]
-
-
-def _stages_of(capacity: PlanCapacity) -> StageCounts:
-    if capacity.num_stages is None:
-        raise ValueError(
-            'num_stages="auto" takes the numbers of stages of the plan whose capacity it gets, but '
-            f"{capacity} has none: give num_stages as an integer, or the capacity of a plan."
-        )
-    return capacity.num_stages
-
-
-def _fastest_drafts(solver: OverlapSolver, passes: list[list[int]], cost: CostModel) -> list[_Draft]:
-    """Returns the fastest stages by prediction: one for both passes, or one for each if they differ."""
-    if len(passes) == 1:
-        return [_Draft.of(solver.best(passes[0], (cost.forward, cost.backward)))]
-    forward, backward = (
-        solver.best(counts, (direction,))
-        for counts, direction in zip(passes, (cost.forward, cost.backward), strict=True)
-    )
-    is_one = forward is backward and len(passes[0]) > 1
-    return [_Draft.of(candidate) for candidate in ([forward] if is_one else [forward, backward])]

@@ -1,16 +1,18 @@
 """Plans the masks of a model with different layers on one layout of the tokens."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from .._checks import integer
 from ..masks import AttnMask
 from ._balance import WeightedBands
 from ._capacity import StageCounts
+from ._choices import Choices, NumStages, TwoLevels, require_type
 from ._cost import CostModel
 from ._layout import make_layout
 from ._merge import merge
 from ._plan import ContextPlan
-from ._plan_context import NumStages, mask_bands, plan_layout, require_type, stages_to_try
+from ._plan_context import mask_bands, plan_layout
 
 _MOST_CELLS = 2**62
 
@@ -22,6 +24,7 @@ def plan_contexts(
     weights: Sequence[int] | None = None,
     chunk_size: int | None = None,
     num_stages: NumStages | list[StageCounts] = "auto",
+    two_levels: TwoLevels | list[bool] = "auto",
     cost: CostModel = CostModel(),  # noqa: B008 (frozen, so safe to share)
 ) -> tuple[ContextPlan, ...]:
     """Returns plans of several masks on one layout, for models whose layers have different masks.
@@ -38,6 +41,8 @@ def plan_contexts(
         num_stages: see `jaxmagi.plan_context`; a list has one for each mask. ``"auto"`` may choose another
             number for each mask and each sequence: for a stream of sequences under one compilation, give
             ``[plan.stage_counts for plan in plans]`` of the plans of the first sequence.
+        two_levels: see `jaxmagi.plan_context`; a list has one for each mask, as for ``num_stages``:
+            ``[plan.two_levels for plan in plans]``.
         cost: see `jaxmagi.plan_context`.
 
     Returns:
@@ -45,8 +50,8 @@ def plan_contexts(
 
     Raises:
         ValueError: there is no mask, they differ in length, the weights are not as many integers above zero
-            or are so large that areas leave 64 bits, ``num_stages`` is a list with another number of entries
-            than masks, or for what `jaxmagi.plan_context` refuses.
+            or are so large that areas leave 64 bits, ``num_stages`` or ``two_levels`` is a list with another
+            number of entries than masks, or for what `jaxmagi.plan_context` refuses.
         NotImplementedError: see `jaxmagi.plan_context`.
 
     >>> full, window = plan_contexts(
@@ -58,21 +63,26 @@ def plan_contexts(
     layers = _weighted_masks(list(masks), weights)
     cp_size = integer(cp_size, "cp_size", minimum=1)
     require_type(cost, CostModel, "cost")
-    stages = _stages_per_mask(num_stages, len(masks))
+    options = zip(
+        _per_mask(num_stages, "num_stages", len(masks)),
+        _per_mask(two_levels, "two_levels", len(masks)),
+        strict=True,
+    )
+    choices = [Choices.of(*each, None, cp_size, cost) for each in options]
     length = masks[0].q_len
     token_order = make_layout(layers, length, cp_size, "balanced", chunk_size, cost)
     return tuple(
-        plan_layout(layer.bands, length, token_order, cp_size, stages_to_try(each), cost)
-        for layer, each in zip(layers, stages, strict=True)
+        plan_layout(layer.bands, length, token_order, cp_size, each, cost)
+        for layer, each in zip(layers, choices, strict=True)
     )
 
 
-def _stages_per_mask(num_stages: NumStages | list[StageCounts], num_masks: int) -> list[NumStages]:
-    if not isinstance(num_stages, list):
-        return [num_stages] * num_masks
-    if len(num_stages) != num_masks:
-        raise ValueError(f"plan_contexts got num_stages={num_stages} for {num_masks} masks.")
-    return [*num_stages]
+def _per_mask(value: Any, name: str, num_masks: int) -> list[Any]:
+    if not isinstance(value, list):
+        return [value] * num_masks
+    if len(value) != num_masks:
+        raise ValueError(f"plan_contexts got {name}={value} for {num_masks} masks.")
+    return [*value]
 
 
 def _weighted_masks(masks: list[AttnMask], weights: Sequence[int] | None) -> list[WeightedBands]:

@@ -47,9 +47,7 @@ class PlanStages:
 
     def by_host(self, ranks_per_host: int) -> "PlanStages":
         """Returns the same stages with transfers in two steps, as in `ContextPlan.by_host`."""
-        relayed = [_relayed(spec, ranks_per_host) for spec in self.transfers]
-        sizes = functools.reduce(PlanCapacity.union, [spec.capacity for spec in relayed])
-        return PlanStages(self.bands, _pad_transfers(relayed, sizes))
+        return PlanStages(self.bands, pad_alike([_relayed(spec, ranks_per_host) for spec in self.transfers]))
 
 
 def key_runs(stages: PlanStages, own: TokenRuns) -> list[TokenRuns]:
@@ -58,6 +56,12 @@ def key_runs(stages: PlanStages, own: TokenRuns) -> list[TokenRuns]:
     if stages.num_stages > 1:
         return [own, *received]
     return [joined(own, received[0].shifted(stages.transfers[0].input_rows))]
+
+
+def pad_alike(transfers: Sequence[RelayedSpec]) -> tuple[GroupCastSpec | RelayedSpec, ...]:
+    """Returns transfers of one pass with the largest of their static sizes."""
+    sizes = functools.reduce(PlanCapacity.union, [spec.capacity for spec in transfers])
+    return _pad_transfers(transfers, sizes)
 
 
 def _pad_transfers(

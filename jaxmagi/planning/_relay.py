@@ -6,6 +6,10 @@ import numpy as np
 
 from ._ranges import meet, union
 
+# With 32 rounds the largest number of rows of a rank fell no further, for all masks that were tried.
+_ROUNDS = 2
+_FULL = 2**50  # above every number of rows, and so that sums of it fit into 64 bits
+
 
 class Copies(NamedTuple):
     """Rows ``[row, row + length)`` of ``src``: the rows ``[dst_row, dst_row + length)`` of ``dst``; int64."""
@@ -52,73 +56,130 @@ def relay(copies: Copies, cp_size: int, ranks_per_host: int, input_rows: int) ->
     is_far = copies.src // ranks_per_host != copies.dst // ranks_per_host
     near, far = copies.where(~is_far), copies.where(is_far)
     begin = (far.src * num_hosts + far.dst // ranks_per_host) * input_rows + far.row
-    run_begin, run_end = _cut(begin, begin + far.length, input_rows, ranks_per_host)
-    copy, run, first, _ = meet(
-        begin, begin + far.length, run_begin, run_end
-    )  # each run is in a copy as a whole
-    needs = np.zeros((len(run_begin), ranks_per_host), bool)
-    needs[run, far.dst[copy] % ranks_per_host] = True
+    runs = _runs(begin, begin + far.length, far.dst % ranks_per_host, ranks_per_host)
+    source, _ = np.divmod(runs.begin, max(1, input_rows * num_hosts))
+    most_sent = int(np.bincount(source, weights=runs.length).max(initial=0))
+    runs = runs.where(np.lexsort((runs.begin, source % ranks_per_host)))
+    host = runs.begin // max(1, input_rows) % num_hosts
+    run_begin, length, place = _share_out(runs, host, most_sent)
 
+    order = np.argsort(run_begin)
+    run_begin, length, place = run_begin[order], length[order], place[order]
     group, row = np.divmod(run_begin, max(1, input_rows))
     src, host = np.divmod(group, num_hosts)
-    length = run_end - run_begin
-    relays = host * ranks_per_host + _choose(needs, group, length, src % ranks_per_host)
+    relays = host * ranks_per_host + place
     relay_row = _rows_in_turn(relays, length)
     between = Copies(src, relays, row, relay_row, length)
+    copy, run, first, last = meet(begin, begin + far.length, run_begin, run_begin + length)
+    skipped = first - run_begin[run]
     dst_row = far.dst_row[copy] + first - begin[copy]
-    fanned = Copies(relays[run], far.dst[copy], input_rows + relay_row[run], dst_row, length[run])
+    fanned = Copies(relays[run], far.dst[copy], input_rows + relay_row[run] + skipped, dst_row, last - first)
     return between, Copies(*(np.concatenate(columns) for columns in zip(near, fanned, strict=True)))
 
 
-def _cut(
-    begin: np.ndarray, end: np.ndarray, input_rows: int, ranks_per_host: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns runs of positions that the same ranks need, each at most a relay's share of its group.
+class _Runs(NamedTuple):
+    """Disjoint ranges of positions, each needed by the same ranks of a host.
 
-    The set of ranks that need a position changes only where a copy begins or ends, so runs lie between these
-    edges. With R relays a run has at most 1 / R of the rows of its group, rounded up: otherwise one relay
-    would get more than its share, and where ranks exchange buffers of one size the largest pair counts.
+    Attributes:
+        begin: int64 ``[n]``, the first position.
+        length: int64 ``[n]``.
+        needs: bool ``[n, ranks_per_host]``, which ranks of the host need them.
+    """
+
+    begin: np.ndarray
+    length: np.ndarray
+    needs: np.ndarray
+
+    def where(self, chosen: np.ndarray) -> "_Runs":
+        return _Runs(*(column[chosen] for column in self))
+
+
+def _runs(begin: np.ndarray, end: np.ndarray, place: np.ndarray, ranks_per_host: int) -> _Runs:
+    """Returns the runs of ranges of positions, which the rank at ``place`` in its host needs.
+
+    The set of ranks that need a position changes only where a range begins or ends.
     """
     edges = np.unique(np.concatenate([begin, end]))
     *_, first, last = meet(*union(begin, end), edges[:-1], edges[1:])
-    group = first // max(1, input_rows)
-    totals = np.bincount(group, weights=last - first).astype(np.int64)
-    share = -(-totals[group] // ranks_per_host)
-    parts = -(-(last - first) // np.maximum(share, 1))
-    run = np.repeat(np.arange(len(first)), parts)
-    part = np.arange(len(run)) - np.repeat(np.cumsum(parts) - parts, parts)
-    length = last - first
-    cuts = [first[run] + length[run] * index // parts[run] for index in (part, part + 1)]
-    return cuts[0], cuts[1]
+    needs = np.zeros((len(first), ranks_per_host), bool)
+    copy, run, *_ = meet(begin, end, first, last)
+    needs[run, place[copy]] = True
+    return _Runs(first, last - first, needs)
 
 
-def _choose(needs: np.ndarray, group: np.ndarray, length: np.ndarray, preferred: np.ndarray) -> np.ndarray:
-    """Returns the relay of each run, as its place in the host.
+def _share_out(runs: _Runs, host: np.ndarray, most_sent: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns ``(begin, length, place)`` of parts of the runs, each with its relay's place in the host.
 
-    It is the rank with the fewest rows of the group so far among those that need the run. Runs that few
-    ranks need come first, because they have the least choice, then long ones, as in scheduling by longest
-    processing time. Of equal ranks it is the first one from the source's own place on, in a ring, so that
-    different sources prefer different relays.
+    Relays of a host receive as equal numbers of rows as those that need the rows allow. One that would still
+    receive more than any rank sends (``most_sent``), so that the others wait for it, leaves the rest to ranks
+    that do not need the rows: these cross one more link, but inside the host.
+
+    Rows that the same ranks of a host need are alike, and are cut into one part for each relay. With runs
+    sorted by the place of their source in its host, a relay gets rows mostly from sources of its own place.
+    """
+    kinds, kind = np.unique(np.c_[host, np.packbits(runs.needs, axis=1)], axis=0, return_inverse=True)
+    example = np.zeros(len(kinds), np.int64)
+    example[kind] = np.arange(len(kind))
+    rows = np.zeros(len(kinds), np.int64)
+    np.add.at(rows, kind, runs.length)
+    shares = _spill(_fill(runs.needs[example], rows, kinds[:, 0]), kinds[:, 0], most_sent)
+    # All rows, kind after kind, are cut into runs, and into the shares of relays.
+    order = np.argsort(kind, kind="stable")
+    end = np.cumsum(runs.length[order])
+    begin = end - runs.length[order]
+    relay, share = np.nonzero(shares)[1], shares[shares > 0]
+    share_end = np.cumsum(share)
+    run, index, first, last = meet(begin, end, share_end - share, share_end)
+    return runs.begin[order][run] + first - begin[run], last - first, relay[index]
+
+
+def _fill(needs: np.ndarray, rows: np.ndarray, host: np.ndarray) -> np.ndarray:
+    """Returns how many rows of each kind each rank gets, int64 ``[n, ranks_per_host]``.
+
+    Rows of a kind are poured over the ranks that need them, as water that fills the lowest first. Kinds that
+    few ranks need come first, because they have the least choice. Each is then poured anew a few times, which
+    only lowers the sum of squares of what ranks receive.
 
     Args:
-        needs: bool ``[n, ranks_per_host]``, which ranks of the host need a run.
-        group: int ``[n]``, ascending, the number of the source and the host.
-        length: int ``[n]``, rows of each run.
-        preferred: int ``[n]``, the place of the source in its host.
+        needs: bool ``[n, ranks_per_host]``, which ranks need a kind of rows.
+        rows: int64 ``[n]``, how many there are.
+        host: int64 ``[n]``, ascending, whose ranks need them.
     """
-    num_places = needs.shape[1]
-    places = (np.arange(num_places) + preferred[:, None]) % num_places
-    excluded = ~np.take_along_axis(needs, places, axis=1)
-    order = np.lexsort((-length, needs.sum(axis=1), group))
-    turn = np.arange(len(group)) - np.searchsorted(group, group)
-    rows = np.zeros((int(group.max(initial=-1)) + 1, num_places), np.int64)
-    chosen = np.zeros(len(group), np.int64)
-    by_turn = order[np.argsort(turn, kind="stable")]
-    for runs in np.split(by_turn, np.cumsum(np.bincount(turn))[:-1]):  # at most one run of each group
-        so_far = np.where(excluded[runs], np.iinfo(np.int64).max, rows[group[runs]])
-        chosen[runs] = so_far.argmin(axis=1)
-        rows[group[runs], chosen[runs]] += length[runs]
-    return (chosen + preferred) % num_places
+    order = np.lexsort((needs.sum(axis=1), host))
+    turn = np.arange(len(host)) - np.searchsorted(host, host)
+    turns = [order[turn == index] for index in range(turn.max(initial=-1) + 1)]  # one kind of each host
+    loads = np.zeros((host.max(initial=-1) + 1, needs.shape[1]), np.int64)
+    shares = np.zeros(needs.shape, np.int64)
+    for kinds in turns * _ROUNDS:
+        others = loads[host[kinds]] - shares[kinds]
+        shares[kinds] = _pour(rows[kinds], np.where(needs[kinds], others, _FULL))
+        loads[host[kinds]] = others + shares[kinds]
+    return shares
+
+
+def _pour(amount: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    """Returns how water ``[n]`` fills vessels of width 1 up to one level above what is in them, ``[n, k]``.
+
+    All are whole numbers, so that each host computes the same: the last ones to be filled may stay lower.
+    """
+    width = np.arange(1, levels.shape[1] + 1)
+    level = (-(-(amount[:, None] + np.cumsum(np.sort(levels, axis=1), axis=1)) // width)).min(axis=1)
+    poured = np.cumsum(np.maximum(level[:, None] - levels, 0), axis=1)
+    return np.diff(np.minimum(poured, amount[:, None]), axis=1, prepend=0)
+
+
+def _spill(shares: np.ndarray, host: np.ndarray, most: int) -> np.ndarray:
+    """Returns the shares with what ranks get beyond ``most`` handed to ranks of the same host with room.
+
+    ``most`` is raised to the mean of the host that receives most, if that is more.
+    """
+    loads = np.zeros((host.max(initial=-1) + 1, shares.shape[1]), np.int64)
+    np.add.at(loads, host, shares)
+    most = max(most, int((-(-loads.sum(axis=1) // shares.shape[1])).max(initial=0)))
+    excess = shares * (np.maximum(loads - most, 0))[host] // np.maximum(loads, 1)[host]
+    room = np.cumsum(np.maximum(most - loads, 0), axis=1)[host]
+    spilt = excess.sum(axis=1, keepdims=True) * room // np.maximum(room[:, -1:], 1)
+    return shares - excess + np.diff(spilt, axis=1, prepend=0)
 
 
 def _rows_in_turn(rank: np.ndarray, length: np.ndarray) -> np.ndarray:

@@ -8,14 +8,33 @@ from ..masks.geometry import area, tighten
 from ._cost import CostModel, Pass
 from ._plan_stages import PlanStages, key_runs
 from ._ranges import meet, union
-from ._received import TokenRuns, own_runs
-from ._schedule import Schedule, Work, busiest_links, count_tiles, schedule, work_of
+from ._received import TokenRuns, own_runs, received_runs
+from ._schedule import Schedule, busiest_links, count_tiles, schedule, work_of
 from ._spec import GroupCastSpec, RelayedSpec
+
+
+@dataclass(frozen=True)
+class LinkTraffic:
+    """What crosses the links of one kind: those within hosts, or those between hosts.
+
+    Attributes:
+        rows: rows of keys (and of values) that cross in the forward pass, of all ranks together.
+        bytes_moved: bytes that cross in both passes: keys and values in each, and gradients back in float32.
+        busiest_bytes: the most of them that one rank sends, or receives.
+    """
+
+    rows: int
+    bytes_moved: int
+    busiest_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
 class PlanReport:
     """The work and the traffic of each rank of a plan.
+
+    Rows count as transfers move them, each time that they cross a link: a row that a relay sends on inside
+    its host (`jaxmagi.ContextPlan.by_host`) has crossed two. Which links are those between hosts follows from
+    the `CostModel`.
 
     Attributes:
         area: int64 ``[cp]``, visible cells of each rank's queries.
@@ -23,14 +42,15 @@ class PlanReport:
         work_imbalance: the same of the forward attention that the `CostModel` predicts, whose kernel computes
             whole tiles.
         backward_work_imbalance: the same of the backward pass.
-        rows_sent: int64 ``[cp]``, rows of keys (and of values) that leave each rank; one that goes to several
-            ranks counts for each.
+        rows_sent: int64 ``[cp]``, rows of keys (and of values) that leave each rank in the forward pass; one
+            that goes to several ranks counts for each.
         rows_received: int64 ``[cp]``, rows of keys (and of values) that arrive at each rank.
-        network_rows_sent: int64 ``[cp]``, those of ``rows_sent`` that go to another host, of which the
-            `CostModel` says how many ranks it has.
+        network_rows_sent: int64 ``[cp]``, those of ``rows_sent`` that go to another host.
         network_rows_received: int64 ``[cp]``, those of ``rows_received`` that come from another host.
-        redundant_rows: rows that the transfers of a pass send to other ranks that do not need them or have
-            them. It is 0 in every plan of `jaxmagi.plan_context`.
+        within_hosts: what crosses links within hosts (NVLink).
+        between_hosts: what crosses the network.
+        redundant_rows: rows that the transfers of a pass bring to ranks that do not need them or have them,
+            or to hosts once more. It is 0 in every plan of `jaxmagi.plan_context`.
         num_stages: attention calls of a rank.
         num_backward_stages: the same of the backward pass.
         predicted_seconds: forward time under the `CostModel` given to `jaxmagi.ContextPlan.report`, which
@@ -46,11 +66,18 @@ class PlanReport:
     rows_received: np.ndarray
     network_rows_sent: np.ndarray
     network_rows_received: np.ndarray
+    within_hosts: LinkTraffic
+    between_hosts: LinkTraffic
     redundant_rows: int
     num_stages: int
     num_backward_stages: int
     predicted_seconds: float
     predicted_backward_seconds: float
+
+    @property
+    def rows_moved(self) -> int:
+        """Rows of keys (and of values) that cross links in the forward pass, of all ranks together."""
+        return self.within_hosts.rows + self.between_hosts.rows
 
 
 def report_plan(
@@ -62,6 +89,8 @@ def report_plan(
     tiles = _tiles(forward, cost.forward)
     backward_tiles = _tiles(backward, cost.backward)
     traffic = _traffic(forward, cost.ranks_per_host)
+    backward_traffic = _traffic(backward, cost.ranks_per_host)
+    within_hosts, between_hosts = _links(traffic, backward_traffic, cost)
     sent, received = np.moveaxis(traffic.sum(axis=(1, 2)), 1, 0)
     own = own_runs(token_order, len(per_rank))
     return PlanReport(
@@ -73,6 +102,8 @@ def report_plan(
         rows_received=received.sum(axis=-1),
         network_rows_sent=sent[:, 1],
         network_rows_received=received[:, 1],
+        within_hosts=within_hosts,
+        between_hosts=between_hosts,
         redundant_rows=sum(_redundant_rows(stages, own) for stages in (forward, own_backward) if stages),
         num_stages=forward.num_stages,
         num_backward_stages=backward.num_stages,
@@ -88,9 +119,7 @@ def schedule_stages(stages: PlanStages, cost: CostModel, direction: Pass) -> Sch
 
 def _schedule(stages: PlanStages, tiles: np.ndarray, cost: CostModel, direction: Pass) -> Schedule:
     rows = busiest_links(_traffic(stages, cost.ranks_per_host))
-    by_step = work_of(tiles, rows, stages.transfers[0].input_rows, cost, direction)
-    returns = None if by_step.returns is None else by_step.returns.sum(axis=-1)
-    return schedule(Work(by_step.compute, by_step.fetches.sum(axis=-1), returns))
+    return schedule(work_of(tiles, rows, stages.transfers[0].input_rows, cost, direction))
 
 
 def _tiles(stages: PlanStages, direction: Pass) -> np.ndarray:
@@ -135,20 +164,51 @@ def _traffic_of(spec: GroupCastSpec, ranks_per_host: int) -> np.ndarray:
     return traffic
 
 
-def _redundant_rows(stages: PlanStages, own: TokenRuns) -> int:
-    """Returns the rows that the tables of all steps send to other ranks, beyond those that ranks need.
+def _links(forward: np.ndarray, backward: np.ndarray, cost: CostModel) -> list[LinkTraffic]:
+    """Returns what crosses links within hosts and between hosts, from the traffic of both passes."""
+    rows, backward_rows = (traffic.sum(axis=(1, 2)) for traffic in (forward, backward))
+    gradients = backward_rows[:, ::-1] * cost.gradient_row_bytes  # they are sent where keys were received
+    moved = (rows + backward_rows) * cost.row_bytes + gradients
+    return [
+        LinkTraffic(int(rows[:, 0, kind].sum()), int(moved[:, 0, kind].sum()), int(moved[..., kind].max()))
+        for kind in range(2)
+    ]
 
-    A rank needs each row that it sees and does not own once. That holds for transfers in two steps too: a
-    relay needs the rows that it gets from another host, and sends them to other ranks that need them.
+
+def _redundant_rows(stages: PlanStages, own: TokenRuns) -> int:
+    """Returns the rows that the tables of all steps bring to ranks and hosts, beyond those that they need.
+
+    A rank needs each row once that it sees and does not own, a host each one that a rank of it gets from
+    other hosts in the same transfer.
     """
     bands, width = np.asarray(stages.bands), int((own.token + own.length).max(initial=0)) + 1
     seen = [_seen_tokens(bands[:, i], keys, width) for i, keys in enumerate(key_runs(stages, own))]
-    begin, end = union(*(np.concatenate(edges) for edges in zip(*seen, strict=True)))
-    own_begin = np.sort(own.rank * width + own.token)
-    own_end = np.sort(own.rank * width + own.token + own.length)
-    *_, first, last = meet(begin, end, own_begin, own_end)
-    needed = int((end - begin).sum() - (last - first).sum())
-    return int(_traffic(stages, ranks_per_host=1)[..., 0, :].sum()) - needed
+    begin, end = (np.concatenate(edges) for edges in zip(*seen, strict=True))
+    needed = _count_beyond(begin, end, *_edges(own, own.rank, width))
+    return sum(_arriving_rows(spec, own, width) for spec in stages.transfers) - needed
+
+
+def _arriving_rows(spec: GroupCastSpec | RelayedSpec, own: TokenRuns, width: int) -> int:
+    """Returns the rows that a transfer brings to ranks, and those that cross to hosts beyond their needs."""
+    if not isinstance(spec, RelayedSpec):
+        return int(_traffic_of(spec, ranks_per_host=1)[:, 0].sum())
+    received = received_runs(spec, own)
+    owned, arrived = (_edges(runs, runs.rank // spec.ranks_per_host, width) for runs in (own, received))
+    surplus = spec.rows_between_hosts - _count_beyond(*arrived, *owned)
+    return int(np.asarray(spec.within.sends)[..., 3].sum(dtype=np.int64)) + surplus
+
+
+def _edges(runs: TokenRuns, place: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens of runs as ranges of ``place * width + token``."""
+    begin = place * width + runs.token
+    return begin, begin + runs.length
+
+
+def _count_beyond(begin: np.ndarray, end: np.ndarray, own_begin: np.ndarray, own_end: np.ndarray) -> int:
+    """Returns how many integers any ranges hold that others, which are disjoint, do not."""
+    begin, end = union(begin, end)
+    *_, first, last = meet(begin, end, np.sort(own_begin), np.sort(own_end))
+    return int((end - begin).sum() - (last - first).sum())
 
 
 def _seen_tokens(bands: np.ndarray, keys: TokenRuns, width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -64,20 +64,38 @@ def count_tiles(bands: np.ndarray, counts: np.ndarray, direction: Pass) -> np.nd
 def work_of(tiles: np.ndarray, rows: np.ndarray, shard_length: int, cost: CostModel, direction: Pass) -> Work:
     """Returns the times of a staging.
 
+    Only the step between hosts runs beside attention. The one inside hosts comes right before the attention
+    call that uses the rows, and that of their gradients right after it.
+
     Args:
         tiles: full and partial tiles, ``[cp, num_stages, 2]``.
-        rows: rows on the busiest links, ``[num_transfers, 2]``, as from `busiest_links`.
+        rows: rows on the busiest links, ``[num_transfers, steps, 2]``, as from `busiest_links`.
         shard_length: rows of each rank's partial results.
         cost: the machine.
         direction: the pass.
     """
     compute = cost.compute_seconds(tiles, direction)
     compute[..., 1:] += cost.merge_seconds(shard_length)
-    return Work(compute, *transfer_times(rows, cost, direction))
+    if rows.shape[1] > 1:
+        compute[..., -len(rows) :] += _second_steps(rows, shard_length, cost, direction)
+    return Work(compute, *transfer_times(rows[:, 0], cost, direction))
+
+
+def _second_steps(rows: np.ndarray, shard_length: int, cost: CostModel, direction: Pass) -> np.ndarray:
+    """Returns the seconds of the second step of each transfer and of its gradients, ``[num_transfers]``.
+
+    Before it, relay rows are put behind the own ones; after it, the gradients that relays have summed are
+    added to those of the own host.
+    """
+    fetches, returns = transfer_times(rows[:, 1], cost, direction)
+    seconds = fetches + cost.memory_seconds(2 * (shard_length + rows[:, 0, 1]) * cost.row_bytes)
+    if returns is None:
+        return seconds
+    return seconds + returns + cost.memory_seconds(3 * shard_length * cost.gradient_row_bytes)
 
 
 def busiest_links(traffic: np.ndarray) -> np.ndarray:
-    """Returns the rows ``[..., 2]`` of each transfer on the busiest links within a host and between hosts.
+    """Returns the rows ``[..., 2]`` of each step on the busiest links within a host and between hosts.
 
     Args:
         traffic: rows ``[cp, ..., 2, 2]``: sent and received, within a host and between hosts.

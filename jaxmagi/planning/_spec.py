@@ -11,7 +11,7 @@ from jaxtyping import Int32
 from .._checks import integer, is_traced
 from ._capacity import PlanCapacity, bucket, resize_axis, used_length
 from ._compiled import planner
-from ._relay import copies_of, relay
+from ._relay import Copies, copies_of, relay
 from ._splits import read_splits
 from ._tables import largest_pair, longest, pack_table
 
@@ -82,13 +82,8 @@ class GroupCastSpec:
                 stacked or a part.
         """
         cp_size, sends = _check_hosts(self, ranks_per_host)
-        between, within = relay(copies_of(sends), cp_size, ranks_per_host, self.input_rows)
-        relay_rows = bucket(int((between.dst_row + between.length).max(initial=0)))
-        return RelayedSpec(
-            between=_spec_of(between.table(), cp_size, self.input_rows, relay_rows),
-            within=_spec_of(within.table(), cp_size, self.input_rows + relay_rows, self.output_rows),
-            ranks_per_host=int(ranks_per_host),
-        )
+        steps = relay(copies_of(sends), cp_size, ranks_per_host, self.input_rows)
+        return RelayedSpec.of(*steps, cp_size, int(ranks_per_host), self.input_rows, self.output_rows)
 
     @property
     def capacity(self) -> PlanCapacity:
@@ -129,7 +124,7 @@ class RelayedSpec:
 
     `GroupCastSpec.by_host` makes it. `jaxmagi.group_cast` and `jaxmagi.group_reduce` take it like the spec
     that it is made from: the same rows go to the same places. The rank of another host that receives a row
-    first, its relay, is one of those that need it.
+    first, its relay, is one of those that need it, unless these would receive more than any rank sends.
 
     Attributes:
         between: the step across hosts: rows of a rank to its relay rows in other hosts.
@@ -141,6 +136,18 @@ class RelayedSpec:
     between: GroupCastSpec
     within: GroupCastSpec
     ranks_per_host: int = field(metadata={"static": True})
+
+    @staticmethod
+    def of(
+        between: Copies, within: Copies, cp_size: int, ranks_per_host: int, input_rows: int, output_rows: int
+    ) -> "RelayedSpec":
+        """Returns the spec of the copies of both steps, with static sizes rounded up as in plans."""
+        relay_rows = bucket(int((between.dst_row + between.length).max(initial=0)))
+        return RelayedSpec(
+            between=_spec_of(between.table(), cp_size, input_rows, relay_rows),
+            within=_spec_of(within.table(), cp_size, input_rows + relay_rows, output_rows),
+            ranks_per_host=ranks_per_host,
+        )
 
     @property
     def input_rows(self) -> int:
@@ -160,7 +167,8 @@ class RelayedSpec:
     @property
     def capacity(self) -> PlanCapacity:
         """The static sizes (``bands`` is 0)."""
-        return replace(self.within.capacity, between=self.between.capacity)
+        between, hosts = self.between.capacity, self.ranks_per_host
+        return replace(self.within.capacity, between=between, ranks_per_host=hosts)
 
     @property
     def used(self) -> PlanCapacity:

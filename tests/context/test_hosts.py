@@ -1,14 +1,18 @@
-"""Plans with transfers in two steps, inside and between hosts, have the same results."""
+"""Plans with transfers in two steps, and plans over hosts with heads inside them, have the same results."""
 
+import math
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
 
-from jaxmagi import ContextPlan, context_attention, dispatch, masks
+from jaxmagi import ContextPlan, CostModel, context_attention, dispatch, masks, plan_context, undispatch
+from jaxmagi.attention import attention_reference, attention_reference_vjp
 
 from ..cases import FP64_TOLERANCE
+from ..compiled import collectives
 from . import harness
 from .harness import AXIS, LENGTH, make_plan
 
@@ -47,3 +51,54 @@ def test_stacked_plans(rng: np.random.Generator) -> None:
     expected, given = jax.jit(mapped)(x, ContextPlan.stack(plans), two_steps)
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(given, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_two_levels_that_the_planner_chose(x64: None, rng: np.random.Generator) -> None:
+    cost = CostModel(ranks_per_host=4, network_gb_per_second=1e-3)
+    plan = plan_context(MASKS[0], 8, cost=cost, chunk_size=8)
+    assert plan.two_levels
+    problem = harness.random_problem(rng)
+    solution = harness.solve_distributed(problem, plan)
+    harness.check_solution(solution, harness.oracle(problem, MASKS[0]), FP64_TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("mask", MASKS, ids=["causal", "documents"])
+def test_a_plan_over_hosts_with_heads_inside_them(
+    kind: AxisType, mask: Any, x64: None, rng: np.random.Generator
+) -> None:
+    """Two hosts of four devices, each with two query heads and their key head: it receives no others."""
+    heads, kv_heads, dim = 8, 4, 8
+    plan = plan_context(
+        mask, 2, chunk_size=8, num_stages=1, cost=CostModel(ranks_per_host=1, num_heads=2, num_kv_heads=1)
+    )
+    query, key, value, dout = (rng.normal(size=(LENGTH, n, dim)) for n in (heads, kv_heads, kv_heads, heads))
+    mesh = jax.make_mesh((2, 4), (AXIS, "tensor"), (kind,) * 2)
+
+    def run(query: jax.Array, key: jax.Array, value: jax.Array, dout: jax.Array) -> Any:
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            return context_attention(query, key, value, plan, axis_name=AXIS, head_axis_name="tensor")
+
+        out, pull = jax.vjp(attend, query, key, value)
+        return out, *pull(dout)
+
+    with jax.set_mesh(mesh):
+        sharding = jax.NamedSharding(mesh, P(AXIS, "tensor"))
+        operands = jax.device_put([dispatch(x, plan) for x in (query, key, value, dout)], sharding)
+        compiled = jax.jit(run).lower(*operands).compile()
+        results = compiled(*operands)
+    out, _ = attention_reference(query, key, value, mask)
+    dlse = np.zeros((LENGTH, heads))
+    expected = (out, *attention_reference_vjp(query, key, value, mask, dout, dlse)[:3])
+    for given, wanted in zip(results, expected, strict=True):
+        assert given.sharding.spec[:2] == (AXIS, "tensor")
+        np.testing.assert_allclose(undispatch(np.asarray(given), plan), wanted, atol=FP64_TOLERANCE)
+    # Keys beside values of one head for each row of a pair, and nothing else: no heads, no whole rows.
+    sent = plan.capacity.pair_rows * 2 * dim
+    sizes = {
+        name: [int(size) for size in name.split("[")[1][:-1].split(",")]
+        for name in collectives(compiled.as_text())
+    }
+    assert sizes and all(
+        name.startswith("all-to-all") and math.prod(size) == sent for name, size in sizes.items()
+    ), sizes

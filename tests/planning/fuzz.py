@@ -8,10 +8,11 @@ from jaxmagi import AttnMask, masks
 from jaxmagi.planning import ContextPlan, CostModel, GroupCastSpec, PlanStages, RelayedSpec, plan_context
 
 from ..cases import random_bands
-from .oracle import NAMED_LAYOUTS, assert_same, check_plan, group_cast
+from .oracle import NAMED_LAYOUTS, assert_same, check_plan, check_traffic, group_cast
 
 _MOST_RANKS, _MOST_SHARD = 12, 20
 _STAGES = (1, 2, 3, 4, 6, (1, 3), (4, 2), "auto")
+_LEVELS = ("auto", "auto", False, True)
 
 
 class Problem(NamedTuple):
@@ -22,7 +23,7 @@ class Problem(NamedTuple):
 
 
 def random_problem(seed: int) -> Problem:
-    """Returns any mask, numbers of ranks and of hosts, chunk size, layout and staging."""
+    """Returns any mask, numbers of ranks and of hosts, chunk size, layout, staging and levels."""
     rng = np.random.default_rng(seed)
     cp_size, shard = int(rng.integers(1, _MOST_RANKS + 1)), int(rng.integers(1, _MOST_SHARD + 1))
     length = int(rng.integers(cp_size * (shard - 1), cp_size * shard)) + 1
@@ -38,7 +39,9 @@ def random_problem(seed: int) -> Problem:
         arguments["layout"] = NAMED_LAYOUTS[kind]
         if arguments["layout"] == "balanced":
             arguments["chunk_size"] = int(rng.integers(1, -(-length // cp_size) + 1))
-    return Problem(_random_mask(rng, length), arguments)
+    mask, two_levels = _random_mask(rng, length), _LEVELS[rng.integers(len(_LEVELS))]
+    has_hosts = cp_size % arguments["cost"].ranks_per_host == 0
+    return Problem(mask, {**arguments, "two_levels": two_levels if has_hosts else "auto"})
 
 
 def _random_cost(rng: np.random.Generator) -> CostModel:
@@ -94,6 +97,7 @@ def check_problem(problem: Problem) -> ContextPlan:
     hosts = [plan.by_host(ranks_per_host)] if plan.cp_size % ranks_per_host == 0 else []
     for each in (plan, *hosts):
         check_plan(problem.mask, each)
+        check_traffic(each, problem.arguments["cost"])
         for stages in (each.forward_stages, each.backward_stages):
             check_gradients(each, stages)
         assert each.pad_to(each.capacity).capacity == each.capacity

@@ -75,7 +75,7 @@ def test_the_cut_is_nearly_the_best_of_all(name: str, direction: str) -> None:
     passes = (getattr(SLOW, direction),)
 
     def exact(split: StageSplit) -> float:
-        return StagingCandidate(routing, split, mask.q_len // 8, SLOW).seconds(passes)
+        return StagingCandidate(routing.stage(*split), split, mask.q_len // 8, SLOW).seconds(passes)
 
     chosen = OverlapSolver(routing, mask.q_len // 8, SLOW).best([4], passes)
     assert sum(chosen.split.shares) == 8

@@ -1,0 +1,199 @@
+"""Plans that take two levels by themselves: when they do, what they predict, and how a stream keeps to it."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmagi import AttnMask, masks
+from jaxmagi.planning import ContextPlan, CostModel, PlanCapacity, plan_context, plan_contexts
+
+from ..cases import document_lengths
+from .oracle import assert_same, check_plan
+
+CP, LENGTH = 8, 1 << 15
+HOSTS = CostModel(ranks_per_host=4)
+SLOW = CostModel(ranks_per_host=4, network_gb_per_second=3.0)
+FREE = CostModel(ranks_per_host=4, network_gb_per_second=1e6, network_latency_us=0)
+MASKS = {
+    "documents": masks.documents(document_lengths(LENGTH)),
+    "causal": masks.causal(LENGTH),
+    "window": masks.sliding_window(LENGTH, 1023),
+    "shared prefix": masks.shared_prefix(1 << 12, [1 << 12] * 7),
+}
+
+
+def seconds(plan: ContextPlan, cost: CostModel) -> float:
+    report = plan.report(cost)
+    return report.predicted_seconds + report.predicted_backward_seconds
+
+
+@pytest.mark.parametrize("num_stages", [1, "auto"])
+@pytest.mark.parametrize("cost", [HOSTS, SLOW, FREE], ids=["default", "slow", "free"])
+@pytest.mark.parametrize("name", MASKS)
+def test_auto_is_what_is_predicted_to_be_faster(name: str, cost: CostModel, num_stages: Any) -> None:
+    auto, one, two = (
+        plan_context(MASKS[name], CP, cost=cost, num_stages=num_stages, two_levels=levels)
+        for levels in ("auto", False, True)
+    )
+    assert (one.two_levels, two.two_levels) == (False, True)
+    assert auto.two_levels == (seconds(two, cost) <= 0.99 * seconds(one, cost))
+    assert_same(auto, two if auto.two_levels else one)
+
+
+def test_both_choices_are_taken() -> None:
+    assert plan_context(MASKS["shared prefix"], CP, cost=SLOW).two_levels
+    assert not plan_context(MASKS["shared prefix"], CP, cost=FREE).two_levels
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4, 5, 6, 7, 9])
+def test_never_with_one_host_or_with_a_part_of_a_host(cp_size: int) -> None:
+    plan = plan_context(MASKS["shared prefix"], cp_size, cost=SLOW, layout="contiguous")
+    assert (plan.two_levels, plan.ranks_per_host) == (False, None)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, (1, 3), "auto"])
+@pytest.mark.parametrize("name", ["documents", "window", "causal"])
+def test_plans_are_right(name: str, num_stages: Any) -> None:
+    mask = {
+        "documents": masks.documents([300, 200, 12]),
+        "window": masks.sliding_window(512, 90),
+        "causal": masks.causal(512),
+    }[name]
+    plan = plan_context(mask, CP, cost=HOSTS, num_stages=num_stages, two_levels=True, chunk_size=16)
+    assert plan.ranks_per_host == 4
+    check_plan(mask, plan)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, (1, 2)])
+def test_it_is_the_plan_by_host_of_the_one_with_one_level(num_stages: Any) -> None:
+    """With one and with two stages there is nothing else to choose."""
+    one, two = (
+        plan_context(MASKS["documents"], CP, cost=HOSTS, num_stages=num_stages, two_levels=levels)
+        for levels in (False, True)
+    )
+    assert_same(two, one.by_host(4))
+    assert_same(two.by_host(4), two)
+
+
+def test_only_the_step_between_hosts_is_hidden() -> None:
+    """Two rows of rank 0 go to both ranks of the other host, and from its relay to the other one."""
+    mask = AttnMask.from_bands([[4, 8, 0, 2, -8, 8], [0, 4, 0, 4, -8, 8]], q_len=8, kv_len=8)
+    cost = CostModel(
+        ranks_per_host=2, latency_us=1000, network_latency_us=3000, memory_gb_per_second=1e9, tflops=1e3,
+        link_gb_per_second=1e9, network_gb_per_second=1e9, backward_tflops=1e3,
+    )  # fmt: skip
+    one, two = (
+        plan_context(mask, 4, num_stages=2, layout="contiguous", cost=cost, two_levels=levels)
+        for levels in (False, True)
+    )
+    # Own keys take 1 ms, while keys cross in 3 ms; then 1 ms inside the host, and 1 ms of attention.
+    times = [
+        (p.predicted_seconds, p.predicted_backward_seconds) for p in (one.report(cost), two.report(cost))
+    ]
+    np.testing.assert_allclose(times, [[4e-3, 7e-3], [5e-3, 9e-3]], rtol=1e-2)
+
+
+def test_copies_of_relays_take_time() -> None:
+    """Relay rows are put behind the own ones, and sums of hosts added to each other: in 1 GB/s of memory."""
+    mask = masks.causal(1 << 10)
+    plan = plan_context(
+        mask, 4, num_stages=1, layout="contiguous", cost=CostModel(ranks_per_host=2), two_levels=True
+    )
+    slow, fast = (plan.report(CostModel(ranks_per_host=2, memory_gb_per_second=speed)) for speed in (1, 1e9))
+    cost, shard = CostModel(), 256
+    relayed = int(fast.network_rows_received.max())
+    put = 2 * (shard + relayed) * cost.row_bytes / 1e9
+    added = 3 * shard * cost.gradient_row_bytes / 1e9
+    assert slow.predicted_seconds - fast.predicted_seconds == pytest.approx(put, rel=1e-6)
+    more = slow.predicted_backward_seconds - fast.predicted_backward_seconds
+    assert more == pytest.approx(put + added, rel=1e-6)
+
+
+def test_a_stream_keeps_to_the_first_plan() -> None:
+    """Masks that would choose otherwise share a compilation, by one argument or by a capacity."""
+    stream = [MASKS["shared prefix"], MASKS["window"], MASKS["documents"]]
+    alone = [plan_context(mask, CP, cost=SLOW) for mask in stream]
+    assert {plan.two_levels for plan in alone} == {False, True}  # else the test is about nothing
+    for first in (alone[0], next(plan for plan in alone if not plan.two_levels)):
+        fixed: Any = {"num_stages": first.stage_counts, "two_levels": first.two_levels, "cost": SLOW}
+        plans = [plan_context(mask, CP, **fixed) for mask in stream]
+        capacity = first.capacity
+        for plan in plans:
+            capacity = capacity.union(plan.capacity)
+        padded = [plan.pad_to(capacity) for plan in plans]
+        by_capacity = [plan_context(mask, CP, cost=SLOW, capacity=capacity) for mask in stream]
+        assert len({(plan.capacity, jax.tree.structure(plan)) for plan in (*padded, *by_capacity)}) == 1
+        for plan, other in zip(padded, by_capacity, strict=True):
+            assert_same(plan, other)
+        assert ContextPlan.stack(plans).two_levels == first.two_levels
+
+
+def test_masks_of_layers() -> None:
+    chosen = [MASKS["shared prefix"], masks.documents([8] * (LENGTH // 8))]
+    auto = plan_contexts(chosen, CP, cost=SLOW)
+    assert [plan.two_levels for plan in auto] == [True, False]
+    fixed: Any = {"num_stages": [plan.stage_counts for plan in auto], "cost": SLOW}
+    again = plan_contexts(chosen, CP, two_levels=[plan.two_levels for plan in auto], **fixed)
+    for plan, other in zip(auto, again, strict=True):
+        assert_same(plan, other)
+    assert [plan.two_levels for plan in plan_contexts(chosen, CP, two_levels=False, cost=SLOW)] == [False] * 2
+    with pytest.raises(ValueError, match=r"got two_levels=\[True\] for 2 masks"):
+        plan_contexts(chosen, CP, two_levels=[True], cost=SLOW)
+
+
+def test_mismatches() -> None:
+    mask = masks.causal(512)
+    one, two = (
+        plan_context(mask, CP, cost=HOSTS, num_stages=1, two_levels=levels) for levels in (False, True)
+    )
+    pairs = plan_context(mask, CP, cost=CostModel(ranks_per_host=2), num_stages=1, two_levels=True)
+    for call, message in (
+        (lambda: one.pad_to(two.capacity), "two levels do not go with others: .* two_levels=plan.two_levels"),
+        (lambda: two.pad_to(one.capacity), "two levels do not go with others"),
+        (lambda: pairs.pad_to(two.capacity), "ranks_per_host=2 and ranks_per_host=4 share no compilation"),
+        (lambda: ContextPlan.stack([one, two]), r"differ in ranks_per_host: \[None, 4\]: give .*two_levels"),
+        (
+            lambda: plan_context(mask, CP, cost=HOSTS, two_levels=True, capacity=one.capacity),
+            "two_levels=True, but the capacity is for plans with two_levels=False",
+        ),
+        (
+            lambda: plan_context(mask, CP, cost=HOSTS, two_levels=False, capacity=two.capacity),
+            "two_levels=False, but the capacity is for plans with two_levels=True",
+        ),
+        (
+            lambda: plan_context(mask, CP, cost=HOSTS, capacity=pairs.capacity),
+            "for plans with ranks_per_host=2, but cost.ranks_per_host=4",
+        ),
+        (
+            lambda: plan_context(mask, 6, cost=HOSTS, two_levels=True),
+            "cp_size=6 is no multiple of cost.ranks_per_host=4",
+        ),
+        (
+            lambda: plan_context(mask, 6, cost=HOSTS, capacity=two.capacity),
+            "cp_size=6 is no multiple of cost.ranks_per_host=4",
+        ),
+        (lambda: PlanCapacity(8, 8, 8, 8, ranks_per_host=2), "ranks_per_host=2 needs between"),
+        (
+            lambda: PlanCapacity(8, 8, 8, 8, between=PlanCapacity(0, 8, 8, 8), ranks_per_host=0),
+            "PlanCapacity.ranks_per_host must be between 1 and .* it is 0",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_a_capacity_of_two_levels_that_is_too_small() -> None:
+    mask = masks.causal(512)
+    small = plan_context(masks.sliding_window(512, 3), CP, cost=HOSTS, num_stages=1, two_levels=True).capacity
+    with pytest.raises(ValueError, match=r"too small: .*between.output_rows=\d+ \(needs \d+\)"):
+        plan_context(mask, CP, cost=HOSTS, capacity=small)
+
+
+@pytest.mark.parametrize("two_levels", ["yes", 1, None])
+def test_two_levels_is_true_or_false_or_auto(two_levels: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf'two_levels must be True, False or "auto", but it is {two_levels!r}'
+    ):
+        plan_context(masks.causal(512), CP, two_levels=two_levels)
