@@ -80,8 +80,8 @@ __device__ inline void check_same_call(int rank, int peer, uint64_t own_hash, ui
 __device__ inline void check_same_rows(int sender, int receiver, unsigned long long sent, unsigned long long received,
                                        CallText text) {
     if (sent != received)
-        abort_kernel("jaxmagi: the spec of rank %d sends %llu rows to rank %d, whose spec expects %llu (%s%s)\n", sender,
-                     sent, receiver, received, text.name, text.place);
+        abort_kernel("jaxmagi: the spec of rank %d sends %llu rows to rank %d, whose spec expects %llu (%s%s)\n",
+                     sender, sent, receiver, received, text.name, text.place);
 }
 
 struct RowCounts {

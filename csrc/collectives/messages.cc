@@ -126,8 +126,8 @@ std::vector<size_t> ends_of_stretches(const std::vector<RowRange>& ranges, int64
     return ends;
 }
 
-// Returns the ends of the messages of each array, whose rows have `row_bytes` on average, as indices of ranges. Uses only
-// what both ranks know: lengths and output rows.
+// Returns the ends of the messages of each array, whose rows have `row_bytes` on average, as indices of ranges. Uses
+// only what both ranks know: lengths and output rows.
 std::vector<size_t> cut(Kind kind, const Pair& pair, int64_t row_bytes) {
     const int64_t bytes = pair.rows * row_bytes;
     const size_t count = pair.ranges.size();

@@ -73,7 +73,8 @@ private:
     char* memory_ = nullptr;
     size_t bytes_ = 0;
     // Uploaded parts come first.
-    Part out_headers_{}, expected_headers_{}, texts_{}, packed_{}, unpacked_{}, first_rows_{}, in_headers_{}, staging_{};
+    Part out_headers_{}, expected_headers_{}, texts_{}, packed_{}, unpacked_{}, first_rows_{};
+    Part in_headers_{}, staging_{};
 };
 
 }  // namespace jaxmagi::collectives
