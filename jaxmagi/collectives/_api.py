@@ -89,7 +89,7 @@ def group_reduce(
     Args:
         x: pytree of local arrays ``[spec.output_rows, ...]``. For "lse" one array ``[spec.output_rows, N,
             D]``.
-        spec: the spec of the group cast, whole or sharded over ``axis_name``. Each slot of its pair buffers
+        spec: the spec of the group cast, whole or sharded over ``axis_name``. Each slot of a pair of ranks
             feeds at most one output row, as in specs from `GroupCastSpec.from_splits` and in plans.
         axis_name: mesh axis whose ranks exchange rows.
         op: "sum" adds up, "avg" divides by the number of rows that arrived, "lse" merges partial attention

@@ -27,7 +27,9 @@ class CollectiveOptions:
     and `nn.attention_fn`, where it holds for all transfers of both passes.
 
     "native" and "nccl" are custom calls for GPUs: over NVLink straight into the memory of peers on the same
-    host, and by NCCL to any peer, for up to 64 ranks.
+    host, at most 64 of them, and by NCCL to any peer. Over NCCL exactly the rows that each pair of ranks
+    exchanges travel, and pairs without rows exchange nothing; for this a call waits until the GPU has come
+    to it, and reads the spec on the host.
 
     Attributes:
         implementation: "native", "nccl" or "xla" (plain JAX, on any platform). None: on GPUs, for every two

@@ -165,7 +165,9 @@ NARROW = CollectiveOptions(wire_dtype=jnp.bfloat16)
     ],
 )
 @pytest.mark.parametrize(
-    ("function", "what"), [(group_cast, "the gradient of x is"), (group_reduce, "x is")], ids=str
+    ("function", "what"),
+    [(group_cast, "the gradient of x is"), (group_reduce, "x is")],
+    ids=["cast", "reduce"],
 )
 def test_options_that_do_not_fit(function: Any, what: str, dtype: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message.format(what))):
