@@ -201,4 +201,9 @@ StateType group_execution_cuda() {
     return {&Execution::id, &execution_info};
 }
 
+void finalize_collectives() {
+    collectives::finalize();
+    held_memory().clear();
+}
+
 }  // namespace jaxmagi

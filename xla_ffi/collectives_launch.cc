@@ -19,36 +19,42 @@ struct Launch {
     const TransferParams& params;
     const Buffers& buffers;
     Peers& peers;
-    const RemoteRows* remote;  // null if this rank exchanges rows with native peers only
+    const RemoteRows* remote;  // null if this rank has no rows for remote peers, nor they for it
     cudaStream_t stream;
-    // Unless it is null, recorded when the native kernel has its SMs, or where NCCL is used just before its kernel:
-    // that is next in the same stream, and so starts before another stream sees the event.
-    cudaEvent_t started;
+    cudaEvent_t started;  // unless it is null, recorded when the kernels that move rows have their SMs
 
     void exchange_remote_rows(cudaStream_t in_stream) const {
         remote->pack(in_stream);
-        remote->exchange(peers, in_stream);
+        remote->exchange(peers, in_stream, started);
         remote->unpack(in_stream);
     }
 };
 
-// The stream of what runs beside the rest of a transfer, which waits for it in the end, also after a failure.
+// The stream of what runs beside the rest of a transfer. The rest waits for it in `join`, or after a failure.
 class SideStream {
 public:
     SideStream(TransferOrder& order, cudaStream_t stream) : order_(order), stream_(stream), side_(order.fork(stream)) {}
     SideStream(const SideStream&) = delete;
     ~SideStream() {
+        if (is_joined_)
+            return;
         try {
-            order_.join(stream_);
-        } catch (const std::exception&) {  // the error with which CUDA stays tells more
+            join();
+        } catch (const std::exception&) {  // the error that has come before tells more
         }
     }
 
     cudaStream_t stream() const { return side_; }
 
+    void join() {
+        is_joined_ = true;
+        order_.join(stream_);
+    }
+
 private:
     TransferOrder& order_;
     const cudaStream_t stream_, side_;
+    bool is_joined_ = false;
 };
 
 // Returns the memory in which peers access array `i`.
@@ -83,17 +89,24 @@ TransferParams select_dtype(const TransferParams& params, const Buffers& buffers
     return part;
 }
 
-// Native rows and those of remote peers move at the same time: they arrive at different rows.
+// Pushes rows to native peers while those of remote peers move: they arrive at different rows.
+void push_beside_remote_rows(const Launch& launch) {
+    const auto& [params, buffers, peers, remote, stream, started] = launch;
+    SideStream side(peers.order, stream);
+    const cudaEvent_t pushing = started == nullptr ? nullptr : peers.order.pushing();
+    check_cuda(push_rows(params, stream, pushing), "launching the kernel that pushes rows");
+    if (pushing != nullptr)  // `started` then tells of both
+        check_cuda(cudaStreamWaitEvent(side.stream(), pushing), "waiting for an event");
+    launch.exchange_remote_rows(side.stream());
+    side.join();
+}
+
 void launch_cast(const Launch& launch) {
     const auto& [params, buffers, peers, remote, stream, started] = launch;
-    {
-        std::optional<SideStream> side;
-        if (remote != nullptr)
-            side.emplace(peers.order, stream);
+    if (remote != nullptr)
+        push_beside_remote_rows(launch);
+    else
         check_cuda(push_rows(params, stream, started), "launching the kernel that pushes rows");
-        if (remote != nullptr)
-            launch.exchange_remote_rows(side->stream());
-    }
     for (size_t i = 0; i < buffers.to.size(); ++i)
         copy_if_staged(buffers.to[i].untyped_data(), published_memory(params, i), buffers.to[i], stream);
 }
@@ -102,11 +115,8 @@ void launch_reduce(const Launch& launch) {
     const auto& [params, buffers, peers, remote, stream, started] = launch;
     for (size_t i = 0; i < buffers.from.size(); ++i)
         copy_if_staged(published_memory(params, i), buffers.from[i].untyped_data(), buffers.from[i], stream);
-    if (remote != nullptr) {
-        if (started != nullptr)
-            check_cuda(cudaEventRecord(started, stream), "recording an event");
+    if (remote != nullptr)
         launch.exchange_remote_rows(stream);
-    }
     for (int i = 0; i < params.num_arrays; ++i)
         if (const TransferParams part = select_dtype(params, buffers, i); part.num_arrays > 0)
             check_cuda(pull_sums(part, stream, remote == nullptr and i == 0 ? started : nullptr),
@@ -117,7 +127,6 @@ void launch_reduce(const Launch& launch) {
 std::optional<RemoteRows> remote_rows(TransferParams& params, Peers& peers, cudaStream_t program, Scratch& scratch) {
     if (std::popcount(params.native) == peers.size)
         return std::nullopt;
-    ++peers.calls;
     const auto is_remote = [&](int peer) { return not params.is_native(peers.slots[peer]); };
     const auto describe = [&](int peer) {
         return std::string(params.kind == Kind::kCast ? "group_cast" : "group_reduce") + ", call " +
@@ -138,6 +147,7 @@ std::vector<MemoryBlock> launch_transfer(Kind kind, const Buffers& buffers, cons
     TransferOrder& order = peers.order;
     const bool is_async = attributes.is_async, goes_first = is_async and attributes.goes_first;
     Scratch scratch(memory);
+    ++peers.calls;
     TransferParams params = to_params(kind, buffers, attributes, peers, scratch);
     const std::optional<RemoteRows> remote = remote_rows(params, peers, program, scratch);
     const cudaStream_t stream = order.begin(program, is_async);

@@ -12,6 +12,10 @@ using namespace collectives;
 
 constexpr int64_t kRowUnit = 16;  // bytes
 
+// SMs that are left to NCCL, which has at most as many CTAs here. If all SMs waited for native peers, and one of these
+// for a rank whose NCCL kernel has no SM, they would wait forever.
+constexpr int kNcclSms = 32;
+
 int64_t row_bytes_of(const ffi::AnyBuffer& buffer) {
     return buffer.dimensions()[2] * static_cast<int64_t>(ffi::ByteWidth(buffer.element_type()));
 }
@@ -192,7 +196,10 @@ TransferParams to_params(Kind kind, const Buffers& buffers, const TransferAttrib
     params.pair_rows = static_cast<int>(attributes.pair_rows);
     params.call_hash = hash_of(kind, buffers, attributes);
     params.timeout_ns = static_cast<uint64_t>(to_int("timeout_ms", attributes.timeout_ms, 1)) * 1'000'000;
+    params.call = peers.calls;
     params.num_sms = to_int("num_sms", attributes.num_sms, 1, hopper_device().num_sms);
+    if (std::popcount(params.native) < peers.size)
+        params.num_sms = std::min(params.num_sms, hopper_device().num_sms - kNcclSms);
     set_arrays(params, buffers);
     std::ranges::copy(peers.control, params.controls);
     std::ranges::copy(peers.shared, params.shared);

@@ -70,4 +70,9 @@ std::vector<MemoryBlock> HeldMemory::take_all(const void* group) {
     return blocks;
 }
 
+void HeldMemory::clear() {
+    const std::lock_guard lock(mutex_);
+    entries_.clear();
+}
+
 }  // namespace jaxmagi

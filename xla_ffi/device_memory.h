@@ -46,6 +46,9 @@ public:
     // one.
     std::vector<MemoryBlock> take_all(const void* group);
 
+    // Forgets all memory, when no program will run with the groups any more. XLA frees it with its backend.
+    void clear();
+
 private:
     struct Entry {
         collectives::Addresses results;

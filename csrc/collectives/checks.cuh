@@ -64,7 +64,6 @@ struct CallText {
     const char *name, *place;
 };
 
-
 // Returns the text for a rank and its native peers, which share a host.
 __device__ inline CallText native_text(const TransferParams& params) {
     return {params.kind == Kind::kCast ? "group_cast on " : "group_reduce on ",

@@ -3,9 +3,9 @@
 #include <cstdint>
 
 // The flags, addresses and counts that the ranks of a group store into each other's memory. All arrays are by the slots
-// of ranks (peers.h). Each rank has one control
-// block per group, zero before the first call. All ranks of a group make the same calls in the same order, so that each
-// counts its calls for itself, on the device: the count is the epoch of a call.
+// of ranks (peers.h). Each rank has one control block per group, zero before the first call. All ranks of a group make
+// the same calls in the same order, so that each counts its calls for itself, on the device: the count is the epoch of
+// a call.
 
 namespace jaxmagi::collectives {
 

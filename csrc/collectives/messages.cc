@@ -150,11 +150,12 @@ int64_t rows_of(std::span<const RowRange> ranges) {
     return rows;
 }
 
-uint64_t hash_of(const Pair& pair, const std::vector<size_t>& ends) {
+// Returns a hash of what both ranks of a pair know of its ranges.
+uint64_t hash_of(const Pair& pair) {
     uint64_t hash = 14695981039346656037u;  // FNV-1a, by numbers instead of bytes
-    for (size_t i = 0, begin = 0; i < ends.size(); begin = ends[i++])
-        hash = (hash ^ static_cast<uint64_t>(rows_of(std::span(pair.ranges).subspan(begin, ends[i] - begin)))) *
-               1099511628211u;
+    for (const RowRange& range : pair.ranges)
+        for (const int64_t number : {range.output_row, range.length})
+            hash = (hash ^ static_cast<uint64_t>(number)) * 1099511628211u;
     return hash;
 }
 
@@ -222,8 +223,9 @@ Traffic traffic_of(const Call& call, Direction direction, std::span<const Pair> 
     for (const Pair& pair : pairs) {
         cuts.push_back(cut(call.kind, pair, all_bytes / static_cast<int64_t>(row_bytes.size())));
         headers.push_back({.call_hash = call.hash,
+                           .call = call.number,
                            .rows = static_cast<uint64_t>(pair.rows),
-                           .cut_hash = hash_of(pair, cuts.back()),
+                           .range_hash = hash_of(pair),
                            .source = is_outgoing ? call.rank : pair.peer,
                            .destination = is_outgoing ? pair.peer : call.rank});
     }
@@ -238,16 +240,17 @@ Traffic traffic_of(const Call& call, Direction direction, std::span<const Pair> 
     return std::move(list).finish(std::move(headers));
 }
 
-std::vector<int64_t> staged_rows(std::span<const Send> sends, const TransferShape& shape, const IsRemote& is_remote) {
-    std::vector<int64_t> first(size_t{static_cast<unsigned>(shape.batch)} * shape.size);
+std::vector<int64_t> staged_rows(std::span<const Pair> sent, const TransferShape& shape) {
+    std::vector<int64_t> first(static_cast<size_t>(shape.batch) * shape.size);
     int64_t rows = 0;
-    int peer = -1, index = -1;
-    for (const Entry& entry : remote_entries(sends, shape, is_remote)) {
-        if (peer != entry.peer or index != entry.index)
-            first[size_t{static_cast<unsigned>(entry.index)} * shape.size + entry.peer] = rows;
-        std::tie(peer, index) = std::tie(entry.peer, entry.index);
-        rows += entry.length;
-    }
+    for (const Pair& pair : sent)
+        for (int64_t last = -1; const RowRange& range : pair.ranges) {
+            const int64_t index = range.row / shape.input_rows;
+            if (index != last)
+                first[index * shape.size + pair.peer] = rows;
+            last = index;
+            rows += range.length;
+        }
     return first;
 }
 

@@ -64,7 +64,9 @@ struct StagedCopy {
 
 // The facts that two ranks compare before rows move between them.
 struct PairHeader {
-    uint64_t call_hash, rows, cut_hash;  // cut_hash is of the rows of each message
+    uint64_t call_hash;
+    int64_t call;  // counts the group's calls, so that a header never passes for that of another call
+    uint64_t rows, range_hash;
     int source, destination;
 
     constexpr bool operator==(const PairHeader&) const = default;
@@ -83,6 +85,7 @@ struct Call {
     Kind kind;
     int rank;
     uint64_t hash;
+    int64_t number;
 };
 
 enum class Direction { kOutgoing, kIncoming };
@@ -92,7 +95,7 @@ Traffic traffic_of(const Call& call, Direction direction, std::span<const Pair> 
                    int64_t staging_offset);
 
 // Incoming rows of a reduction are all staged: by array, then in the order of pairs and their ranges. A kernel sums
-// them there. Returns the first row of each peer and transfer of the batch, [batch, size].
-std::vector<int64_t> staged_rows(std::span<const Send> sends, const TransferShape& shape, const IsRemote& is_remote);
+// them there. Returns the first row of each peer and transfer of the batch, [batch, size], for the pairs of the sends.
+std::vector<int64_t> staged_rows(std::span<const Pair> sent, const TransferShape& shape);
 
 }  // namespace jaxmagi::collectives

@@ -3,6 +3,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -44,16 +45,24 @@ char* allocate_control(int size, cudaStream_t stream) {
     return memory;
 }
 
+// Throws on all ranks alike if a host has more ranks than slots.
+void check_hosts(const std::vector<Introduction>& introductions) {
+    std::map<std::string, int> ranks;
+    for (const Introduction& each : introductions)
+        if (const int count = ++ranks[std::string(each.identity.host.begin(), each.identity.host.end())];
+            count > kMaxNativeRanks and introductions.size() > kMaxNativeRanks)
+            throw std::runtime_error("a group of " + std::to_string(introductions.size()) + " ranks has more than " +
+                                     std::to_string(kMaxNativeRanks) + " on host " + each.identity.host_name());
+}
+
 void number_slots(Peers& peers, const ProcessIdentity& own, const std::vector<Introduction>& introductions) {
+    check_hosts(introductions);
     const bool all = peers.size <= kMaxNativeRanks;
     peers.slots.assign(peers.size, -1);
     for (int rank = 0; rank < peers.size; ++rank) {
         peers.host_names.push_back(introductions[rank].identity.host_name());
         if (not all and not own.shares_host(introductions[rank].identity))
             continue;
-        if (peers.num_slots() == kMaxNativeRanks)
-            throw std::runtime_error("a group of " + std::to_string(peers.size) + " ranks has more than " +
-                                     std::to_string(kMaxNativeRanks) + " on host " + own.host_name());
         peers.slots[rank] = static_cast<int16_t>(peers.num_slots());
         peers.ranks.push_back(rank);
     }
@@ -129,6 +138,30 @@ void decide_reachable(Peers& peers, const std::vector<Introduction>& introductio
     }
 }
 
+// Lets NCCL connect all pairs of remote ranks now, if a process has several ranks of the group. NCCL connects a pair at
+// its first message, and allocates memory then, which may wait for kernels of the process's other devices; these may
+// wait for this rank.
+void connect_remote_pairs(const Peers& peers, const std::vector<Introduction>& introductions,
+                          const Bootstrap& bootstrap) {
+    std::set<std::pair<uint64_t, int64_t>> processes;
+    for (const Introduction& each : introductions)
+        processes.insert({each.identity.token, each.identity.pid});
+    if (processes.size() == introductions.size() or processes.size() == 1)
+        return;
+    std::vector<nccl::Message> sends, receives;
+    for (int peer = 0; peer < peers.size; ++peer) {
+        if (const int slot = peers.slots[peer]; slot >= 0 and peers.is_reachable[slot])
+            continue;
+        sends.push_back({peers.gather_buffer + peers.size * kMaxRecordBytes, 1, peer});
+        receives.push_back({peers.gather_buffer + peer * kMaxRecordBytes, 1, peer});
+    }
+    if (sends.empty())
+        return;
+    enqueue_nccl(bootstrap.stream, bootstrap.timeout_ms, peers.who(), "connected the ranks of a group",
+                 [&] { nccl::exchange(sends, receives, peers.communicator, bootstrap.stream); });
+    check_cuda(cudaStreamSynchronize(bootstrap.stream), "connecting the ranks of a group");
+}
+
 std::unique_ptr<Peers> connect(int ordinal, const Bootstrap& bootstrap) {
     auto peers = std::make_unique<Peers>();
     peers->communicator = bootstrap.communicator;
@@ -145,6 +178,7 @@ std::unique_ptr<Peers> connect(int ordinal, const Bootstrap& bootstrap) {
     copy_names(*peers, bootstrap.stream);
     const MappedSlots mapped = open_controls(*peers, own.identity, introductions);
     decide_reachable(*peers, introductions, all_gather(*peers, bootstrap, mapped));
+    connect_remote_pairs(*peers, introductions, bootstrap);
     return peers;
 }
 
@@ -235,15 +269,21 @@ size_t staging_bytes() {
 }
 
 Statistics statistics() {
+    std::vector<std::pair<int, const Peers*>> connected;
+    {
+        const std::lock_guard lock(registry().mutex);
+        for (const auto& [key, peers] : registry().entries)
+            connected.emplace_back(key.first, peers.get());
+    }
     Statistics sums = counted_on_host();
-    const std::lock_guard lock(registry().mutex);
-    if (registry().entries.empty())
+    if (connected.empty())
         return sums;  // also without a GPU
     const int current = current_ordinal();
-    for_each_connected(registry().entries, [&](const Peers& peers) {
+    for (const auto& [ordinal, peers] : connected) {
+        check_cuda(cudaSetDevice(ordinal), "choosing a device");
         check_cuda(cudaDeviceSynchronize(), "waiting for the device");
-        sums.native_bytes += native_bytes(peers);
-    });
+        sums.native_bytes += native_bytes(*peers);
+    }
     check_cuda(cudaSetDevice(current), "choosing a device");
     return sums;
 }

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = threadIdx.x; i < count; i += kThreads) {
         const PairHeader &theirs = received[i], &own = expected[i];
         const CallText text{"", texts[i].text};
-        check_same_call(own.destination, own.source, own.call_hash, theirs.call_hash, text);
+        check_same_call(own.destination, own.source, own.call_hash ^ own.call, theirs.call_hash ^ theirs.call, text);
         check_same_rows(own.source, own.destination, theirs.rows, own.rows, text);
         if (not(theirs == own))
             abort_kernel("jaxmagi: the specs of ranks %d and %d have the rows between them in different ranges (%s)\n",

@@ -99,12 +99,12 @@ void RemoteRows::list_traffic(const TransferParams& params, const IsRemote& is_r
         row_bytes.push_back(params.arrays[i].row_bytes);
     const bool is_cast = kind_ == Kind::kCast;
     const auto& [sources, destinations] = is_cast ? std::tie(sent, received) : std::tie(received, sent);
-    const Call call{kind_, params.rank, params.call_hash};
+    const Call call{kind_, params.rank, params.call_hash, params.call};
     outgoing_ = traffic_of(call, Direction::kOutgoing, sources, row_bytes, 0);
     incoming_ = traffic_of(call, Direction::kIncoming, destinations, row_bytes, outgoing_.staging_bytes);
     if (is_cast)
         return;
-    incoming_rows_ = staged_rows(std::span(sends), shape, is_remote);
+    incoming_rows_ = staged_rows(sent, shape);
     int64_t rows = 0, offset = outgoing_.staging_bytes;
     for (const Pair& pair : sent)
         rows += pair.rows;
@@ -115,7 +115,7 @@ void RemoteRows::list_traffic(const TransferParams& params, const IsRemote& is_r
 }
 
 template <typename T> RemoteRows::Part RemoteRows::reserve(size_t count) {
-    const Part part{bytes_, static_cast<int>(count)};
+    const Part part{bytes_, count};
     bytes_ = round_up(bytes_ + count * sizeof(T), kAlignment);
     return part;
 }
@@ -145,6 +145,7 @@ void RemoteRows::upload(const std::vector<PairText>& texts, cudaStream_t program
     put(first_rows_, incoming_rows_);
     check_cuda(cudaMemcpyAsync(memory_, image.data(), image.size(), cudaMemcpyHostToDevice, program),
                "copying the messages of a transfer to the device");
+    check_cuda(cudaStreamSynchronize(program), "copying the messages of a transfer to the device");  // from `image`
 }
 
 std::vector<CopiedBytes> RemoteRows::resolve_copies(const Traffic& traffic, bool to_staging) const {
@@ -175,16 +176,17 @@ void RemoteRows::add_to(TransferParams& params) const {
 
 void RemoteRows::pack(cudaStream_t stream) const {
     if (packed_.count > 0)
-        check_cuda(copy_bytes(at<CopiedBytes>(packed_), packed_.count, stream), "launching the kernel that packs rows");
+        check_cuda(copy_bytes(at<CopiedBytes>(packed_), static_cast<int>(packed_.count), stream),
+                   "launching the kernel that packs rows");
 }
 
 void RemoteRows::unpack(cudaStream_t stream) const {
     if (unpacked_.count > 0)
-        check_cuda(copy_bytes(at<CopiedBytes>(unpacked_), unpacked_.count, stream),
+        check_cuda(copy_bytes(at<CopiedBytes>(unpacked_), static_cast<int>(unpacked_.count), stream),
                    "launching the kernel that unpacks rows");
 }
 
-void RemoteRows::exchange(const Peers& peers, cudaStream_t stream) const {
+void RemoteRows::exchange(const Peers& peers, cudaStream_t stream, cudaEvent_t started) const {
     std::vector<nccl::Message> sends, receives;
     const auto enqueue = [&](const char* what) {
         enqueue_nccl(stream, timeout_ms_, peers.who(), what + description_,
@@ -197,8 +199,10 @@ void RemoteRows::exchange(const Peers& peers, cudaStream_t stream) const {
     enqueue("exchanged the headers of ");
     if (in_headers_.count > 0)
         check_cuda(check_headers(at<PairHeader>(in_headers_), at<PairHeader>(expected_headers_), at<PairText>(texts_),
-                                 in_headers_.count, stream),
+                                 static_cast<int>(in_headers_.count), stream),
                    "launching the kernel that compares headers");
+    if (started != nullptr)
+        check_cuda(cudaEventRecord(started, stream), "recording an event");
     count_nccl(static_cast<int64_t>(outgoing_.messages.size()), bytes_of(outgoing_),
                static_cast<int64_t>(sends.size() * sizeof(PairHeader)));
     sends.clear();

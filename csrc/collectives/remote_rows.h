@@ -12,11 +12,12 @@
 #include "csrc/collectives/transfer_params.h"
 
 // A rank's part of a transfer with its remote peers, over NCCL. Only the tables say which rows these are, and NCCL
-// takes counts from the host. So the host waits for the tables and reads them, once a call: it loses its lead over the
-// device, which costs some ten microseconds, little beside what rows take between hosts.
+// takes counts from the host. So the host waits for the tables and reads them, once a call, and loses its lead over the
+// device: it reads, lists messages, and allocates while the device is idle.
 //
-// First the ranks of each pair exchange headers, and compare them before any row moves: ranks whose tables disagree end
-// with an error, and neither write nor read rows that were meant otherwise.
+// First the ranks of each pair exchange headers, and compare them before any row moves. Ranks whose tables disagree end
+// with an error, and neither write nor read rows that were meant otherwise. A rank that expects nothing from another
+// one does not hear from it; then that one waits until its time limit, and a later call does not take the old header.
 
 namespace jaxmagi::collectives {
 
@@ -38,9 +39,11 @@ public:
     void add_to(TransferParams& params) const;
 
     // The three steps of the transfer, in one stream: copies the rows that do not lie as they are sent, exchanges
-    // headers and rows, and copies the rows that do not lie as they have come.
+    // headers and rows, and copies the rows that do not lie as they have come. Unless it is null, `started` is recorded
+    // just before the kernel that moves the rows: that is next in the stream, and so starts before another stream sees
+    // the event.
     void pack(cudaStream_t stream) const;
-    void exchange(const Peers& peers, cudaStream_t stream) const;
+    void exchange(const Peers& peers, cudaStream_t stream, cudaEvent_t started) const;
     void unpack(cudaStream_t stream) const;
 
     // The messages and their memory, for tests that have no NCCL.
@@ -51,8 +54,7 @@ public:
 
 private:
     struct Part {  // of the device memory
-        size_t offset;
-        int count;
+        size_t offset, count;
     };
 
     void list_traffic(const TransferParams& params, const IsRemote& is_remote, cudaStream_t program);

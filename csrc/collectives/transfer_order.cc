@@ -30,14 +30,14 @@ void TransferOrder::create() {
     check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for the priorities of streams");
     for (cudaStream_t* const stream : {&stream_, &side_stream_})
         check_cuda(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, highest), "making a stream");
-    for (cudaEvent_t* const event : {&order_event_, &started_})
+    for (cudaEvent_t* const event : {&order_event_, &started_, &pushing_})
         *event = make_event();
 }
 
 void TransferOrder::destroy() {
     for (const auto& [transfer_id, transfers] : transfers_)
         check_cuda(cudaEventDestroy(transfers.end), "giving back an event");
-    for (const cudaEvent_t event : {order_event_, started_})
+    for (const cudaEvent_t event : {order_event_, started_, pushing_})
         check_cuda(cudaEventDestroy(event), "giving back an event");
     for (const cudaStream_t stream : {stream_, side_stream_})
         check_cuda(cudaStreamDestroy(stream), "giving back a stream");

@@ -66,7 +66,9 @@ public:
     // Returns whether no asynchronous transfer is in flight.
     bool is_idle() const;
 
+    // An event for `wait_until_started`, and one for the launch of a kernel that is a part of a transfer.
     cudaEvent_t started() const { return started_; }
+    cudaEvent_t pushing() const { return pushing_; }
 
 private:
     // The transfers of one id.
@@ -85,7 +87,7 @@ private:
     std::mutex mutex_;
     int64_t execution_ = 0;
     cudaStream_t stream_ = nullptr, side_stream_ = nullptr;
-    cudaEvent_t order_event_ = nullptr, started_ = nullptr;
+    cudaEvent_t order_event_ = nullptr, started_ = nullptr, pushing_ = nullptr;
     std::map<int64_t, Transfers> transfers_;  // by transfer id
     const Transfers* last_async_ = nullptr;   // with the newest transfer of all, if that is asynchronous
     cudaStream_t last_stream_ = nullptr;      // a stream that waits for all transfers so far, null before the first

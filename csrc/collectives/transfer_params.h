@@ -36,9 +36,9 @@ struct TransferParams {
     const char* host_name;  // on the device, for messages; null for none
     int rank, size;
     int slot, num_slots;
-    const int16_t* slots;           // by rank, on the device; null where ranks are their own slots
-    int16_t ranks[kMaxNativeRanks]; // by slot
-    uint64_t native;          // bit mask of the slots of this rank and its native peers
+    const int16_t* slots;        // by rank, on the device; null where ranks are their own slots
+    int ranks[kMaxNativeRanks];  // by slot
+    uint64_t native;             // bit mask of the slots of this rank and its native peers
     const Send* sends;        // [batch, entries], sorted by peer, then slot; unused entries (length 0) are last
     const Receive* receives;  // [batch, entries], sorted by row; unused entries are last
     int batch, entries;
@@ -50,6 +50,7 @@ struct TransferParams {
     const int64_t* incoming_rows;  // [batch, size], the first row in `incoming` of each remote peer
 
     uint64_t call_hash;              // equal on all ranks that make the same call
+    int64_t call;                    // counts the calls of the group
     uint64_t published[kMaxArrays];  // addresses by which native peers access this rank's arrays
     ControlBlock* controls[kMaxNativeRanks];
     char* shared[kMaxNativeRanks];  // shared memory of this rank and each native peer, mapped on this device

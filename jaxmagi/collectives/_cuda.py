@@ -72,8 +72,8 @@ class Calls(NamedTuple):
         transfer_id: tells the transfer from other unfinished ones.
         is_async: whether there are two calls, with computations between them. XLA must then neither merge two
             starts, nor drop or move one of the calls alone.
-        goes_first: whether what is computed next waits until the transfer has its multiprocessors and, where
-            ranks of a group use NCCL, until its native part is over.
+        goes_first: whether what is computed next waits until the transfer has its multiprocessors. For rows
+            that go by NCCL it waits until all ranks of their pairs have come to the call.
     """
 
     kind: Kind

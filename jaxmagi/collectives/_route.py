@@ -24,7 +24,7 @@ class Route(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Returns the number of slots of all pair buffers of a rank."""
+        """Returns the number of slots of a rank for all of its peers."""
         return (self.group_size or jax.lax.axis_size(self.axis_name)) * self.pair_rows
 
     @property

@@ -16,7 +16,7 @@ class Statistics:
         native_bytes: of rows that kernels have stored to native peers, or loaded from them.
         nccl_bytes: of rows that this process has sent over NCCL.
         nccl_messages: messages that these rows went by.
-        control_bytes: sent over NCCL beside the rows: 32 for each pair of ranks that exchange rows in a call.
+        control_bytes: sent over NCCL beside the rows: 40 for each pair of ranks that exchange rows in a call.
     """
 
     transfers: int = 0

@@ -32,7 +32,7 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> None:
         backward_tile=lambda dim, v_dim: (64, 128),
         tile_schedule_workspace_words=lambda *sizes: 77,
         backward_workspace_bytes=lambda *sizes: 16 * 99,
-        pair_buffer_bytes=lambda *sizes: 16 * 55,
+        collective_statistics=dict,
         set_memory_limit=lambda ordinal, limit: None,
     )
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", stand_in)  # pyright: ignore[reportArgumentType]

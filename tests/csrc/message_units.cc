@@ -185,12 +185,12 @@ private:
             const auto sent = pairs_of(std::span<const Send>(ranks_[rank].sends), shape_, remote);
             const auto received = pairs_of(std::span<const Receive>(ranks_[rank].receives), shape_, remote);
             const bool is_cast = kind == Kind::kCast;
-            const Call call{kind, rank, 1234};
+            const Call call{kind, rank, 1234, 1};
             const auto &sources = is_cast ? sent : received, &destinations = is_cast ? received : sent;
             outgoing_.push_back(traffic_of(call, Direction::kOutgoing, sources, pattern_.row_bytes, 0));
             incoming_.push_back(traffic_of(call, Direction::kIncoming, destinations, pattern_.row_bytes,
                                            outgoing_.back().staging_bytes));
-            first_rows_.push_back(staged_rows(std::span<const Send>(ranks_[rank].sends), shape_, remote));
+            first_rows_.push_back(staged_rows(sent, shape_));
         }
     }
 
@@ -199,9 +199,9 @@ private:
         std::set<Header> sent, expected;
         for (int rank = 0; rank < pattern_.ranks; ++rank) {
             for (const PairHeader& header : outgoing_[rank].headers)
-                sent.insert({rank, header.destination, header.rows, header.cut_hash});
+                sent.insert({rank, header.destination, header.rows, header.range_hash});
             for (const PairHeader& header : incoming_[rank].headers)
-                expected.insert({header.source, rank, header.rows, header.cut_hash});
+                expected.insert({header.source, rank, header.rows, header.range_hash});
         }
         return sent == expected;
     }
@@ -314,8 +314,8 @@ void check_hashes() {
     const auto all = [](int) { return true; };
     const auto hash = [&](std::vector<Receive> receives) {
         const auto pairs = pairs_of(std::span<const Receive>(receives), shape, all);
-        const Call call{Kind::kCast, 0, 0};
-        return traffic_of(call, Direction::kOutgoing, pairs, std::vector<int>{4 << 20}, 0).headers[0].cut_hash;
+        const Call call{Kind::kCast, 0, 0, 1};
+        return traffic_of(call, Direction::kOutgoing, pairs, std::vector<int>{4 << 20}, 0).headers[0].range_hash;
     };
     const uint64_t one = hash({{1, 0, 0, 5}, {}}), two = hash({{1, 0, 0, 2}, {1, 2, 2, 3}});
     report("other ranges have another hash", one != two and two != hash({{1, 0, 0, 3}, {1, 3, 3, 2}}));
