@@ -352,7 +352,7 @@ def test_doctor_judges_gpus(
     gpu = types.SimpleNamespace(device_kind=kind, compute_capability=capability)
     handlers = {target: {} for target in (_cuda.CAST, _cuda.REDUCE, _cuda.DONE)}
     module: Any = types.SimpleNamespace(
-        registrations=lambda: handlers, set_memory_limit=None, __file__="_cuda.abi3.so"
+        registrations=lambda: handlers, collective_statistics=dict, __file__="_cuda.abi3.so"
     )
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", module if built else None)
     monkeypatch.setattr(_hopper, "local_gpus", lambda: [gpu])

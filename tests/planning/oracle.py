@@ -1,6 +1,7 @@
 """Slow, independent checks of plans, row by row."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -59,7 +60,10 @@ def group_cast(spec: GroupCastSpec | RelayedSpec, shards: np.ndarray, fill: int 
 
 
 def check_spec(spec: GroupCastSpec | RelayedSpec) -> None:
-    """Fails unless the tables agree: dense slots to the same rows, sorted, output rows filled once."""
+    """Fails unless the tables agree: the same ranges of dense slots to the same rows, output rows filled once.
+
+    Both must be sorted, and sends joined where they can be.
+    """
     if isinstance(spec, RelayedSpec):
         check_spec(spec.between)
         check_spec(spec.within)
@@ -68,6 +72,7 @@ def check_spec(spec: GroupCastSpec | RelayedSpec) -> None:
     filled = np.zeros((2, cp, cp, spec.pair_rows), int)
     outputs = np.zeros((cp, spec.output_rows), int)
     arriving = np.full(filled.shape, -1)  # output rows of slots, as the tables of either side have them
+    ranges: tuple[set[Any], set[Any]] = (set(), set())  # of the tables of either side
     for side, table in enumerate(map(np.asarray, (spec.sends, spec.receives))):
         for rank in range(cp):
             used = table[rank, table[rank, :, 3] > 0]
@@ -77,12 +82,14 @@ def check_spec(spec: GroupCastSpec | RelayedSpec) -> None:
             for entry in used:
                 peer, slot, row, length = entry[:4]
                 pair, slots = (rank, peer) if side == 0 else (peer, rank), slice(slot, slot + length)
+                ranges[side].add((*pair, slot, length))
                 filled[side][pair][slots] += 1
                 arriving[side][pair][slots] = np.arange(length) + (entry[4] if side == 0 else row)
                 assert row + length <= (spec.input_rows if side == 0 else spec.output_rows)
                 if side == 1:
                     outputs[rank, row : row + length] += 1
-            assert not _can_be_joined(used[np.lexsort((used[:, 1], used[:, 0]))]), "entries are not joined"
+            assert side == 1 or not _can_be_joined(used), "entries are not joined"
+    assert ranges[0] == ranges[1], "the tables have rows in different ranges"
     np.testing.assert_array_equal(filled[0], filled[1])
     np.testing.assert_array_equal(arriving[0], arriving[1])
     assert filled.max(initial=0) <= 1 and outputs.max(initial=0) <= 1
@@ -90,13 +97,11 @@ def check_spec(spec: GroupCastSpec | RelayedSpec) -> None:
 
 
 def _can_be_joined(entries: np.ndarray) -> bool:
-    """Returns whether an entry continues the previous one; ``entries`` of a rank are sorted by slot."""
+    """Returns whether a send continues the previous one; ``entries`` of a rank are sorted by slot."""
     first, second = entries[:-1], entries[1:]
     same = first[:, 0] == second[:, 0]
-    goes_on = first[:, 2:3] + first[:, 3:4] == second[:, 2:3]
-    if entries.shape[1] == 5:
-        goes_on = goes_on & (first[:, 4:] + first[:, 3:4] == second[:, 4:])
-    return bool((same & goes_on[:, 0]).any())
+    goes_on = (first[:, [2, 4]] + first[:, 3:4] == second[:, [2, 4]]).all(axis=1)
+    return bool((same & goes_on).any())
 
 
 def key_tokens(plan: ContextPlan) -> list[list[np.ndarray]]:

@@ -50,12 +50,12 @@ def test_adjacent_ranges_are_joined() -> None:
     assert (spec.input_rows, spec.output_rows) == (5, 5)
 
 
-def test_sends_are_cut_where_either_side_is() -> None:
+def test_both_tables_are_cut_where_either_side_is() -> None:
     spec = GroupCastSpec.from_splits([[6], [1]], [[[1]], [[1]]], [[], [2, 1, 4]], [[], [0, 1, 0]])
     np.testing.assert_array_equal(spec.sends[0, :3], [[1, 0, 0, 2, 0], [1, 2, 2, 4, 3], [0, 0, 0, 0, 0]])
     spec = GroupCastSpec.from_splits([[2, 1, 4]], [[[0], [], [0]]], [[6]], [[0]])
     np.testing.assert_array_equal(spec.sends[0, :3], [[0, 0, 0, 2, 0], [0, 2, 3, 4, 2], [0, 0, 0, 0, 0]])
-    np.testing.assert_array_equal(spec.receives[0, :2], [[0, 0, 0, 6], [0, 0, 0, 0]])
+    np.testing.assert_array_equal(spec.receives[0, :3], [[0, 0, 0, 2], [0, 2, 2, 4], [0, 0, 0, 0]])
 
 
 def test_a_row_may_go_to_a_rank_twice() -> None:
