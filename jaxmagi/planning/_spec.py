@@ -21,9 +21,9 @@ from ._tables import largest_pair, longest, pack_table
 class GroupCastSpec:
     """The row ranges that every rank sends to and receives from every other, for one group cast.
 
-    The rows of a pair of ranks are numbered by slots ``0 .. n - 1`` without gaps, and both tables have them in
-    the same ranges. A row may go to several ranks and to several places. Entries of length 0 are unused and
-    come last. Output rows that no entry names are zero. Both tables may have more leading axes (see
+    The rows of a pair of ranks are numbered by slots ``0 .. n - 1`` without gaps, and both tables have them
+    in the same ranges. A row may go to several ranks and to several places. Entries of length 0 are unused
+    and come last. Output rows that no entry names are zero. Both tables may have more leading axes (see
     `jaxmagi.ContextPlan.stack`).
 
     Attributes:

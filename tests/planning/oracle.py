@@ -60,7 +60,7 @@ def group_cast(spec: GroupCastSpec | RelayedSpec, shards: np.ndarray, fill: int 
 
 
 def check_spec(spec: GroupCastSpec | RelayedSpec) -> None:
-    """Fails unless the tables agree: the same ranges of dense slots to the same rows, output rows filled once.
+    """Fails unless the tables agree: the same ranges of dense slots and rows, output rows filled once.
 
     Both must be sorted, and sends joined where they can be.
     """
