@@ -16,7 +16,7 @@ from jaxmagi.planning._schedule import count_tiles
 
 
 class Prediction(NamedTuple):
-    """What is predicted for both passes together.
+    """Holds the prediction for both passes together.
 
     Attributes:
         seconds: the time of the slowest rank.

@@ -32,7 +32,7 @@ def test_gathering_is_not_hidden() -> None:
 
 
 def test_heads_in_hosts_move_their_part_of_rows_between_hosts() -> None:
-    """Of a full mask each of 16 GPUs gets an eighth of the rows of the other host, or with one level all."""
+    """Under a full mask, each of 16 GPUs gets an eighth of the other host's rows, or with one level all."""
     cost, mask = CostModel(), masks.full(1 << 15)
     row_bytes = (2 * cost.row_bytes + cost.gradient_row_bytes) << 14
     assert scaling.planned_over_hosts(mask, 16, cost).network_bytes == row_bytes / 8

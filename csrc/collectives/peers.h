@@ -35,7 +35,7 @@ struct Peers {
     std::vector<std::string> host_names;  // by rank
     const char* device_host_name;         // this rank's, on the device
 
-    // By slot:
+    // The following are by slot.
     bool is_reachable[kMaxNativeRanks];      // both ranks' kernels can access each other's memory; true for this rank
     bool is_same_process[kMaxNativeRanks];   // reachable or not
     int ordinals[kMaxNativeRanks];           // devices' ordinals in this process; -1 in another process

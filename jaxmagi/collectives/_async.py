@@ -163,12 +163,10 @@ def _portable_done(
     return [*started[: len(dtypes)]]
 
 
-def _start_unsupported_reason(
-    operands: Sequence[Any], *, kind: Kind, dtypes: Any, cp_size: int, **_: Any
-) -> str | None:
+def _start_unsupported_reason(operands: Sequence[Any], *, kind: Kind, dtypes: Any, **_: Any) -> str | None:
     if kind == "cast":
-        return cast_unsupported_reason(operands, cp_size=cp_size)
-    return reduce_unsupported_reason(operands, cp_size=cp_size, out_dtypes=dtypes)
+        return cast_unsupported_reason(operands)
+    return reduce_unsupported_reason(operands, out_dtypes=dtypes)
 
 
 def _done_unsupported_reason(started: Sequence[Any], *, dtypes: Any, **params: Any) -> str | None:

@@ -28,12 +28,12 @@ def register(
         primitive: the primitive to lower. Its parameters have a ``route``.
         portable: computes it in plain JAX.
         compiled: computes it by custom calls for CUDA; it also gets the ``groups`` of devices.
-        unsupported_reason: returns why custom calls do not fit operand types, ``cp_size`` (ranks of a group)
-            and parameters; None if they do.
+        unsupported_reason: returns why custom calls do not fit operand types and parameters; None if they
+            do.
     """
 
-    def reason(ctx: mlir.LoweringRuleContext, *, route: Route, **params: Any) -> str | None:
-        return unsupported_reason(ctx.avals_in, cp_size=_groups(ctx, route).shape[1], **params)
+    def reason(ctx: mlir.LoweringRuleContext, **params: Any) -> str | None:
+        return unsupported_reason(ctx.avals_in, **params)
 
     def lower_portable(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         return lower(ctx, primitive, portable, "portable", *operands, **params)

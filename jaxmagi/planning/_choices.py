@@ -1,4 +1,4 @@
-"""What `plan_context` chooses by the predicted time: numbers of attention calls, and one level or two."""
+"""Chooses numbers of attention calls, and one level or two, by the predicted time of a plan."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -18,11 +18,11 @@ type NumStages = StageCounts | Literal["auto"]
 """The number of attention calls of a rank."""
 
 type TwoLevels = bool | Literal["auto"]
-"""Whether rows cross to another host once and are sent on there."""
+"""Says whether rows cross to another host once and are sent on there."""
 
 
 class Choices(NamedTuple):
-    """What to choose from.
+    """Lists the alternatives from which the fastest is chosen.
 
     Attributes:
         passes: numbers of stages, for both passes together or for each of them.

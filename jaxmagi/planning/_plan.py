@@ -87,7 +87,7 @@ class ContextPlan:
 
     @property
     def two_levels(self) -> bool:
-        """Whether transfers have two steps, as ``two_levels`` of plans that are to share a compilation."""
+        """Tells whether transfers have two steps: the ``two_levels`` of plans that share a compilation."""
         return self.ranks_per_host is not None
 
     @property

@@ -15,7 +15,7 @@ from ._spec import GroupCastSpec, RelayedSpec
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """What crosses the links of one kind: those within hosts, or those between hosts.
+    """Counts the rows and bytes that cross links of one kind: those within hosts, or those between hosts.
 
     Attributes:
         rows: rows of keys (and of values) that cross in the forward pass, of all ranks together.

@@ -22,11 +22,11 @@ class TwoLevelCandidate(StagingCandidate):
 
     @functools.cached_property
     def bands(self) -> tuple[np.ndarray, np.ndarray]:
-        """Those of the split with one step."""
+        """The bands of the split with one step, which computes the same."""
         return self._direct.bands
 
     def tiles(self, direction: Pass) -> np.ndarray:
-        """Returns those of the split with one step."""
+        """Returns the tiles of the split with one step, which computes the same."""
         return self._direct.tiles(direction)
 
     @functools.cached_property

@@ -78,7 +78,7 @@ def play(defect: Defect, kind: Kind, implementation: Implementation) -> None:
 
 
 def says_with_whom(log: str, rank: int, peers: list[int], num_hosts: int, size: int, call: str) -> bool:
-    """Whether a line names the rank and one of the peers, with their hosts, and the call."""
+    """Returns whether a line names the rank and one of the peers, with their hosts, and the call."""
 
     def names(line: str, *ranks: int) -> bool:
         numbers = {

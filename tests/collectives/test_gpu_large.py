@@ -63,7 +63,7 @@ def test_a_gigabyte_each(group: Group, rng: np.random.Generator) -> None:
 
 @on_groups(Group("native", 2), Group("nccl", 2))
 def test_offsets_past_two_to_the_31(group: Group, rng: np.random.Generator) -> None:
-    """Offsets in elements, too. Half of the rows stay on their rank, which halves what travels."""
+    """Offsets in elements leave 31 bits, too. Half of the rows stay, which halves what travels."""
     rows = 100 if group.implementation == "xla" else 2**18 + 100
     assert group.implementation == "xla" or rows * np.prod(WIDTH) > 2**31
     targets = [[[(r + i % 2) % group.size] for i in range(SPLITS)] for r in range(group.size)]

@@ -1,4 +1,4 @@
-"""What crosses over NCCL is what is needed: each row once, few bytes beside it, nothing for empty pairs."""
+"""NCCL moves no more than is needed: each row once, few bytes beside it, nothing for empty pairs."""
 
 import dataclasses
 from typing import Any

@@ -44,7 +44,7 @@ def local_ranks(group: Group) -> list[int]:
 
 
 def is_remote(group: Group, rank: int, peer: int) -> bool:
-    """Whether rows go from one rank to another by NCCL."""
+    """Returns whether rows go from one rank to another by NCCL."""
     per_host = group.ranks_per_host or group.size // hosts.count()
     return rank != peer and (group.implementation == "nccl" or rank // per_host != peer // per_host)
 
