@@ -18,8 +18,8 @@ Before a step runs, its compiled text tells the collectives, and nothing of atte
 that of several steps put into the devices' queues at once; all rows of a mask are measured in turns. A ratio
 is that to the tokens per second of one GPU with the same mask and implementation.
 
---rows is matched with "causal, one GPU, cuDNN" and the like. With --out, writes sharding_h200.json there
-after each mask.
+--rows is matched with "causal, one GPU, cuDNN" and the like. With --out, writes sharding.json there after
+each mask.
 """
 
 import argparse
@@ -221,7 +221,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Measures what the pattern selects."""
     sizes = Sizes(arguments.layers, arguments.width, HEADS, KEY_HEADS, VOCABULARY)
     about = gpu_environment() | {"tokens": arguments.tokens, "examples": arguments.batch} | asdict(sizes)
-    report = Report[Row | Failure]("sharding_h200", arguments.out, about, checks)
+    report = Report[Row | Failure]("sharding", arguments.out, about, checks)
     for mask in MASKS:
         found = cases(mask, arguments.gpus, arguments.batch)
         chosen = [case for case in found if re.search(arguments.rows, case.name)]

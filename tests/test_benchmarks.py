@@ -150,7 +150,7 @@ def test_sharding(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharding, "VOCABULARY", 256)
     monkeypatch.setattr(sharding, "STEPS", 1)
     options = "--tokens 64 --width 128 --layers 1 --batch 1 --repeats 1 --rows documents,.(one|heads) OUT"
-    one, heads, *checks = run(sharding, "sharding_h200", options)
+    one, heads, *checks = run(sharding, "sharding", options)
     assert [row["workload"] for row in (one, heads)] == ["documents, one GPU", "documents, heads over 2 GPUs"]
     assert heads["ratio"] == pytest.approx(heads["tokens_per_second"] / one["tokens_per_second"])
     assert [check["measured"] for check in checks] == [0, heads["ratio"]]
