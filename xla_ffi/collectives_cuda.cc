@@ -88,18 +88,17 @@ private:
 ffi::TypeId Execution::id{};
 ffi::TypeInfo execution_info = ffi::MakeTypeInfo<Execution>();
 
-constexpr const char* name_of(Kind kind) {
-    return kind == Kind::kCast ? "jaxmagi_group_cast_start" : "jaxmagi_group_reduce_start";
-}
+template <Kind kKind>
+constexpr const char* kHandlerName = kKind == Kind::kCast ? "jaxmagi_group_cast_start" : "jaxmagi_group_reduce_start";
 
 template <Kind kKind> ffi::Error prepare(const CollectivesContext& context, const TransferAttributes& attributes) {
-    return guarded(name_of(kKind), [&] { request_communicator(context, attributes.groups, attributes.group_size); });
+    return guarded(kHandlerName<kKind>, [&] { request_communicator(context, attributes.groups, attributes.group_size); });
 }
 
 template <Kind kKind>
 auto initialize(cudaStream_t program, const CollectivesContext& context, ffi::RemainingArgs arguments,
                 ffi::RemainingRets results, const TransferAttributes& attributes) {
-    return guarded(name_of(kKind), [&] {
+    return guarded(kHandlerName<kKind>, [&] {
         hopper_device();
         const Buffers buffers = to_buffers(arguments, results);
         const Bootstrap bootstrap{get_communicator(context, attributes.groups, attributes.group_size), program,
@@ -116,23 +115,18 @@ auto initialize(cudaStream_t program, const CollectivesContext& context, ffi::Re
     });
 }
 
-HeldMemory& held_memory() {
-    static auto* const held = new HeldMemory;  // never destroyed: handlers may outlive main
-    return *held;
-}
-
 template <Kind kKind>
 ffi::Error execute(cudaStream_t program, const DeviceMemory& memory, ffi::RemainingArgs arguments,
                    ffi::RemainingRets results, const TransferAttributes& attributes) {
-    return guarded(name_of(kKind), [&] {
+    return guarded(kHandlerName<kKind>, [&] {
         hopper_device();
         Peers& peers = known_groups().get(attributes.groups, attributes.group_size);
         if (peers.order.is_idle())
-            memory.free(held_memory().take_all(&peers));
+            memory.free(peers.held.take_all());
         const Buffers buffers = to_buffers(arguments, results);
         auto blocks = launch_transfer(kKind, buffers, attributes, peers, program, memory);
         if (attributes.is_async)
-            held_memory().keep(&peers, addresses_of(buffers.to), std::move(blocks));
+            peers.held.keep(addresses_of(buffers.to), std::move(blocks));
         else
             memory.free(blocks);
     });
@@ -151,7 +145,7 @@ ffi::Error done(cudaStream_t program, const DeviceMemory& memory, ffi::Remaining
         }
         Peers& peers = known_groups().get(groups, group_size);
         peers.order.wait(program, transfer_id, from);
-        memory.free(held_memory().take(&peers, from));
+        memory.free(peers.held.take(from));
         check(from == to, "the end of a transfer needs its results where the start has them, but XLA has moved them");
     });
 }
@@ -199,11 +193,6 @@ XLA_FFI_Handler* group_done_cuda() {
 
 StateType group_execution_cuda() {
     return {&Execution::id, &execution_info};
-}
-
-void finalize_collectives() {
-    collectives::finalize();
-    held_memory().clear();
 }
 
 }  // namespace jaxmagi

@@ -20,7 +20,4 @@ struct StateType {
 };
 StateType group_execution_cuda();
 
-// Frees everything that the collectives keep in this process (collectives::finalize in peers.h).
-void finalize_collectives();
-
 }  // namespace jaxmagi

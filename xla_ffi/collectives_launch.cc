@@ -129,7 +129,7 @@ std::optional<RemoteRows> remote_rows(TransferParams& params, Peers& peers, cuda
         return std::nullopt;
     const auto is_remote = [&](int peer) { return not params.is_native(peers.slots[peer]); };
     const auto describe = [&](int peer) {
-        return std::string(params.kind == Kind::kCast ? "group_cast" : "group_reduce") + ", call " +
+        return std::string(name_of(params.kind)) + ", call " +
                std::to_string(peers.calls) + " of " + peers.name_of(peers.rank) + ", with " + peers.name_of(peer);
     };
     const auto allocate = [&](size_t bytes) { return scratch.allocate(bytes); };

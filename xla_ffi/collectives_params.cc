@@ -4,6 +4,8 @@
 #include <bit>
 #include <utility>
 
+#include "csrc/common/hash.h"
+
 namespace jaxmagi {
 namespace {
 
@@ -73,18 +75,17 @@ uint64_t native_slots(const Peers& peers, const TransferAttributes& attributes) 
 
 // Returns a number that is equal on all ranks which make the same call.
 uint64_t hash_of(Kind kind, const Buffers& buffers, const TransferAttributes& attributes) {
-    uint64_t hash = 14695981039346656037u;  // FNV-1a, by numbers instead of bytes
-    const auto add = [&](int64_t number) { hash = (hash ^ static_cast<uint64_t>(number)) * 1099511628211u; };
-    add(static_cast<int64_t>(kind));
+    Hash hash;
+    hash.add(static_cast<uint64_t>(kind));
     for (const int64_t number : {attributes.input_rows, attributes.output_rows, attributes.pair_rows})
-        add(number);
+        hash.add(number);
     for (const int64_t size : buffers.sends.dimensions())
-        add(size);
+        hash.add(size);
     for (const ffi::AnyBuffer& buffer : buffers.from) {
-        add(static_cast<int64_t>(buffer.element_type()));
-        add(row_bytes_of(buffer));
+        hash.add(static_cast<uint64_t>(buffer.element_type()));
+        hash.add(row_bytes_of(buffer));
     }
-    return hash;
+    return hash.value();
 }
 
 void set_arrays(TransferParams& params, const Buffers& buffers) {

@@ -58,11 +58,11 @@ public:
     }
 
     // Returns the memory, which the caller frees when the transfer has ended.
-    std::vector<MemoryBlock> take() { return std::exchange(blocks_, {}); }
+    std::vector<collectives::MemoryBlock> take() { return std::exchange(blocks_, {}); }
 
 private:
     const DeviceMemory& memory_;
-    std::vector<MemoryBlock> blocks_;
+    std::vector<collectives::MemoryBlock> blocks_;
 };
 
 // Returns whether any rank of the group may access arrays of another process. It is the same on all ranks, since all

@@ -1,19 +1,22 @@
 #include "xla_ffi/device_memory.h"
 
-#include <algorithm>
 #include <stdexcept>
 #include <string>
 
 namespace jaxmagi {
 namespace {
 
+using collectives::MemoryBlock;
+
 constexpr size_t kAlignment = 16;  // the least that arrays of rows need
 
-// Returns the message of an error, and gives the error back.
-std::string take_message(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
+// Throws if a function of XLA's has returned an error.
+void check_xla(const XLA_FFI_Api* api, XLA_FFI_Error* error, const std::string& what) {
+    if (error == nullptr)
+        return;
     const std::string message = xla::ffi::internal::GetErrorMessage(api, error);
     xla::ffi::internal::DestroyError(api, error);
-    return message;
+    throw std::runtime_error(what + ": " + message);
 }
 
 }  // namespace
@@ -24,10 +27,8 @@ MemoryBlock DeviceMemory::allocate(size_t bytes) const {
     arguments.ctx = context_;
     arguments.size = bytes;
     arguments.alignment = kAlignment;
-    if (XLA_FFI_Error* const error = api_->XLA_FFI_DeviceMemory_Allocate(&arguments))
-        throw std::runtime_error("XLA has no " + std::to_string(bytes) +
-                                 " bytes left that a group collective needs beside its arrays: " +
-                                 take_message(api_, error));
+    check_xla(api_, api_->XLA_FFI_DeviceMemory_Allocate(&arguments),
+              "XLA has no " + std::to_string(bytes) + " bytes left that a group collective needs beside its arrays");
     return {arguments.data, bytes};
 }
 
@@ -38,41 +39,8 @@ void DeviceMemory::free(const std::vector<MemoryBlock>& blocks) const {
         arguments.ctx = context_;
         arguments.size = bytes;
         arguments.data = data;
-        if (XLA_FFI_Error* const error = api_->XLA_FFI_DeviceMemory_Free(&arguments))
-            throw std::runtime_error("giving memory back to XLA: " + take_message(api_, error));
+        check_xla(api_, api_->XLA_FFI_DeviceMemory_Free(&arguments), "giving memory back to XLA");
     }
-}
-
-void HeldMemory::keep(const void* group, collectives::Addresses results, std::vector<MemoryBlock> blocks) {
-    if (blocks.empty())
-        return;
-    const std::lock_guard lock(mutex_);
-    entries_[group].push_back({std::move(results), std::move(blocks)});
-}
-
-std::vector<MemoryBlock> HeldMemory::take(const void* group, const collectives::Addresses& results) {
-    const std::lock_guard lock(mutex_);
-    auto& entries = entries_[group];
-    const auto found = std::ranges::find(entries, results, &Entry::results);
-    if (found == entries.end())
-        return {};
-    std::vector<MemoryBlock> blocks = std::move(found->blocks);
-    entries.erase(found);
-    return blocks;
-}
-
-std::vector<MemoryBlock> HeldMemory::take_all(const void* group) {
-    const std::lock_guard lock(mutex_);
-    std::vector<MemoryBlock> blocks;
-    for (const Entry& entry : entries_[group])
-        blocks.insert(blocks.end(), entry.blocks.begin(), entry.blocks.end());
-    entries_[group].clear();
-    return blocks;
-}
-
-void HeldMemory::clear() {
-    const std::lock_guard lock(mutex_);
-    entries_.clear();
 }
 
 }  // namespace jaxmagi

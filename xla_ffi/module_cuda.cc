@@ -107,7 +107,7 @@ NB_MODULE(_cuda, m) {
           "Returns the workspace of the tile schedule in words of 8 bytes.");
     m.def("collective_statistics", statistics,
           "Returns what the group collectives of this process have moved, by the names of Statistics in Python.");
-    m.def("finalize_collectives", jaxmagi::finalize_collectives, nb::call_guard<nb::gil_scoped_release>(),
+    m.def("finalize_collectives", jaxmagi::collectives::finalize, nb::call_guard<nb::gil_scoped_release>(),
           "Frees the memory that the group collectives keep on the devices.");
     m.def("set_memory_limit", jaxmagi::collectives::set_memory_limit, nb::arg("ordinal"), nb::arg("bytes"),
           "Sets how much memory of a device XLA's allocator may take in this process; 0 if that is unknown.");

@@ -7,6 +7,8 @@
 #include <tuple>
 #include <utility>
 
+#include "csrc/common/hash.h"
+
 namespace jaxmagi::collectives {
 namespace {
 
@@ -67,11 +69,21 @@ void check_place(int length, int length_before, int64_t place, const TransferSha
                                     std::to_string(place) + ": those in use come first, unused ones have length 0");
 }
 
+// Asks about each rank once: tables may have thousands of entries.
+std::vector<bool> remote_peers(const TransferShape& shape, const IsRemote& is_remote) {
+    std::vector<bool> remote(shape.size);
+    for (int peer = 0; peer < shape.size; ++peer)
+        remote[peer] = is_remote(peer);
+    return remote;
+}
+
 // Returns the entries with remote peers, by peer, transfer of the batch, and slot.
 template <typename TableEntry>
 std::vector<Entry> remote_entries(std::span<const TableEntry> table, const TransferShape& shape,
                                   const IsRemote& is_remote) {
+    const std::vector<bool> remote = remote_peers(shape, is_remote);
     std::vector<Entry> entries;
+    entries.reserve(table.size());
     for (int64_t i = 0; i < int64_t{shape.batch} * shape.entries; ++i) {
         const TableEntry& entry = table[i];
         const int index = static_cast<int>(i / shape.entries);
@@ -79,10 +91,12 @@ std::vector<Entry> remote_entries(std::span<const TableEntry> table, const Trans
         if (entry.length == 0)
             continue;
         const RowRange range = range_of(entry, index, shape);
-        if (is_remote(entry.peer))
+        if (remote[entry.peer])
             entries.push_back({entry.peer, index, entry.slot, entry.length, range});
     }
-    std::ranges::sort(entries, {}, [](const Entry& each) { return std::tuple(each.peer, each.index, each.slot); });
+    const auto place = [](const Entry& each) { return std::tuple(each.peer, each.index, each.slot); };
+    if (not std::ranges::is_sorted(entries, {}, place))  // those of one transfer's sends are
+        std::ranges::sort(entries, {}, place);
     return entries;
 }
 
@@ -117,12 +131,19 @@ bool are_large(size_t count, int64_t bytes) {
     return count == 1 or bytes >= static_cast<int64_t>(count) * kLargeMessageBytes;
 }
 
-// Returns the ends of stretches of ranges that are consecutive by the given rows, as indices.
-std::vector<size_t> ends_of_stretches(const std::vector<RowRange>& ranges, int64_t RowRange::*row) {
+// Compares whether a range does not begin, by the given rows, where the one before ends.
+auto leaves_gap(int64_t RowRange::*row) {
+    return [row](const RowRange& before, const RowRange& range) { return before.*row + before.length != range.*row; };
+}
+
+// Returns the ends of stretches of ranges whose output rows are consecutive, as indices.
+std::vector<size_t> ends_of_stretches(const std::vector<RowRange>& ranges) {
     std::vector<size_t> ends;
-    for (size_t i = 1; i <= ranges.size(); ++i)
-        if (i == ranges.size() or ranges[i - 1].*row + ranges[i - 1].length != ranges[i].*row)
-            ends.push_back(i);
+    for (auto at = ranges.begin(); at != ranges.end();) {
+        at = std::ranges::adjacent_find(at, ranges.end(), leaves_gap(&RowRange::output_row));
+        at += at != ranges.end();  // it was the last range before the gap
+        ends.push_back(at - ranges.begin());
+    }
     return ends;
 }
 
@@ -137,7 +158,7 @@ std::vector<size_t> cut(Kind kind, const Pair& pair, int64_t row_bytes) {
             ends[i] = i + 1;
         return ends;
     }
-    std::vector<size_t> ends = ends_of_stretches(pair.ranges, &RowRange::output_row);
+    std::vector<size_t> ends = ends_of_stretches(pair.ranges);
     if (are_large(ends.size(), bytes))
         return ends;
     return {count};
@@ -152,11 +173,11 @@ int64_t rows_of(std::span<const RowRange> ranges) {
 
 // Returns a hash of what both ranks of a pair know of its ranges.
 uint64_t hash_of(const Pair& pair) {
-    uint64_t hash = 14695981039346656037u;  // FNV-1a, by numbers instead of bytes
+    Hash hash;
     for (const RowRange& range : pair.ranges)
         for (const int64_t number : {range.output_row, range.length})
-            hash = (hash ^ static_cast<uint64_t>(number)) * 1099511628211u;
-    return hash;
+            hash.add(number);
+    return hash.value();
 }
 
 // Appends messages, and the copies that bring their rows together where the rank's arrays have them apart.
@@ -168,7 +189,8 @@ public:
     void add(int peer, std::span<const RowRange> ranges, int array, int64_t row_bytes) {
         const int64_t bytes = rows_of(ranges) * row_bytes;
         const Place staging{Place::kStaging, end_};
-        if (not is_all_staged_ and are_consecutive(ranges)) {
+        const bool lie_apart = std::ranges::adjacent_find(ranges, leaves_gap(&RowRange::row)) != ranges.end();
+        if (not is_all_staged_ and not lie_apart) {
             traffic_.messages.push_back({peer, {array, ranges.front().row * row_bytes}, bytes});
             return;
         }
@@ -189,13 +211,6 @@ public:
     }
 
 private:
-    static bool are_consecutive(std::span<const RowRange> ranges) {
-        for (size_t i = 1; i < ranges.size(); ++i)
-            if (ranges[i - 1].row + ranges[i - 1].length != ranges[i].row)
-                return false;
-        return true;
-    }
-
     const bool is_all_staged_;
     const int64_t begin_;
     int64_t end_;

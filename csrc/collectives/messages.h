@@ -17,6 +17,11 @@ namespace jaxmagi::collectives {
 
 enum class Kind { kCast, kReduce };
 
+// Returns the name of a kind in messages.
+constexpr const char* name_of(Kind kind) {
+    return kind == Kind::kCast ? "group_cast" : "group_reduce";
+}
+
 // A rank and the shape of its transfer, which is equal on all ranks.
 struct TransferShape {
     int rank, size;
