@@ -34,8 +34,8 @@ class Prediction(NamedTuple):
 def ring(mask: AttnMask, cp_size: int, cost: CostModel) -> Prediction:
     """Predicts a ring of keys and values, in the zigzag layout; every step waits for its slowest rank.
 
-    The ring enters and leaves each host by one link of the network. In the backward pass the gradients, in
-    fp32, go round with the keys.
+    The ring enters and leaves each host by one link of the network. In the backward pass the gradients go
+    round with the keys.
     """
     seconds = received = 0.0
     rows = mask.q_len // cp_size

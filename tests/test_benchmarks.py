@@ -3,6 +3,7 @@
 import argparse
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,11 +22,13 @@ from benchmarks import (
     attention_memory,
     collectives,
     context,
+    context_memory,
     hosts,
     sharding,
     train_curve,
 )
 from tests.collectives.groups import require_hosts
+from tests.compiling.described import COMPILER, ENVIRONMENT
 from tests.test_examples import SMALL
 
 type Run = Callable[..., list[dict[str, Any]]]
@@ -39,14 +42,21 @@ def defaults_of_jax() -> Iterator[None]:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Runs a benchmark and returns the rows that it saves, which have the fields of committed results."""
+    """Runs a benchmark and returns the rows that it saves, which have the fields of committed results.
 
-    def run(benchmark: ModuleType, name: str, options: str, committed: str = "") -> list[dict[str, Any]]:
+    They are those of the same name, unless ``committed`` is another one, or None where there are none yet.
+    """
+
+    def run(
+        benchmark: ModuleType, name: str, options: str, committed: str | None = ""
+    ) -> list[dict[str, Any]]:
         arguments = options.replace("OUT", f"--out {tmp_path}").split(" ")
         monkeypatch.setattr(sys, "argv", [f"{benchmark.__name__.partition('.')[2]}.py", *arguments])
         benchmark.main()
         saved = json.loads((tmp_path / f"{name}.json").read_text())
         assert saved["environment"]["command"] == f"python -m {benchmark.__name__} {' '.join(arguments)}"
+        if committed is None:
+            return saved["rows"]
         known = json.loads((_measure.RESULTS / f"{committed or name}.json").read_text())["rows"]
         known += [vars(_report.Failure("", "", "", "")), vars(_report.check("", "", "", None))]
         assert {tuple(row) for row in saved["rows"]} <= {tuple(row) for row in known}
@@ -119,6 +129,32 @@ def test_collectives(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     row, check = run(collectives, "collectives_pools", options, committed="collectives_h200")
     assert row["implementation"] == "ours in plain lax" and row["received_bytes"] == 16 * 4096
     assert check["measured"] is None and not check["met"]
+
+
+def test_context_memory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes on the CPU, which counts no peak."""
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # to be as it was afterwards
+    options = "--tokens 64 --rows window OUT"
+    forward, both = run(context_memory, "context_memory_2", options, committed=None)
+    query, key, margin = 64 * 64 * 128 * 2, 64 * 8 * 128 * 2, 1024
+    assert (forward["direction"], both["direction"]) == ("forward", "both passes")
+    assert 0 < forward["argument_bytes"] - (query + 2 * key) < margin  # a plan's tables
+    assert both["argument_bytes"] - forward["argument_bytes"] == query
+    assert 0 <= forward["output_bytes"] - query < margin
+    assert 0 <= both["output_bytes"] - (query + 2 * key) < margin
+    assert forward["peak_bytes"] is None and both["temporary_bytes"] > 0
+
+
+@pytest.mark.skipif(not COMPILER.is_dir(), reason="needs XLA's compiler for GPUs, which .ci/run installs")
+def test_context_memory_of_gpus_that_are_not_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of a host have no pair buffers: received rows, at most one shard, are put behind the own ones."""
+    for name, value in (ENVIRONMENT | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}).items():
+        monkeypatch.setenv(name, value)  # to be as it was afterwards
+    monkeypatch.setenv("PYTHONPATH", str(COMPILER), prepend=os.pathsep)
+    options = "--described --tokens 4096 --rows forward,.causal OUT"
+    (row,) = run(context_memory, "context_memory_2_described", options, committed=None)
+    shard = 2 * 4096 * 8 * 128 * 2  # keys and values
+    assert shard < row["temporary_bytes"] < 3 * shard
 
 
 def run_on_hosts(arguments: argparse.Namespace) -> None:

@@ -114,10 +114,12 @@ def test_plan_prints_the_report(case: str, lengths: str, capsys: pytest.CaptureF
 
 def test_options_of_the_plan_and_of_the_attention(capsys: pytest.CaptureFixture[str]) -> None:
     attention = ["--heads", "6", "--kv-heads", "2", "--head-dim", "48", "--bytes-per-element", "4"]
-    attention += ["--ranks-per-host", "3"]
+    attention += ["--bytes-per-gradient", "2", "--ranks-per-host", "3"]
     printed = run(capsys, *CAUSAL, "--chunk-size", "16", "--num-stages", "3", *attention)
-    cost = CostModel(num_heads=6, num_kv_heads=2, head_dim=48, bytes_per_element=4, ranks_per_host=3)
-    assert cost.row_bytes == 2 * 2 * 48 * 4
+    cost = CostModel(
+        num_heads=6, num_kv_heads=2, head_dim=48, bytes_per_element=4, bytes_per_gradient=2, ranks_per_host=3
+    )
+    assert (cost.row_bytes, cost.gradient_row_bytes) == (2 * 2 * 48 * 4, 2 * 2 * 48 * 2)
     check_printed(printed, plan_context(masks.causal(512), 4, chunk_size=16, num_stages=3, cost=cost), cost)
     check_printed(run(capsys, *CAUSAL), plan_context(masks.causal(512), 4))
 
@@ -130,7 +132,14 @@ def test_levels(option: str, two_levels: Any, capsys: pytest.CaptureFixture[str]
 
 
 def test_speeds_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cost = CostModel(tflops=123.4, link_gb_per_second=5, num_heads=16, num_kv_heads=2, ranks_per_host=2)
+    cost = CostModel(
+        tflops=123.4,
+        link_gb_per_second=5,
+        num_heads=16,
+        num_kv_heads=2,
+        ranks_per_host=2,
+        bytes_per_gradient=2,
+    )
     write_cost(cost, tmp_path / "cost.json")
     printed = run(capsys, *CAUSAL, "--cost", str(tmp_path / "cost.json"))
     check_printed(printed, plan_context(masks.causal(512), 4, cost=cost), cost)
@@ -146,6 +155,7 @@ def test_speeds_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ("[680]", "must be a JSON object with attributes of CostModel (tflops, "),
         ('{"tflop": 680}', "must be a JSON object with attributes of CostModel (tflops, "),
         ('{"tflops": "680"}', "CostModel.tflops must be from 1e-12 to 1e12, but it is '680'"),
+        ('{"bytes_per_gradient": 0}', "CostModel.bytes_per_gradient must be from 1e-12 to 1e12, but it is 0"),
         ('{"num_kv_heads": 7}', "CostModel.num_heads=64 is no multiple of num_kv_heads=7"),
     ],
 )

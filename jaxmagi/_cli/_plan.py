@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option, name, text in (
         *HEADS,
         ("--bytes-per-element", "bytes_per_element", "of keys and values"),
+        ("--bytes-per-gradient", "bytes_per_gradient", "of their gradients while these travel"),
         ("--ranks-per-host", "ranks_per_host", "ranks whose links are those within a host"),
     ):
         add_cost_argument(group, option, name, text)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from .._dtypes import accumulator_dtype
 from ..attention import DTYPES
 from ..planning import CostModel
 from ..planning._cost import Pass
@@ -62,7 +63,8 @@ def calibrate(
     least), ``memory_gb_per_second`` and ``latency_us`` (the largest of the fixed times of a forward call, a
     backward call and a transfer within a host); between several devices of a host ``link_gb_per_second``, and
     between hosts ``network_gb_per_second``, ``network_latency_us`` and ``ranks_per_host``. What cannot be
-    measured keeps its default: links and networks with one device, networks with one host.
+    measured keeps its default: links and networks with one device, networks with one host. Gradients are
+    taken to return in float32 (float64 for float64); with a ``wire_dtype``, replace ``bytes_per_gradient``.
 
     Attention runs by the default implementation of `attention`, which is plain XLA where kernels do not fit
     (float32 on GPUs, for example). All devices work at the same time, as they do under a plan, and the
@@ -102,6 +104,7 @@ def calibrate(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         bytes_per_element=dtype.itemsize,
+        bytes_per_gradient=accumulator_dtype(dtype).itemsize,
         ranks_per_host=CostModel.ranks_per_host if ranks_per_host is None else ranks_per_host,
     )
     ranks = _ranks(mesh, axis_name, ranks_per_host)

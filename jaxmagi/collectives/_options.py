@@ -44,7 +44,8 @@ class CollectiveOptions:
             sum of a host before it crosses to another one. None: rows travel in their own dtype, and those
             sums in float32 (float64 for float64) by `group_reduce`, or in the dtype of the gradient where
             `group_cast` is transposed. In `context_attention` the rows are gradients of keys and values in
-            float32 (float64 for float64).
+            float32 (float64 for float64); `CostModel.bytes_per_gradient` tells the planner how wide they
+            travel.
         timeout: seconds that a custom call waits for its peers before it reports an error, from 0.001 to
             1,000,000 and the same on all ranks. None: that of `jaxmagi.collectives.set_timeout`. Plain JAX
             has no limit of its own.

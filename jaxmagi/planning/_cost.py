@@ -1,6 +1,6 @@
 """A model of the machine, to compare plans with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -66,11 +66,13 @@ class CostModel:
         num_kv_heads: key heads of a rank.
         head_dim: dimension of a query, key and value head.
         bytes_per_element: of keys and values.
+        bytes_per_gradient: of an element of gradients of keys and values on their way back, 4 in float32 and
+            2 with ``CollectiveOptions(wire_dtype=jnp.bfloat16)``. They are added up in float32 in any case.
 
     Raises:
         ValueError: one of them is not a number from 1e-12 to 1e12 (latencies may be 0), ``ranks_per_host``, a
-            number of heads, ``head_dim`` or ``bytes_per_element`` is no integer up to 2**30, or ``num_heads``
-            is no multiple of ``num_kv_heads``.
+            number of heads, ``head_dim``, ``bytes_per_element`` or ``bytes_per_gradient`` is no integer up to
+            2**30, or ``num_heads`` is no multiple of ``num_kv_heads``.
     """
 
     tflops: float = 740.0
@@ -86,13 +88,14 @@ class CostModel:
     num_kv_heads: int = 8
     head_dim: int = 128
     bytes_per_element: int = 2
+    bytes_per_gradient: int = 4
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
             if not number or not (1e-12 <= value <= 1e12 or (value == 0 and name in _MAY_BE_ZERO)):
                 raise ValueError(f"CostModel.{name} must be from 1e-12 to 1e12, but it is {value!r}.")
-        for name in ("ranks_per_host", "num_heads", "num_kv_heads", "head_dim", "bytes_per_element"):
+        for name in (field.name for field in fields(self) if field.type is int):
             value = getattr(self, name)
             if not isinstance(value, int | np.integer) or value > 2**30:
                 raise ValueError(f"CostModel.{name} must be an integer up to 2**30, but it is {value!r}.")
@@ -104,12 +107,17 @@ class CostModel:
     @property
     def row_bytes(self) -> int:
         """A row of keys and values."""
-        return 2 * self.num_kv_heads * self.head_dim * self.bytes_per_element
+        return self._row_size * self.bytes_per_element
 
     @property
     def gradient_row_bytes(self) -> int:
-        """A row of gradients of keys and values, which travel in fp32."""
-        return 2 * self.num_kv_heads * self.head_dim * _ACCUMULATOR_BYTES
+        """A row of gradients of keys and values, as it travels."""
+        return self._row_size * self.bytes_per_gradient
+
+    @property
+    def _row_size(self) -> int:
+        """The elements in a row of keys and values."""
+        return 2 * self.num_kv_heads * self.head_dim
 
     @property
     def forward(self) -> Pass:
@@ -151,6 +159,10 @@ class CostModel:
     def merge_seconds(self, rows: int) -> float:
         """Returns the time to merge a partial result into another: two are read, one is written, in fp32."""
         return self.memory_seconds(3.0 * rows * self.num_heads * self.head_dim * _ACCUMULATOR_BYTES)
+
+    def add_seconds(self, rows: int) -> float:
+        """Returns the time to add gradients of keys and values to others, in fp32 as in a merge."""
+        return self.memory_seconds(3.0 * rows * self._row_size * _ACCUMULATOR_BYTES)
 
     def memory_seconds[Bytes: (float, np.ndarray)](self, count: Bytes) -> Bytes:
         """Returns the time to read or write so many bytes in a rank's memory."""

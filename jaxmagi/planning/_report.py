@@ -19,7 +19,8 @@ class LinkTraffic:
 
     Attributes:
         rows: rows of keys (and of values) that cross in the forward pass, of all ranks together.
-        bytes_moved: bytes that cross in both passes: keys and values in each, and gradients back in float32.
+        bytes_moved: bytes that cross in both passes: keys and values in each, and gradients back, of
+            which an element takes ``CostModel.bytes_per_gradient``.
         busiest_bytes: the most of them that one rank sends, or receives.
     """
 

@@ -91,7 +91,7 @@ def _second_steps(rows: np.ndarray, shard_length: int, cost: CostModel, directio
     seconds = fetches + cost.memory_seconds(2 * (shard_length + rows[:, 0, 1]) * cost.row_bytes)
     if returns is None:
         return seconds
-    return seconds + returns + cost.memory_seconds(3 * shard_length * cost.gradient_row_bytes)
+    return seconds + returns + cost.add_seconds(shard_length)
 
 
 def busiest_links(traffic: np.ndarray) -> np.ndarray:

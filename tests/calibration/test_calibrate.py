@@ -147,7 +147,8 @@ def test_times_without_a_speed(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_float64_is_measured_as_such(x64: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert measure(monkeypatch, mesh=mesh_of(1), dtype=jnp.float64).bytes_per_element == 8
+    found = measure(monkeypatch, mesh=mesh_of(1), dtype=jnp.float64)
+    assert (found.bytes_per_element, found.bytes_per_gradient) == (8, 8)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

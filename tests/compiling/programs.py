@@ -10,14 +10,12 @@ import functools
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import jaxmagi
@@ -35,10 +33,10 @@ from jaxmagi.attention._cuda import BACKWARD, FORWARD, TILE_SCHEDULE
 from jaxmagi.collectives._support import CAST, DONE, REDUCE
 
 from .. import compiled
+from .described import REPLICATED, h200s, like
 
 TOKENS, HEADS, KV_HEADS = 4096, 64, 8
 AXIS = "context"
-REPLICATED = P()
 
 
 class Program(NamedTuple):
@@ -47,23 +45,6 @@ class Program(NamedTuple):
     mesh: Mesh
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-
-
-def h200s(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType = AxisType.Auto) -> Mesh:
-    """A mesh of devices to compile for."""
-    target = (Path(__file__).parent / "h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(
-        "", platform="cuda", target_config=target, topology=f"1x1x{np.prod(shape)}"
-    )
-    return Mesh(np.array(topology.devices).reshape(shape), names, axis_types=(kind,) * len(shape))
-
-
-def like(tree: Any, mesh: Mesh, spec: P = REPLICATED) -> Any:
-    """The shapes of arrays that are sharded so."""
-    sharding = NamedSharding(mesh, spec)
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), np.asarray(leaf).dtype, sharding=sharding), tree
-    )
 
 
 def rows(mesh: Mesh, heads: int, dim: int, spec: P = REPLICATED, *batch: int) -> jax.ShapeDtypeStruct:

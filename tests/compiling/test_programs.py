@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from .described import COMPILER, ENVIRONMENT
 from .programs import BACKWARD, CAST, DONE, FORWARD, PROGRAMS
 
 ROOT = Path(__file__).parent.parent.parent
-COMPILER = ROOT / "build" / "gpu_compiler"
 
 
 def check_asynchronous_casts(calls: list[list[str]]) -> None:
@@ -26,11 +26,7 @@ def check_asynchronous_casts(calls: list[list[str]]) -> None:
 def test_program_compiles(name: str) -> None:
     if not COMPILER.is_dir():
         pytest.skip(f"needs XLA's compiler for GPUs in {COMPILER.relative_to(ROOT)}: .ci/run installs it")
-    environment = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(COMPILER)]),
-        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # which would look for the libraries of a GPU
-        "XLA_FLAGS": "--xla_gpu_autotune_level=0",  # which would run kernels
-    }
+    environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(COMPILER)])}
     command = [sys.executable, "-m", "tests.compiling.programs", name]
     run = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stderr

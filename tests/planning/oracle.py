@@ -183,7 +183,7 @@ def check_traffic(plan: ContextPlan, cost: CostModel = CostModel()) -> None:  # 
     np.testing.assert_array_equal(report.network_rows_received, rows[:, 1, 1])
     assert report.rows_moved == rows[:, 0].sum()
     keys = 2 * cost.num_kv_heads * cost.head_dim * cost.bytes_per_element
-    gradients = 2 * cost.num_kv_heads * cost.head_dim * 4
+    gradients = 2 * cost.num_kv_heads * cost.head_dim * cost.bytes_per_gradient
     sent = (rows + back)[:, 0] * keys + back[:, 1] * gradients
     received = (rows + back)[:, 1] * keys + back[:, 0] * gradients
     for kind, link in enumerate((report.within_hosts, report.between_hosts)):

@@ -1,5 +1,6 @@
 """The model of the machine: tiles, links, and the times that follow."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,31 @@ def test_predicted_seconds_of_a_known_plan() -> None:
     assert report.predicted_backward_seconds == pytest.approx(fetch + back + gradients)
 
 
+@pytest.mark.parametrize("num_bytes", [1, 2, 8])
+def test_gradients_of_another_width(num_bytes: int) -> None:
+    """Their bytes and the time of their way back scale, and nothing else does."""
+    plan = plan_context(masks.causal(384), 4, layout="contiguous", num_stages=1)
+    usual, other = plan.report(SLOW), plan.report(replace(SLOW, bytes_per_gradient=num_bytes))
+    for link, same in ((usual.within_hosts, other.within_hosts), (usual.between_hosts, other.between_hosts)):
+        keys = 2 * link.rows * SLOW.row_bytes
+        assert link.rows == same.rows > 0
+        assert 4 * (same.bytes_moved - keys) == num_bytes * (link.bytes_moved - keys)
+    # Over the network, ranks 2 and 3 get the 192 rows of the first host.
+    back = 192 * SLOW.gradient_row_bytes / 1e5
+    saved = usual.predicted_backward_seconds - other.predicted_backward_seconds
+    assert saved == pytest.approx((1 - num_bytes / 4) * back)
+    assert other.predicted_seconds == usual.predicted_seconds
+
+
+def test_the_planner_charges_gradients_as_they_travel() -> None:
+    """Gradients of half the width take fewer stages to return beside attention."""
+    narrow, wide = (CostModel(ranks_per_host=1, bytes_per_gradient=width) for width in (2, 4))
+    mask = masks.full(1 << 14)
+    first, second = (plan_context(mask, 4, cost=cost) for cost in (narrow, wide))
+    assert first.backward_stages.num_stages < second.backward_stages.num_stages
+    assert first.report(narrow).predicted_backward_seconds < second.report(narrow).predicted_backward_seconds
+
+
 def test_traffic_between_hosts() -> None:
     """Four ranks on two hosts: of the keys before the own ones, those of the same host take NVLink."""
     plan = plan_context(masks.causal(400), 4, layout="contiguous", num_stages=2)
@@ -146,6 +172,8 @@ BAD = [
     ({"network_gb_per_second": float("inf")}, "network_gb_per_second .* inf"),
     ({"backward_tflops": 1e-300}, "backward_tflops .* 1e-300"),
     ({"bytes_per_element": 0.5}, "bytes_per_element must be an integer .* 0.5"),
+    ({"bytes_per_gradient": 0}, "bytes_per_gradient must be from 1e-12 to 1e12, but it is 0"),
+    ({"bytes_per_gradient": 2.0}, "bytes_per_gradient must be an integer .* 2.0"),
     ({"ranks_per_host": 2.0}, "ranks_per_host must be an integer .* 2.0"),
     ({"num_heads": 6, "num_kv_heads": 4}, "num_heads=6 is no multiple of num_kv_heads=4"),
     *[

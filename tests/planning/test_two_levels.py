@@ -1,5 +1,6 @@
 """Plans that take two levels by themselves: when they do, what they predict, and how a stream keeps to it."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -96,16 +97,19 @@ def test_only_the_step_between_hosts_is_hidden() -> None:
 
 
 def test_copies_of_relays_take_time() -> None:
-    """Relay rows are put behind the own ones, and sums of hosts added to each other: in 1 GB/s of memory."""
+    """Relay rows are put behind the own ones, and sums of hosts added to each other: in 1 GB/s of memory.
+
+    These sums are in fp32, however narrow the gradients travel.
+    """
     mask = masks.causal(1 << 10)
     plan = plan_context(
         mask, 4, num_stages=1, layout="contiguous", cost=CostModel(ranks_per_host=2), two_levels=True
     )
-    slow, fast = (plan.report(CostModel(ranks_per_host=2, memory_gb_per_second=speed)) for speed in (1, 1e9))
-    cost, shard = CostModel(), 256
+    cost, shard = CostModel(ranks_per_host=2, bytes_per_gradient=2), 256
+    slow, fast = (plan.report(replace(cost, memory_gb_per_second=speed)) for speed in (1, 1e9))
     relayed = int(fast.network_rows_received.max())
     put = 2 * (shard + relayed) * cost.row_bytes / 1e9
-    added = 3 * shard * cost.gradient_row_bytes / 1e9
+    added = 3 * shard * 2 * cost.num_kv_heads * cost.head_dim * 4 / 1e9
     assert slow.predicted_seconds - fast.predicted_seconds == pytest.approx(put, rel=1e-6)
     more = slow.predicted_backward_seconds - fast.predicted_backward_seconds
     assert more == pytest.approx(put + added, rel=1e-6)
