@@ -1,24 +1,26 @@
 """Times casts and returns of keys and values between hosts, in comparison with the rate of their network.
 
-    python -m benchmarks.hosts [--hosts 2] [--ranks-per-host 1] [--tokens 16384 65536] [--rows REGEX]
-                               [--repeats 5] [--out FOLDER]
+    python -m benchmarks.hosts [--hosts 2] [--ranks-per-host 1] [--network sockets|memory]
+                               [--tokens 16384 65536] [--rows REGEX] [--repeats 5] [--out FOLDER]
 
 The hosts are those of tests/hosts.py, on one machine; it takes the rights of root. Where there are fewer GPUs
 than ranks, these share them: the turns of a GPU make all times longer, also those of the network.
-What crosses between them goes through NCCL's sockets over the loopback interface, 6 GB/s each way, which is a
-slow network. Each rank has --tokens tokens, with 8 key heads of dimension 128. A plan of one stage says which
-rows its mask needs: a cast sends them in bfloat16, keys and values in one call, and a return brings their
-gradients back in float32.
+What crosses between them goes through NCCL's sockets over the loopback interface, 2 to 6 GB/s each way, which
+is a slow network whose rate changes from call to call, or with "memory" through memory of the host. Each rank
+has --tokens tokens, with 8 key heads of dimension 128. A plan of one stage says which rows its mask needs: a
+cast sends them in bfloat16, keys and values in one call, and a return brings their gradients back in float32.
 
 The rate is that of a plain `lax.ppermute` of 64 MB, by which every rank sends to the next host, in turns with
 the call that is compared with it. A rank needs its rows between hosts, those that it sends or those that it
 receives, whichever are more; the bound is 1.1 times what the busiest rank needs, at that rate, and 200 us.
 What moves is counted by `jaxmagi.collectives.statistics`; it is null where jaxmagi cannot count.
 
-Times are those of the device, as in `benchmarks.collectives`. To measure another commit, copy the folders
-benchmarks and tests of this one onto it: results name the hash of the sources that were built.
+A time is that of programs in the devices' queues, each with calls of 50 ms or more, by the clock of the host:
+launching them takes no part of a percent. To measure another commit, copy the folders benchmarks and tests of
+this one onto it (and give it a name CollectiveOptions, if it has none): results name the hash of the sources
+that were built.
 
-With --out, writes hosts_2x1.json (hosts x ranks of a host) there after each row.
+With --out, writes hosts_2x1.json (hosts x ranks of a host), or hosts_2x1_memory.json, there after each row.
 """
 
 import argparse
@@ -44,7 +46,7 @@ from benchmarks._transfers import DIM, KV_HEADS, Transfer
 from benchmarks._workloads import Causal, Documents, Pattern, Video, Window
 from jaxmagi import GroupCastSpec, collectives, group_cast, group_reduce, plan_context
 from jaxmagi.calibration._chain import AXIS, chain, draw_normal, mesh_of
-from jaxmagi.calibration._timing import DeviceWork, Timing, time_on_device
+from jaxmagi.calibration._timing import DeviceWork, Timing, time_in_turns
 from tests.cases import document_lengths
 from tests.launcher import leave_memory_to_processes
 
@@ -59,6 +61,7 @@ OURS, NETWORK = "ours", "lax.ppermute"
 NETWORK_SHAPE = (2**18, (128,))  # of the rows of a rank that are permuted: 64 MB in bfloat16
 PROGRAM_SECONDS = 50e-3  # of the calls of one program, if they are fast
 MAX_CALLS = 100
+BATCHES = 2  # programs in the queues at once
 ESTIMATED_RATE = 5e9  # bytes a second
 MARGIN, SECONDS_MORE = 1.1, 200e-6
 POOL = 0.7  # of a GPU's memory, by all ranks, which may share one
@@ -160,6 +163,10 @@ def count_moved(work: DeviceWork) -> tuple[float, float] | tuple[None, None]:
     return float(rows), float(control)
 
 
+def seconds_of_call(work: DeviceWork) -> float:
+    return work.seconds(BATCHES) / (BATCHES * work.passes)
+
+
 def measure(
     transfer: Transfer, direction: Direction, mesh: Mesh, link: DeviceWork, hosts: int, repeats: int
 ) -> Row:
@@ -169,7 +176,8 @@ def measure(
     needed = int(max(sent.sum(axis=0).max(), sent.sum(axis=1).max()))
     work = ours(transfer, direction, mesh, needed / ESTIMATED_RATE + SECONDS_MORE)
     moved, control = count_moved(work)
-    timings = time_on_device({OURS: work, NETWORK: link}, repeats, batches=2)
+    works = {OURS: work, NETWORK: link}
+    timings = time_in_turns(works, repeats, lambda name: seconds_of_call(works[name]))
     return to_row(transfer.name, direction, timings, needed, int(sent.sum()), moved, control)
 
 
@@ -214,8 +222,12 @@ def run(arguments: argparse.Namespace) -> None:
     """Measures what the pattern selects, in each rank."""
     mesh = mesh_of(len(jax.devices()))
     per_host = arguments.ranks_per_host
-    about = gpu_environment() | {"hosts": arguments.hosts, "ranks_per_host": per_host}
-    name = f"hosts_{arguments.hosts}x{per_host}"
+    about = gpu_environment() | {
+        "hosts": arguments.hosts,
+        "ranks_per_host": per_host,
+        "network": arguments.network,
+    }
+    name = f"hosts_{arguments.hosts}x{per_host}" + ("_memory" if arguments.network == "memory" else "")
     report = Report[Row](name, arguments.out, about, checks)
     print(f"sources {about['sources']}", flush=True)
     link = network(mesh, per_host)
@@ -232,6 +244,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[16_384, 65_536], help="of each rank")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=1)
+    parser.add_argument("--network", choices=("sockets", "memory"), default="sockets")
     arguments = parser.parse_args()
     if arguments.hosts < 2:
         parser.error(f"it takes two hosts or more, but --hosts is {arguments.hosts}")
@@ -239,7 +252,8 @@ def main() -> None:
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # as for tests on GPUs
     ranks = arguments.hosts * arguments.ranks_per_host
     arguments.out = arguments.out and arguments.out.absolute()
-    run_in_processes(run, arguments, processes=ranks, pool=POOL / ranks, hosts=arguments.hosts)
+    places = {"hosts": arguments.hosts, "network": arguments.network}
+    run_in_processes(run, arguments, processes=ranks, pool=POOL / ranks, **places)
 
 
 if __name__ == "__main__":

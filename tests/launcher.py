@@ -19,7 +19,7 @@ from pathlib import Path
 
 import jax
 
-from .hosts import command_on, host_environment, why_not
+from .hosts import Network, command_on, host_environment, why_not
 
 ROOT = Path(__file__).parent.parent
 GRACE = 2.0
@@ -56,6 +56,7 @@ def launch(
     pool: float | None = None,
     sees_all: bool = True,
     hosts: int = 1,
+    network: Network = "sockets",
     timeout: float = 120,
     grace: float = GRACE,
 ) -> list[str]:
@@ -72,6 +73,7 @@ def launch(
         pool: the part of a GPU's memory that each takes in advance; by default they take it as they go.
         sees_all: whether each process sees the GPUs of all.
         hosts: that the processes believe to be on, the first ones on the first host and so on.
+        network: by which rows go between hosts.
         timeout: seconds until all are killed.
         grace: seconds that the other ranks have to end by themselves after one has failed.
 
@@ -93,7 +95,7 @@ def launch(
     with reserved_port() as port:
         command = [sys.executable, "-u", "-m", "tests.rank", str(call), f"127.0.0.1:{port}"]
         command += [str(processes), str(deadline - 1)]
-        environment = environment_of(processes, devices_each, pool) | host_environment(hosts)
+        environment = environment_of(processes, devices_each, pool) | host_environment(hosts, network)
         try:
             for rank, log in enumerate(logs):
                 devices, sight = devices_of(rank, devices_each), {}

@@ -1,8 +1,10 @@
 """Runs one rank, as `tests.launcher` starts it: calls the function that is pickled in a file."""
 
+import ctypes
 import faulthandler
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
@@ -10,9 +12,17 @@ from pathlib import Path
 
 import jax
 
+PR_SET_PDEATHSIG = 1  # of prctl
+
+
+def die_with_parent() -> None:
+    """Has the kernel kill this process when the one that started it ends, which may be killed itself."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
 
 def main(call: str, coordinator: str, processes: str, deadline: str, rank: str, devices: str) -> None:
     """Calls the function. Ends the process at once on an error: at exit JAX would wait for other ranks."""
+    die_with_parent()
     # At the deadline, by the clock that all processes share, it prints where it hangs. The file is a copy of
     # standard error, which pytest replaces.
     seconds = max(0.1, float(deadline) - time.monotonic())
