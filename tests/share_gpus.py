@@ -1,6 +1,6 @@
-"""Runs the tests of groups of ranks in as many processes, which share the GPUs that there are.
+"""Runs the tests of groups of ranks in several processes, which share the GPUs that there are.
 
-    python -m tests.share_gpus RANKS [--hosts 1] [--pool PART] [--seconds 1800] [--log PATH]
+    python -m tests.share_gpus RANKS [--each 1] [--hosts 1] [--pool PART] [--seconds 1800] [--log PATH]
                                [arguments of pytest]
 
 It is for machines with fewer GPUs than ranks, and shows that results are right, not that they are fast, for a
@@ -9,9 +9,9 @@ NCCL allows it from version 2.30 on. By default the tests of sharded attention, 
 context_attention run that take all of the ranks. The first failure ends the run: the ranks would no longer be
 at the same place.
 
-With --hosts the ranks believe to be on so many hosts (see tests/hosts.py, which needs the rights of root): 2
---hosts 2, 4 --hosts 2 and 4 --hosts 4 are 2 hosts of one rank, 2 of two and 4 of one. Tests of what takes one
-host are skipped then.
+Each process has one rank, or --each of them, on as many GPUs. With --hosts the ranks believe to be on so many
+hosts (see tests/hosts.py, which needs the rights of root): 2 --hosts 2, 4 --hosts 2 and 4 --hosts 4 are 2
+hosts of one rank, 2 of two and 4 of one. Tests of what takes one host are skipped then.
 """
 
 import argparse
@@ -80,19 +80,22 @@ def main(given: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("ranks", type=int)
+    parser.add_argument("--each", type=int, default=1, metavar="RANKS", help="that a process has")
     parser.add_argument("--hosts", type=int, default=1, help="that the ranks believe to be on")
     parser.add_argument("--pool", type=float, help="part of a GPU's memory that a rank takes in advance")
     parser.add_argument("--seconds", type=float, default=1800, help="until all are killed")
     parser.add_argument("--log", type=Path, metavar="PATH", help="where to write which tests passed")
     arguments, others = parser.parse_known_args(given)
+    if arguments.ranks % arguments.each:
+        parser.error(f"processes of {arguments.each} ranks do not divide {arguments.ranks} ranks")
     folder = Path(tempfile.mkdtemp(prefix="jaxmagi-ranks-"))
     recorded = folder / "log.json"
     about = {"hosts": arguments.hosts, "pool": arguments.pool}
-    options = {"processes": arguments.ranks, "timeout": arguments.seconds, **about}
-    logs = launch(run_tests, others, recorded, directory=folder, **options)
+    options = {"processes": arguments.ranks // arguments.each, "devices_each": arguments.each, **about}
+    logs = launch(run_tests, others, recorded, directory=folder, timeout=arguments.seconds, **options)
     print(logs[0])
     if arguments.log:
-        save(recorded, arguments.log, ranks=arguments.ranks, **about)
+        save(recorded, arguments.log, ranks=arguments.ranks, each=arguments.each, **about)
     shutil.rmtree(folder)
 
 

@@ -45,3 +45,11 @@ def test_collectives_of_three_processes_on_the_cpu(capsys: pytest.CaptureFixture
     """Their derivatives, batches and loops."""
     share_gpus.main(["3", "-m", "not gpu", "tests/collectives/test_gpu_transforms.py"])
     assert " 3 passed" in capsys.readouterr().out
+
+
+def test_ranks_of_one_process_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    share_gpus.main(["3", "--each", "3", "-m", "not gpu", "tests/collectives/test_gpu_hosts.py"])
+    assert " 2 passed" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        share_gpus.main(["3", "--each", "2"])
+    assert "processes of 2 ranks do not divide 3 ranks" in capsys.readouterr().err
