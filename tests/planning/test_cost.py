@@ -93,6 +93,7 @@ def test_busiest_link_decides() -> None:
     assert SLOW.transfer_seconds(busiest_links(rows), 10) == pytest.approx(700 / 1e6)
     rows[0, 1, 1] = 8
     assert SLOW.transfer_seconds(busiest_links(rows), 10) == pytest.approx(80 / 1e5)
+    assert SLOW.reduction_seconds(busiest_links(rows), 10) == pytest.approx(700 / 1e6 + 80 / 1e5)
     assert SLOW.transfer_seconds(busiest_links(0 * rows), 10) == 0
 
 
