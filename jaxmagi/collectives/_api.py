@@ -33,8 +33,9 @@ def group_cast[Tree](
     Mesh axes that ``shard_map`` leaves out, Auto or Explicit, may shard x along any dimension but its rows:
     each device then exchanges its part of them.
 
-    With a spec by `GroupCastSpec.by_host` rows travel in two steps and cross to another host once. Its
-    transpose rounds sums of 16-bit floats twice, to their dtype: inside the host, and at the end.
+    With a spec by `GroupCastSpec.by_host` rows travel in two steps and cross to another host once. Rows that
+    stay in a host move at the same time. Its transpose rounds sums of 16-bit floats twice, to their dtype:
+    inside the host, and at the end.
 
     Args:
         x: pytree of local arrays ``[spec.input_rows, ...]``.
@@ -82,9 +83,10 @@ def group_reduce(
     Rows of x, and the gradients that return to them, travel in the ``wire_dtype`` of the options. With "lse"
     that is for the outputs: log-sum-exps travel in float32 (float64 for float64).
 
-    With a spec by `GroupCastSpec.by_host` what arrives for a row is combined inside each host first, and one
-    row crosses from there, without a ``wire_dtype`` in float32 (float64 for float64) whatever the dtype of x.
-    Results are then those without it up to the order of additions.
+    With a spec by `GroupCastSpec.by_host` what arrives for a row is combined inside each other host first,
+    and one row crosses from there. Without a ``wire_dtype`` that is in float32 (float64 for float64) whatever
+    the dtype of x, also for rows that stay in a host. These move after what crosses, not beside it. Results
+    are then those without such a spec up to the order of additions.
 
     Args:
         x: pytree of local arrays ``[spec.output_rows, ...]``. For "lse" one array ``[spec.output_rows, N,

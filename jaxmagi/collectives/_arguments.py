@@ -74,10 +74,10 @@ def make_transfer(spec: Any, axis_name: str, options: CollectiveOptions) -> Tran
         return _one_step(spec, "spec", axis_name, options)
     _check_relayed(spec, axis_name, options)
     hosts = spec.ranks_per_host
-    between = _one_step(spec.between, "spec.between", axis_name, replace(options, ranks_per_host=hosts))
-    inside = replace(options, ranks_per_host=None)
-    within = _one_step(spec.within, "spec.within", axis_name, inside, group_size=hosts)
-    return TwoSteps(between, within)
+    across = _one_step(spec.across, "spec.across", axis_name, replace(options, ranks_per_host=hosts))
+    of_host = replace(options, ranks_per_host=None)
+    inside = _one_step(spec.inside, "spec.inside", axis_name, of_host, group_size=hosts)
+    return TwoSteps(across, inside)
 
 
 def _one_step(

@@ -40,12 +40,12 @@ class CollectiveOptions:
         wire_dtype: dtype that gradients and the rows of `group_reduce` are rounded to before they travel:
             float64, float32, bfloat16 or float16, and no wider than these rows. Owners add up in float32
             (float64 for float64 on the wire), and the dtypes of results stay. With a spec by
-            `GroupCastSpec.by_host` rows are rounded twice: each before it travels inside its host, and the
-            sum of a host before it crosses to another one. None: rows travel in their own dtype, and those
-            sums in float32 (float64 for float64) by `group_reduce`, or in the dtype of the gradient where
-            `group_cast` is transposed. In `context_attention` the rows are gradients of keys and values in
-            float32 (float64 for float64); `CostModel.bytes_per_gradient` tells the planner how wide they
-            travel.
+            `GroupCastSpec.by_host` rows for other hosts are rounded twice: each before it travels inside its
+            host, and the sum of a host before it crosses to another one. None: rows travel in their own
+            dtype, but with such a spec those sums, and rows for ranks of the own host, travel in float32
+            (float64 for float64) by `group_reduce`; where `group_cast` is transposed, in the dtype of the
+            gradient. In `context_attention` the rows are gradients of keys and values in float32 (float64
+            for float64); `CostModel.bytes_per_gradient` tells the planner how wide they travel.
         timeout: seconds that a custom call waits for its peers before it reports an error, from 0.001 to
             1,000,000 and the same on all ranks. None: that of `jaxmagi.collectives.set_timeout`. Plain JAX
             has no limit of its own.

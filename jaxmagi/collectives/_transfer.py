@@ -100,79 +100,63 @@ def _convert(xs: Sequence[jax.Array], dtypes: Sequence[jnp.dtype]) -> list[jax.A
 
 
 class TwoSteps(NamedTuple):
-    """Transfers rows across hosts to relay ranks, then inside the hosts; a reduction in the reverse order."""
+    """Transfers rows across all ranks, far ones to relays, then inside hosts; a reduction in reverse order.
 
-    between: OneStep
-    within: OneStep
+    In the step across all ranks of a cast, rows that stay in a host move beside those that cross the network.
+    In a reduction they move after them, since a rank adds up everything at once. In the step inside hosts
+    each rank copies its near rows to their places, and so reads and writes them once more in its own memory.
+    If they were in place before, two results, one with near and one with far rows, would have to be merged:
+    that takes memory for both, and time for each of their rows.
+    """
+
+    across: OneStep
+    inside: OneStep
 
     @property
     def input_rows(self) -> int:
-        return self.between.input_rows
+        return self.across.input_rows
 
     @property
     def output_rows(self) -> int:
-        return self.within.output_rows
+        return self.inside.output_rows
 
     def cast(self, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Casts [input_rows, ...] → [output_rows, ...]."""
-        return self._cast_within(xs, self.between.cast(xs))
-
-    def start_cast(self, xs: Sequence[jax.Array], **options: Any) -> AsyncTransfer:
-        """Starts `cast`, of which the step between hosts is asynchronous; options are those of `start`."""
-        transfer = self.between.start_cast(xs, **options)
-        return transfer.then(lambda relayed: self._cast_within(xs, relayed))
-
-    def _cast_within(self, xs: Sequence[jax.Array], relayed: Sequence[jax.Array]) -> list[jax.Array]:
-        own, relayed = vary_alike(([*xs], [*relayed]))
-        return self.within.cast([jnp.concatenate(rows) for rows in zip(own, relayed, strict=True)])
+        return self.inside.cast(self.across.cast(xs))
 
     def reduce(self, xs: Sequence[jax.Array], dtypes: Sequence[jnp.dtype]) -> list[jax.Array]:
-        """Adds up [output_rows, ...] → [input_rows, ...], rounded to these dtypes.
+        """Adds up [output_rows, ...] → [input_rows, ...], rounded to these dtypes."""
+        return self.across.reduce(self._reduce_inside(xs), dtypes)
 
-        Sums of a host cross to other hosts in accumulator dtype, so that nothing is rounded twice; with a
-        wire dtype they are rounded to it, like the rows that the sums are made of.
-        """
-        near, far = self._reduce_within(xs)
-        return self._add(near, self.between.reduce(far, [x.dtype for x in far]), dtypes)
+    def start_cast(self, xs: Sequence[jax.Array], **options: Any) -> AsyncTransfer:
+        """Starts `cast`, whose step across all ranks is asynchronous; options are those of `start`."""
+        return self.across.start_cast(xs, **options).then(self.inside.cast)
 
     def start_reduce(
         self, xs: Sequence[jax.Array], dtypes: Sequence[jnp.dtype], **options: Any
     ) -> AsyncTransfer:
-        """Starts `reduce`, of which the step between hosts is asynchronous; options are those of `start`."""
-        near, far = self._reduce_within(xs)
-        transfer = self.between.start_reduce(far, [x.dtype for x in far], **options)
-        return transfer.then(lambda far: self._add(near, far, dtypes))
+        """Starts `reduce`, whose step across all ranks is asynchronous; options are those of `start`."""
+        return self.across.start_reduce(self._reduce_inside(xs), dtypes, **options)
 
-    def _reduce_within(self, xs: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Returns the sums of a host for the rank's own rows, and for rows of other hosts."""
-        sums = self.within.reduce(xs, [accumulator_dtype(x.dtype) for x in xs])
-        return [x[: self.input_rows] for x in sums], [x[self.input_rows :] for x in sums]
+    def _reduce_inside(self, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the sums of a host for rows of other hosts, and near rows as they are.
 
-    def _add(
-        self, near: Sequence[jax.Array], far: Sequence[jax.Array], dtypes: Sequence[jnp.dtype]
-    ) -> list[jax.Array]:
-        return _convert([x + y for x, y in zip(near, far, strict=True)], dtypes)
+        They travel on in accumulator dtype, so that nothing is rounded twice, and near rows of 16 bits take
+        32. With a wire dtype all are rounded to it, like the rows that the sums are made of.
+        """
+        return self.inside.reduce(xs, [accumulator_dtype(x.dtype) for x in xs])
 
     def counts(self) -> jax.Array:
         """Returns to how many places each row goes, int32 [input_rows]."""
-        near = self.within.counts()
+        across = self.across._replace(route=self.across.route._replace(wire_dtype=None))
         # All platforms add up floats, which are exact up to 2**24.
-        between = self.between._replace(route=self.between.route._replace(wire_dtype=None))
-        (far,) = between.reduce([near[self.input_rows :].astype(jnp.float32)], [jnp.dtype(jnp.float32)])
-        return near[: self.input_rows] + far.astype(jnp.int32)
+        single = jnp.dtype(jnp.float32)
+        (counts,) = across.reduce([self.inside.counts().astype(single)], [single])
+        return counts.astype(jnp.int32)
 
     def merge(self, part: Partial[jax.Array], own: Partial[jax.Array] | None) -> Partial[jax.Array]:
         """Merges parts [output_rows, ...], and own ones, → [input_rows, ...] in accumulator dtype."""
-        rows = self.input_rows
-        if own is not None:
-            own = Partial(self._with_relays(own.out, 0), self._with_relays(own.lse, -jnp.inf))
-        out, lse = self.within.merge(part, own)
-        return self.between.merge(Partial(out[rows:], lse[rows:]), Partial(out[:rows], lse[:rows]))
-
-    def _with_relays(self, x: jax.Array, fill: float) -> jax.Array:
-        """Appends relay rows, which hold ``fill``, to the rank's own rows."""
-        shape = (self.between.output_rows, *x.shape[1:])
-        return jnp.concatenate([x, jax.lax.full_like(x, fill, shape=shape, sharding=jax.typeof(x).sharding)])
+        return self.across.merge(self.inside.merge(part, None), own)
 
 
 type Transfer = OneStep | TwoSteps

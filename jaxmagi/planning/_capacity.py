@@ -9,7 +9,7 @@ from .._checks import integer
 
 _MINIMUM = 8
 _SIZES = ("bands", "copies", "pair_rows", "output_rows")
-_PARTS = ("backward", "between")
+_PARTS = ("backward", "across")
 _SAME = ("num_stages", "ranks_per_host")
 
 SAME_STAGES = "give plan_context num_stages=plan.stage_counts of one of them, or an integer"
@@ -36,14 +36,14 @@ class PlanCapacity:
         backward: sizes of the backward pass, in plans where it has stages of its own.
         num_stages: the plans' `ContextPlan.stage_counts`: a pair with ``backward``, otherwise one integer.
             None matches any.
-        between: sizes of the step across hosts, in plans with two levels (``bands`` is 0). The other sizes
+        across: sizes of the step across all ranks, in plans with two levels (``bands`` is 0). The other sizes
             are then those of the step inside hosts.
-        ranks_per_host: the plans' `ContextPlan.ranks_per_host`, with ``between`` only. None matches any.
+        ranks_per_host: the plans' `ContextPlan.ranks_per_host`, with ``across`` only. None matches any.
 
     Raises:
         ValueError: a size is not an integer from 0 to 2**30, ``num_stages`` is neither None nor such an
-            integer above zero or pair, ``backward`` has a ``backward`` or ``num_stages``, ``between`` has
-            anything but sizes, or ``ranks_per_host`` is there without ``between`` or no integer above zero.
+            integer above zero or pair, ``backward`` has a ``backward`` or ``num_stages``, ``across`` has
+            anything but sizes, or ``ranks_per_host`` is there without ``across`` or no integer above zero.
     """
 
     bands: int
@@ -52,18 +52,18 @@ class PlanCapacity:
     output_rows: int
     backward: "PlanCapacity | None" = None
     num_stages: StageCounts | None = None
-    between: "PlanCapacity | None" = None
+    across: "PlanCapacity | None" = None
     ranks_per_host: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in self._sizes().items():
             integer(value, f"PlanCapacity.{name}")
         _check_part("backward", self.backward, without=("backward", "num_stages"))
-        _check_part("between", self.between, without=("backward", "num_stages", "between", "ranks_per_host"))
+        _check_part("across", self.across, without=("backward", "num_stages", "across", "ranks_per_host"))
         if self.ranks_per_host is not None:
             integer(self.ranks_per_host, "PlanCapacity.ranks_per_host", minimum=1)
-            if self.between is None:
-                raise ValueError(f"PlanCapacity.ranks_per_host={self.ranks_per_host} needs between.")
+            if self.across is None:
+                raise ValueError(f"PlanCapacity.ranks_per_host={self.ranks_per_host} needs across.")
         if self.num_stages is None:
             return
         passes = counts_of_passes(self.num_stages, "PlanCapacity.num_stages")
@@ -88,7 +88,7 @@ class PlanCapacity:
         """Returns the larger of each size.
 
         Raises:
-            ValueError: only one of the two has a ``backward``, or a ``between``, or they differ in
+            ValueError: only one of the two has a ``backward``, or an ``across``, or they differ in
                 ``num_stages`` or ``ranks_per_host``.
         """
         self._check_same_kind(other)
@@ -126,10 +126,10 @@ class PlanCapacity:
                 "capacities of plans that stage the backward pass on its own do not go with others: "
                 f"backward is {self.backward} and {other.backward}."
             )
-        if (self.between is None) != (other.between is None):
+        if (self.across is None) != (other.across is None):
             raise ValueError(
                 "capacities of plans with two levels do not go with others: "
-                f"{SAME_LEVELS}. between is {self.between} and {other.between}."
+                f"{SAME_LEVELS}. across is {self.across} and {other.across}."
             )
         if self.ranks_per_host and other.ranks_per_host and self.ranks_per_host != other.ranks_per_host:
             raise ValueError(

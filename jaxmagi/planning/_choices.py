@@ -11,7 +11,7 @@ from ._overlap import OverlapSolver, StagingCandidate
 from ._two_levels import TwoLevelSolver
 
 _MOST_AUTO_STAGES = 4
-# Two levels take memory for relay rows, so they must save at least this part of the predicted time.
+# Two levels take memory for rows on their way, so they must save at least this part of the predicted time.
 _LEAST_GAIN = 0.01
 
 type NumStages = StageCounts | Literal["auto"]
@@ -132,7 +132,7 @@ def _auto_levels(cp_size: int, ranks_per_host: int) -> list[bool]:
 
 def _level_of(two_levels: Any, is_auto: bool, capacity: PlanCapacity, ranks_per_host: int) -> bool:
     """Returns whether plans of a capacity have two levels."""
-    level = capacity.between is not None
+    level = capacity.across is not None
     if not is_auto and bool(two_levels) != level:
         raise ValueError(
             f"two_levels={bool(two_levels)}, but the capacity is for plans with two_levels={level}: leave "

@@ -49,7 +49,8 @@ class CostModel:
     measures other machines. Only ratios matter to the planner.
 
     A kernel works in tiles, so work is counted in whole tiles of the kernels for compute capability 9.0.
-    Ranks with consecutive numbers share a host; links within hosts and between hosts work at the same time.
+    Ranks with consecutive numbers share a host. Links within hosts and between hosts work at the same time
+    for keys and values, and one after the other for their gradients.
 
     Attributes:
         tflops: forward speed of one rank at tiles without invisible cells, in 1e12 FLOP/s.
@@ -152,17 +153,24 @@ class CostModel:
 
         The rows are those on the busiest links. Links of both kinds work at the same time.
         """
+        return self._link_seconds(rows, row_bytes).max(axis=-1)
+
+    def reduction_seconds(self, rows: np.ndarray, row_bytes: int) -> np.ndarray:
+        """Returns the times ``[...]`` of transfers back along the same links, whose rows are added up.
+
+        A rank reads what peers of its host have after the network has brought what others have.
+        """
+        return self._link_seconds(rows, row_bytes).sum(axis=-1)
+
+    def _link_seconds(self, rows: np.ndarray, row_bytes: int) -> np.ndarray:
+        """Returns the times of both kinds of links ``[..., 2]``."""
         speeds = np.array([self.link_gb_per_second, self.network_gb_per_second]) * 1e9
         latencies = np.array([self.latency_us, self.network_latency_us]) * 1e-6
-        return (rows * (row_bytes / speeds) + (rows > 0) * latencies).max(axis=-1)
+        return rows * (row_bytes / speeds) + (rows > 0) * latencies
 
     def merge_seconds(self, rows: int) -> float:
         """Returns the time to merge a partial result into another: two are read, one is written, in fp32."""
         return self.memory_seconds(3.0 * rows * self.num_heads * self.head_dim * _ACCUMULATOR_BYTES)
-
-    def add_seconds(self, rows: int) -> float:
-        """Returns the time to add gradients of keys and values to others, in fp32 as in a merge."""
-        return self.memory_seconds(3.0 * rows * self._row_size * _ACCUMULATOR_BYTES)
 
     def memory_seconds[Bytes: (float, np.ndarray)](self, count: Bytes) -> Bytes:
         """Returns the time to read or write so many bytes in a rank's memory."""

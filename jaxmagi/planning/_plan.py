@@ -101,9 +101,11 @@ class ContextPlan:
 
         The network brings a row that several ranks of a host need to one rank of it, its relay, which sends
         it on inside the host; gradients that return for it are summed inside the host, in float32, before one
-        row crosses. Relays are chosen so that ranks of a host receive about as many rows each. This pays
-        where ranks of one host need the same rows, or one needs many more than others, and the network is
-        slow. It takes memory for the relay rows, and a copy of the own rows.
+        row crosses. Rows that ranks of a host need from each other move beside what crosses, and do not wait
+        for it; only their gradients do. Relays are chosen so that ranks of a host receive about as many rows
+        each. This pays where ranks of one host need the same rows, or one needs many more than others, and
+        the network is slow. It takes memory for what comes to relays and for rows of the own host, which
+        each rank copies to their places when the relays' rows come.
 
         `jaxmagi.plan_context` makes such plans by itself where its cost model says so. This method keeps the
         layout and the stages as they were planned, for transfers in one step. Use it before `stack` and

@@ -69,8 +69,8 @@ def _pad_transfers(
 ) -> tuple[GroupCastSpec | RelayedSpec, ...]:
     """Returns the transfers of a pass with the static sizes of ``capacity``."""
     sizes: dict[str, Any] = {name: getattr(capacity, name) for name in ("copies", "output_rows", "pair_rows")}
-    if capacity.between is not None:
-        sizes["between"] = capacity.between
+    if capacity.across is not None:
+        sizes["across"] = capacity.across
     return tuple(spec.padded(**sizes) for spec in transfers)
 
 

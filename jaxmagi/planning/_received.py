@@ -53,8 +53,7 @@ def own_runs(token_order: jax.Array | np.ndarray, cp_size: int) -> TokenRuns:
 def received_runs(spec: GroupCastSpec | RelayedSpec, own: TokenRuns) -> TokenRuns:
     """Returns the runs in the output rows of a transfer of the ranks' shards."""
     if isinstance(spec, RelayedSpec):
-        relayed = received_runs(spec.between, own).shifted(spec.input_rows)
-        return received_runs(spec.within, joined(own, relayed))
+        return received_runs(spec.inside, received_runs(spec.across, own))
     copies = copies_of(np.asarray(spec.sends))
     # Rows as positions in the shards of all ranks, one after the other.
     begin, own_begin = copies.src * spec.input_rows + copies.row, own.rank * spec.input_rows + own.row

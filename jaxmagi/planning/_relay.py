@@ -37,13 +37,17 @@ def copies_of(sends: np.ndarray) -> Copies:
 
 
 def relay(copies: Copies, cp_size: int, ranks_per_host: int, input_rows: int) -> tuple[Copies, Copies]:
-    """Returns the two steps of the same transfer through relays.
+    """Returns the two steps of the same transfer through relays: across all ranks, and inside hosts.
 
-    The first step brings each row once to every other host that needs it, to one of the ranks that need it:
-    the relay rows of that rank. The input of the second step is a rank's own rows followed by its relay rows,
-    which it sends to the ranks of its host, itself included.
+    The step across all ranks brings near rows, which stay in their host, to the ranks that need them, and
+    each far row once to every other host that needs it: to its relay there, which is one of the ranks that
+    need it. A rank lays down its near rows in their final order, and what it relays behind them. So nothing
+    inside a host waits for the network but what has come over the network.
 
-    A row that goes to a host is a position ``(src * num_hosts + host) * input_rows + row``, so that one
+    In the step inside hosts ranks send what they relay to the ranks of their host. Each also copies its near
+    rows, in its own memory, to where they belong in the result.
+
+    A far row that goes to a host is a position ``(src * num_hosts + host) * input_rows + row``, so that one
     sequence of disjoint ranges holds the rows of all pairs of a source and a host (a group).
 
     Args:
@@ -68,13 +72,19 @@ def relay(copies: Copies, cp_size: int, ranks_per_host: int, input_rows: int) ->
     group, row = np.divmod(run_begin, max(1, input_rows))
     src, host = np.divmod(group, num_hosts)
     relays = host * ranks_per_host + place
-    relay_row = _rows_in_turn(relays, length)
-    between = Copies(src, relays, row, relay_row, length)
+    near = near.where(np.lexsort((near.dst_row, near.dst)))
+    laid = _rows_in_turn(np.concatenate([near.dst, relays]), np.concatenate([near.length, length]))
+    near_row, relay_row = np.split(laid, [len(near.dst)])
+    across = _join(near._replace(dst_row=near_row), Copies(src, relays, row, relay_row, length))
     copy, run, first, last = meet(begin, begin + far.length, run_begin, run_begin + length)
     skipped = first - run_begin[run]
     dst_row = far.dst_row[copy] + first - begin[copy]
-    fanned = Copies(relays[run], far.dst[copy], input_rows + relay_row[run] + skipped, dst_row, last - first)
-    return between, Copies(*(np.concatenate(columns) for columns in zip(near, fanned, strict=True)))
+    relayed = Copies(relays[run], far.dst[copy], relay_row[run] + skipped, dst_row, last - first)
+    return across, _join(near._replace(src=near.dst, row=near_row), relayed)
+
+
+def _join(first: Copies, second: Copies) -> Copies:
+    return Copies(*(np.concatenate(columns) for columns in zip(first, second, strict=True)))
 
 
 class _Runs(NamedTuple):

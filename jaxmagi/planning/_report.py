@@ -140,7 +140,7 @@ def _largest_over_mean(of_ranks: np.ndarray) -> float:
 
 def _steps(spec: GroupCastSpec | RelayedSpec) -> tuple[GroupCastSpec, ...]:
     """Returns the steps of a transfer, which follow each other."""
-    return (spec.between, spec.within) if isinstance(spec, RelayedSpec) else (spec,)
+    return (spec.across, spec.inside) if isinstance(spec, RelayedSpec) else (spec,)
 
 
 def _traffic(stages: PlanStages, ranks_per_host: int) -> np.ndarray:
@@ -190,13 +190,28 @@ def _redundant_rows(stages: PlanStages, own: TokenRuns) -> int:
 
 
 def _arriving_rows(spec: GroupCastSpec | RelayedSpec, own: TokenRuns, width: int) -> int:
-    """Returns the rows that a transfer brings to ranks, and those that cross to hosts beyond their needs."""
+    """Returns the rows that a transfer brings to ranks in the end, and those that cross links needlessly."""
     if not isinstance(spec, RelayedSpec):
         return int(_traffic_of(spec, ranks_per_host=1)[:, 0].sum())
-    received = received_runs(spec, own)
-    owned, arrived = (_edges(runs, runs.rank // spec.ranks_per_host, width) for runs in (own, received))
-    surplus = spec.rows_between_hosts - _count_beyond(*arrived, *owned)
-    return int(np.asarray(spec.within.sends)[..., 3].sum(dtype=np.int64)) + surplus
+    return int(np.asarray(spec.inside.sends)[..., 3].sum(dtype=np.int64)) + _surplus_rows(spec, own, width)
+
+
+def _surplus_rows(spec: RelayedSpec, own: TokenRuns, width: int) -> int:
+    """Returns how many rows more than needed cross links in the step across all ranks.
+
+    Needed is one for each row that a rank has in the end from its own host, and one for each row that a host
+    has in the end from other hosts.
+    """
+    received, size = received_runs(spec, own), spec.ranks_per_host
+    ranks = (own.rank // size * size + np.arange(size)[:, None]).ravel()
+    of_host = TokenRuns(ranks, *(np.tile(column, size) for column in own[1:]))
+    arrived = _edges(received, received.rank, width)
+    from_others, from_other_hosts = (
+        _count_beyond(*arrived, *_edges(runs, runs.rank, width)) for runs in (own, of_host)
+    )
+    at_hosts, owned = (_edges(runs, runs.rank // size, width) for runs in (received, own))
+    needed = from_others - from_other_hosts + _count_beyond(*at_hosts, *owned)
+    return int(_traffic_of(spec.across, size)[:, 0].sum()) - needed
 
 
 def _edges(runs: TokenRuns, place: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:

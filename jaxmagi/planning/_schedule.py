@@ -64,8 +64,8 @@ def count_tiles(bands: np.ndarray, counts: np.ndarray, direction: Pass) -> np.nd
 def work_of(tiles: np.ndarray, rows: np.ndarray, shard_length: int, cost: CostModel, direction: Pass) -> Work:
     """Returns the times of a staging.
 
-    Only the step between hosts runs beside attention. The one inside hosts comes right before the attention
-    call that uses the rows, and that of their gradients right after it.
+    With two steps, only the one across all ranks runs beside attention. The one inside hosts comes right
+    before the attention call that uses the rows, and that of their gradients right after it.
 
     Args:
         tiles: full and partial tiles, ``[cp, num_stages, 2]``.
@@ -77,21 +77,22 @@ def work_of(tiles: np.ndarray, rows: np.ndarray, shard_length: int, cost: CostMo
     compute = cost.compute_seconds(tiles, direction)
     compute[..., 1:] += cost.merge_seconds(shard_length)
     if rows.shape[1] > 1:
-        compute[..., -len(rows) :] += _second_steps(rows, shard_length, cost, direction)
+        compute[..., -len(rows) :] += _steps_inside(rows, cost, direction)
     return Work(compute, *transfer_times(rows[:, 0], cost, direction))
 
 
-def _second_steps(rows: np.ndarray, shard_length: int, cost: CostModel, direction: Pass) -> np.ndarray:
-    """Returns the seconds of the second step of each transfer and of its gradients, ``[num_transfers]``.
+def _steps_inside(rows: np.ndarray, cost: CostModel, direction: Pass) -> np.ndarray:
+    """Returns the seconds of the step inside hosts of each transfer and its gradients, ``[num_transfers]``.
 
-    Before it, relay rows are put behind the own ones; after it, the gradients that relays have summed are
-    added to those of the own host.
+    Beside what links move, ranks copy what the step across all ranks has brought, or is to return: nearly
+    every row of it is for the rank itself, too.
     """
+    copied = 2 * rows[:, 0].sum(axis=-1)  # read and written
     fetches, returns = transfer_times(rows[:, 1], cost, direction)
-    seconds = fetches + cost.memory_seconds(2 * (shard_length + rows[:, 0, 1]) * cost.row_bytes)
+    seconds = fetches + cost.memory_seconds(copied * cost.row_bytes)
     if returns is None:
         return seconds
-    return seconds + returns + cost.add_seconds(shard_length)
+    return seconds + returns + cost.memory_seconds(copied * cost.gradient_row_bytes)
 
 
 def busiest_links(traffic: np.ndarray) -> np.ndarray:
@@ -109,7 +110,7 @@ def transfer_times(
     """Returns the seconds of transfers with rows ``[..., 2]`` on the busiest links, and of gradients."""
     fetches = cost.transfer_seconds(rows, cost.row_bytes)
     # Gradients take the same links in the other direction, which is as fast.
-    returns = cost.transfer_seconds(rows, cost.gradient_row_bytes) if direction.returns_gradients else None
+    returns = cost.reduction_seconds(rows, cost.gradient_row_bytes) if direction.returns_gradients else None
     return fetches, returns
 
 

@@ -127,70 +127,73 @@ class RelayedSpec:
     first, its relay, is one of those that need it, unless these would receive more than any rank sends.
 
     Attributes:
-        between: the step across hosts: rows of a rank to its relay rows in other hosts.
-        within: the step inside each host: from a rank's own rows, followed by its relay rows, to what the
-            whole transfer brings.
+        across: the step across all ranks. It brings rows to the ranks of their own host that need them, and
+            to one relay in each other host that needs them.
+        inside: the step inside each host, from what the step across all ranks has brought to what the whole
+            transfer brings. Relays send what has come over the network to the ranks of their host. All else
+            is a copy of each rank for itself.
         ranks_per_host: ranks with the same ``rank // ranks_per_host`` share a host. Static.
     """
 
-    between: GroupCastSpec
-    within: GroupCastSpec
+    across: GroupCastSpec
+    inside: GroupCastSpec
     ranks_per_host: int = field(metadata={"static": True})
 
     @staticmethod
     def of(
-        between: Copies, within: Copies, cp_size: int, ranks_per_host: int, input_rows: int, output_rows: int
+        across: Copies, inside: Copies, cp_size: int, ranks_per_host: int, input_rows: int, output_rows: int
     ) -> "RelayedSpec":
         """Returns the spec of the copies of both steps, with static sizes rounded up as in plans."""
-        relay_rows = bucket(int((between.dst_row + between.length).max(initial=0)))
+        rows = bucket(int((across.dst_row + across.length).max(initial=0)))
         return RelayedSpec(
-            between=_spec_of(between.table(), cp_size, input_rows, relay_rows),
-            within=_spec_of(within.table(), cp_size, input_rows + relay_rows, output_rows),
+            across=_spec_of(across.table(), cp_size, input_rows, rows),
+            inside=_spec_of(inside.table(), cp_size, rows, output_rows),
             ranks_per_host=ranks_per_host,
         )
 
     @property
     def input_rows(self) -> int:
         """Rows of each rank's input."""
-        return self.between.input_rows
+        return self.across.input_rows
 
     @property
     def output_rows(self) -> int:
         """Rows of each rank's output."""
-        return self.within.output_rows
+        return self.inside.output_rows
 
     @property
     def rows_between_hosts(self) -> int:
         """Rows that cross between hosts: one for each row and other host that needs it."""
-        return int(np.asarray(self.between.sends)[..., 3].sum(dtype=np.int64))
+        peer, rows = (np.asarray(self.across.sends)[..., column] for column in (0, 3))
+        rank = np.arange(peer.shape[-2])[:, None]
+        is_far = peer // self.ranks_per_host != rank // self.ranks_per_host
+        return int(rows.sum(where=is_far, dtype=np.int64))
 
     @property
     def capacity(self) -> PlanCapacity:
         """The static sizes (``bands`` is 0)."""
-        between, hosts = self.between.capacity, self.ranks_per_host
-        return replace(self.within.capacity, between=between, ranks_per_host=hosts)
+        across, hosts = self.across.capacity, self.ranks_per_host
+        return replace(self.inside.capacity, across=across, ranks_per_host=hosts)
 
     @property
     def used(self) -> PlanCapacity:
         """The smallest static sizes that hold what the host arrays transfer (``bands`` is 0)."""
-        return replace(self.within.used, between=self.between.used)
+        return replace(self.inside.used, across=self.across.used)
 
-    def padded(
-        self, *, copies: int, output_rows: int, pair_rows: int, between: PlanCapacity
-    ) -> "RelayedSpec":
-        """Returns the same transfer with other static sizes, those of ``between`` for the step across hosts.
+    def padded(self, *, copies: int, output_rows: int, pair_rows: int, across: PlanCapacity) -> "RelayedSpec":
+        """Returns the same transfer with other static sizes, for ``across`` those of ``across``.
 
         Raises:
             ValueError: a size is smaller than what the transfer uses.
         """
-        sizes = PlanCapacity(0, copies, pair_rows, output_rows, between=between)
+        sizes = PlanCapacity(0, copies, pair_rows, output_rows, across=across)
         sizes.require(self.used)
-        within = self.within.padded(copies=copies, output_rows=output_rows, pair_rows=pair_rows)
+        inside = self.inside.padded(copies=copies, output_rows=output_rows, pair_rows=pair_rows)
         return RelayedSpec(
-            between=self.between.padded(
-                copies=between.copies, output_rows=between.output_rows, pair_rows=between.pair_rows
+            across=self.across.padded(
+                copies=across.copies, output_rows=across.output_rows, pair_rows=across.pair_rows
             ),
-            within=replace(within, input_rows=self.input_rows + between.output_rows),
+            inside=replace(inside, input_rows=across.output_rows),
             ranks_per_host=self.ranks_per_host,
         )
 

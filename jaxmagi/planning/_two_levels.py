@@ -14,7 +14,7 @@ from ._spec import RelayedSpec
 
 
 class TwoLevelCandidate(StagingCandidate):
-    """A split whose transfers have a step between hosts and one inside them; `StagingCandidate` has one."""
+    """A split whose transfers go across all ranks, then inside hosts; those of `StagingCandidate` go once."""
 
     def __init__(self, direct: StagingCandidate):
         super().__init__(direct.staging, direct.split, direct.shard_length, direct.cost)
@@ -31,7 +31,7 @@ class TwoLevelCandidate(StagingCandidate):
 
     @functools.cached_property
     def busiest(self) -> np.ndarray:
-        """Rows on the busiest links: int64 ``[num_transfers, 2, 2]``, of the step between hosts first."""
+        """Rows on the busiest links: int64 ``[num_transfers, 2, 2]``, of the step across all ranks first."""
         traffic = [[self._traffic(step) for step in steps] for steps in self._steps]
         return busiest_links(np.moveaxis(np.array(traffic), 2, 0))
 
@@ -82,7 +82,7 @@ class TwoLevelSolver(OverlapSolver):
     def rows_of_cuts(self, count: int, is_by_owner: bool) -> np.ndarray:
         rows = np.array(self._direct.rows_of_cuts(count, is_by_owner), np.float64)
         (one,), (two, _) = (solver.candidate(ONE_CALL).busiest[0] for solver in (self._direct, self))
-        rows[..., 0], rows[..., 1] = 0, rows[..., 1] * (two[1] / max(one[1], 1))
+        rows[..., 1] *= two[1] / max(one[1], 1)
         return rows
 
     def saves_rows(self) -> bool:

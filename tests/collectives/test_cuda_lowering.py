@@ -97,22 +97,36 @@ def test_options(target: str, implementation: str, number: int) -> None:
     assert numbers.items() <= call.attributes.items()
 
 
-@pytest.mark.parametrize(("options", "crossing"), [({}, "f32"), ({"wire_dtype": jnp.bfloat16}, "bf16")])
-def test_two_steps(options: dict[str, Any], crossing: str) -> None:
-    """Hosts of one rank: pairs of ranks exchange rows by NCCL in the step between them alone."""
+@pytest.mark.parametrize(
+    ("options", "number", "crossing"),
+    [
+        ({}, 0, "f32"),
+        ({"wire_dtype": jnp.bfloat16}, 0, "bf16"),
+        ({"implementation": "nccl"}, 2, "f32"),
+    ],
+)
+def test_two_steps(options: dict[str, Any], number: int, crossing: str) -> None:
+    """Each step is one call, and takes what the other has brought as it is.
+
+    Here hosts have one rank. In the step across all ranks those of a host reach each other by native kernels,
+    unless asked not to, and all others by NCCL.
+    """
     relayed = SPEC.by_host(1)
 
     def both(x: Any, **arguments: Any) -> Any:
         return group_reduce(group_cast(x, relayed, **arguments), relayed, **arguments)
 
     calls = custom_calls(text_of(both, array(ROWS, 8, dtype=jnp.bfloat16), **options))
+    rows = [int(call.operands[2].split("x")[1]) for call in calls]
+    brought, output = relayed.inside.input_rows, relayed.output_rows
+    assert rows == [ROWS, brought, output, brought] and relayed.across.output_rows == brought
     assert [call.target for call in calls] == [_cuda.CAST, _cuda.CAST, _cuda.REDUCE, _cuda.REDUCE]
     names = ("group_size", "ranks_per_host", "implementation")
     numbers = [tuple(call.attributes[name] for name in names) for call in calls]
-    assert numbers == [(2, 1, 0), (1, 0, 0), (1, 0, 0), (2, 1, 0)]
+    assert numbers == [(2, 1, number), (1, 0, number), (1, 0, number), (2, 1, number)]
     assert [call.arrays for call in calls] == [{"groups": [0, 1]}] * 4
     assert [call.operands[2].split("x")[-1] for call in calls] == ["bf16", "bf16", "bf16", crossing]
-    assert [call.results[0].split("x")[-1] for call in calls] == ["bf16", "bf16", "f32", "f32"]
+    assert [call.results[0].split("x")[-1] for call in calls] == ["bf16", "bf16", "f32", crossing]
 
 
 def test_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:

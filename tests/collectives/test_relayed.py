@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxmagi import CollectiveOptions, GroupCastSpec, PlanCapacity, RelayedSpec, group_cast, group_reduce
 
+from ..compiled import collectives
 from .groups import Group
-from .harness import AXIS, cast_function, normal, on_ranks
+from .harness import AXIS, cast_function, normal, on_ranks, reduce_function
 from .routes import INPUT_ROWS, random_transfer
 from .test_gpu_patterns import check_patterns
 
@@ -26,8 +27,8 @@ def relayed(spec: GroupCastSpec, ranks_per_host: int) -> RelayedSpec:
     return spec.by_host(ranks_per_host).padded(
         copies=512,
         output_rows=spec.output_rows,
-        pair_rows=4 * most,
-        between=PlanCapacity(0, 256, most, 8 * most),
+        pair_rows=8 * most,
+        across=PlanCapacity(0, 256, most, 8 * most),
     )
 
 
@@ -60,6 +61,71 @@ def test_rows_sent_twice_to_a_rank(ranks_per_host: int, rng: np.random.Generator
         x = normal(rng, CP, INPUT_ROWS, 3)
         rows = cast_function(CP)(x, relayed(transfer.spec, ranks_per_host))
         np.testing.assert_array_equal(rows, transfer.cast(x))
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2, 4, 8])
+def test_casts_to_the_bit(ranks_per_host: int, rng: np.random.Generator) -> None:
+    """Zeros and NaNs keep their signs, and all dtypes are moved alike."""
+    transfer = random_transfer(rng, CP)
+    floats = normal(rng, CP, INPUT_ROWS, 3)
+    floats[rng.random(floats.shape) < 0.3] = -0.0
+    floats[rng.random(floats.shape) < 0.3] = np.array(0xFFC00000, np.uint32).view(np.float32)
+    x = {
+        "single": floats,
+        "short": np.asarray(floats.view(np.uint32) >> 16, np.uint16).view(jnp.bfloat16),
+        "bytes": rng.integers(-128, 128, floats.shape, np.int8),
+        "flags": rng.random(floats.shape) < 0.5,
+    }
+    rows = cast_function(CP)(x, relayed(transfer.spec, ranks_per_host))
+    for name, got in rows.items():
+        assert got.dtype == x[name].dtype
+        assert np.asarray(got).tobytes() == transfer.cast(x[name]).tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32])
+def test_sums_of_integers(dtype: Any, rng: np.random.Generator) -> None:
+    transfer = random_transfer(rng, CP)
+    y = rng.integers(-4, 5, (CP, transfer.spec.output_rows, 3), dtype)
+    sums = reduce_function(CP)(y, relayed(transfer.spec, 4), None, None)
+    np.testing.assert_array_equal(sums, transfer.reduce_sum(y))
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_vmap(is_shared: bool, rng: np.random.Generator) -> None:
+    """A batch has one spec, or one for each example. Gradients are those of the examples alone."""
+    transfers = [random_transfer(rng, CP) for _ in range(2)]
+    if is_shared:
+        transfers = transfers[:1] * 2
+    specs = [relayed(transfer.spec, 4) for transfer in transfers]
+    spec = specs[0] if is_shared else jax.tree.map(lambda *tables: np.stack(tables), *specs)
+    x, dy = normal(rng, 2, CP, INPUT_ROWS, 3), normal(rng, 2, CP, transfers[0].spec.output_rows, 3)
+    batched = jax.jit(jax.vmap(cast_and_transpose(), (0, None if is_shared else 0, 0)))
+    for i, (rows, gradient) in enumerate(zip(*batched(x, spec, dy), strict=True)):
+        np.testing.assert_array_equal(rows, transfers[i].cast(x[i]))
+        np.testing.assert_array_equal(gradient, cast_and_transpose()(x[i], specs[i], dy[i])[1])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_heads_sharded_over_an_axis_that_is_left_out(kind: AxisType, rng: np.random.Generator) -> None:
+    """Ranks exchange their parts of the rows, and gather nothing."""
+    transfer = random_transfer(rng, 4)
+    x, y = normal(rng, 4, INPUT_ROWS, 2, 3), normal(rng, 4, transfer.spec.output_rows, 2, 3)
+    spec = transfer.spec.by_host(2)
+
+    def local(x: Any, y: Any) -> Any:
+        rows, pull = jax.vjp(lambda x: group_cast(x, spec, axis_name=AXIS), x[0])
+        return [z[None] for z in (rows, *pull(y[0]), group_reduce(y[0], spec, axis_name=AXIS))]
+
+    mesh = jax.make_mesh((2, 4), ("tensor", AXIS), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        place = jax.NamedSharding(mesh, P(AXIS, None, "tensor"))
+        mapped = jax.shard_map(local, in_specs=P(AXIS), out_specs=P(AXIS), axis_names={AXIS})
+        compiled = jax.jit(mapped).lower(*jax.device_put((x, y), place)).compile()
+        rows, gradient, sums = compiled(*jax.device_put((x, y), place))
+    np.testing.assert_array_equal(rows, transfer.cast(x))
+    for got in (gradient, sums):
+        np.testing.assert_allclose(got, transfer.reduce_sum(y), rtol=1e-5, atol=1e-5)
+    assert all(name.startswith("all-to-all") for name in collectives(compiled.as_text()))
 
 
 def test_casts_and_their_gradients(rng: np.random.Generator) -> None:
@@ -172,6 +238,6 @@ def test_stacked_spec() -> None:
     stacked = jax.tree.map(lambda table: table[None], SPEC.by_host(2))
     mapped = on_ranks(lambda x: group_cast(x, stacked, axis_name=AXIS), 4)
     with pytest.raises(
-        ValueError, match=r"spec.between.sends must be \[cp, M, 5\], but has shape .*: use jax.vmap"
+        ValueError, match=r"spec.across.sends must be \[cp, M, 5\], but has shape .*: use jax.vmap"
     ):
         jax.eval_shape(mapped, np.zeros((8, 3), np.float32))

@@ -120,8 +120,7 @@ def check_gradients(plan: ContextPlan, stages: PlanStages) -> None:
 def group_reduce(spec: GroupCastSpec | RelayedSpec, rows: np.ndarray) -> np.ndarray:
     """Returns the sums ``[cp, input_rows]`` of rows ``[cp, output_rows]``, sent back where they came from."""
     if isinstance(spec, RelayedSpec):
-        own, relayed = np.split(group_reduce(spec.within, rows), [spec.input_rows], axis=1)
-        return own + group_reduce(spec.between, relayed)
+        return group_reduce(spec.across, group_reduce(spec.inside, rows))
     cp = len(rows)
     buffers = np.zeros((cp, cp, spec.pair_rows), np.int64)
     sums = np.zeros((cp, spec.input_rows), np.int64)

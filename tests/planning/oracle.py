@@ -44,8 +44,7 @@ def cast_tokens(plan: ContextPlan) -> list[np.ndarray]:
 def group_cast(spec: GroupCastSpec | RelayedSpec, shards: np.ndarray, fill: int = 0) -> np.ndarray:
     """Returns the rows ``[cp, output_rows]`` that ranks receive from the rows ``[cp, input_rows]``."""
     if isinstance(spec, RelayedSpec):
-        relayed = group_cast(spec.between, shards, fill)
-        return group_cast(spec.within, np.concatenate([shards, relayed], axis=1), fill)
+        return group_cast(spec.inside, group_cast(spec.across, shards, fill), fill)
     cp = len(shards)
     buffers = np.full((cp, cp, spec.pair_rows), -2)
     output = np.full((cp, spec.output_rows), fill)
@@ -65,8 +64,8 @@ def check_spec(spec: GroupCastSpec | RelayedSpec) -> None:
     Both must be sorted, and sends joined where they can be.
     """
     if isinstance(spec, RelayedSpec):
-        check_spec(spec.between)
-        check_spec(spec.within)
+        check_spec(spec.across)
+        check_spec(spec.inside)
         return
     cp = len(spec.sends)
     filled = np.zeros((2, cp, cp, spec.pair_rows), int)
@@ -161,7 +160,7 @@ def moved_rows(plan: ContextPlan, ranks_per_host: int) -> np.ndarray:
     """
     rows = np.zeros((plan.cp_size, 2, 2), np.int64)
     for spec in plan.transfers:
-        for step in (spec.between, spec.within) if isinstance(spec, RelayedSpec) else (spec,):
+        for step in (spec.across, spec.inside) if isinstance(spec, RelayedSpec) else (spec,):
             for dst, table in enumerate(np.asarray(step.receives)):
                 for src, _, _, length in table:
                     kind = int(src // ranks_per_host != dst // ranks_per_host)

@@ -94,6 +94,7 @@ def test_busiest_link_decides() -> None:
     assert SLOW.transfer_seconds(busiest_links(rows), 10) == pytest.approx(700 / 1e6)
     rows[0, 1, 1] = 8
     assert SLOW.transfer_seconds(busiest_links(rows), 10) == pytest.approx(80 / 1e5)
+    assert SLOW.reduction_seconds(busiest_links(rows), 10) == pytest.approx(700 / 1e6 + 80 / 1e5)
     assert SLOW.transfer_seconds(busiest_links(0 * rows), 10) == 0
 
 
@@ -129,8 +130,8 @@ def test_gradients_of_another_width(num_bytes: int) -> None:
         keys = 2 * link.rows * SLOW.row_bytes
         assert link.rows == same.rows > 0
         assert 4 * (same.bytes_moved - keys) == num_bytes * (link.bytes_moved - keys)
-    # Over the network, ranks 2 and 3 get the 192 rows of the first host.
-    back = 192 * SLOW.gradient_row_bytes / 1e5
+    # Ranks 2 and 3 get the 192 rows of the first host over the network, and rank 3 those of rank 2 by NVLink.
+    back = 192 * SLOW.gradient_row_bytes / 1e5 + 96 * SLOW.gradient_row_bytes / 1e6
     saved = usual.predicted_backward_seconds - other.predicted_backward_seconds
     assert saved == pytest.approx((1 - num_bytes / 4) * back)
     assert other.predicted_seconds == usual.predicted_seconds

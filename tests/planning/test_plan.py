@@ -215,16 +215,41 @@ def test_report_counts_rows_that_one_transfer_sends_twice(dst_row: int) -> None:
 
 
 def test_report_counts_rows_that_cross_to_a_host_twice() -> None:
-    """Rank 0 sends a row to both ranks of the other host, of which each hands it to the other one, too."""
+    """Rank 0 sends a row to both ranks of the other host, of which one hands it to the other one, too."""
     plan = plan_context(masks.full(4), 4, layout="contiguous", num_stages=1).by_host(2)
-    relayed = plan.transfers[0]
-    assert isinstance(relayed, RelayedSpec)
-    sends = np.array(relayed.between.sends)
-    used = sends[0, :, 3] > 0
-    extra = sends[0, used][0] + [1 if sends[0, used][0, 0] == 2 else -1, 0, 0, 0, 2]
-    sends[0, used.sum()] = extra
-    twice = replace(relayed, between=replace(relayed.between, sends=sends))
-    assert (plan.report().redundant_rows, replace(plan, transfers=(twice,)).report().redundant_rows) == (0, 1)
+    (relay,) = _of_rank_0(plan)[_of_rank_0(plan)[:, 0] > 1, 0]
+    assert _redundant_with_one_more(plan, [5 - relay, 0, 0, 1, _UNUSED_ROW]) == 1
+
+
+def test_report_counts_rows_of_the_own_host_that_nobody_asked_for() -> None:
+    """Rank 1 sees nothing, but rank 0 sends it a row, or sees a row that it gets twice."""
+    sees = masks.AttnMask.from_bands([[2, 4, 0, 1, -4, 4]], q_len=4, kv_len=4)
+    for mask in (sees, masks.full(4)):
+        plan = plan_context(mask, 4, layout="contiguous", num_stages=1).by_host(2)
+        assert (_of_rank_0(plan)[:, 0] == 1).any() == (mask is not sees)
+        assert _redundant_with_one_more(plan, [1, 0, 0, 1, _UNUSED_ROW]) == 1
+
+
+_UNUSED_ROW = 7  # of those that the step across all ranks brings
+
+
+def _of_rank_0(plan: ContextPlan) -> np.ndarray:
+    """The sends of rank 0 in the step across all ranks."""
+    (spec,) = plan.transfers
+    assert isinstance(spec, RelayedSpec)
+    sends = np.asarray(spec.across.sends[0])
+    return sends[sends[:, 3] > 0]
+
+
+def _redundant_with_one_more(plan: ContextPlan, send: list[int]) -> int:
+    """The redundant rows of a plan that has none, with one more send of rank 0 across all ranks."""
+    (spec,) = plan.transfers
+    assert isinstance(spec, RelayedSpec)
+    sends = np.array(spec.across.sends)
+    sends[0, len(_of_rank_0(plan))] = send
+    more = replace(spec, across=replace(spec.across, sends=sends))
+    assert plan.report().redundant_rows == 0
+    return replace(plan, transfers=(more,)).report().redundant_rows
 
 
 @pytest.mark.parametrize(

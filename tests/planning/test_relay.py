@@ -19,10 +19,15 @@ from .oracle import assert_same, check_plan, check_spec, group_cast
 CP = 8
 
 
-def hosts_of(table: Any, ranks_per_host: int) -> tuple[np.ndarray, np.ndarray]:
-    """The hosts of both ends of each entry that is used."""
-    rank, entry = np.nonzero(table[..., 3])
-    return rank // ranks_per_host, table[rank, entry, 0] // ranks_per_host
+def is_far(table: Any, ranks_per_host: int) -> np.ndarray:
+    """Whether each entry is used, and for a rank of another host."""
+    rank = np.arange(len(table))[:, None]
+    return (table[..., 3] > 0) & (table[..., 0] // ranks_per_host != rank // ranks_per_host)
+
+
+def far_rows(table: Any, ranks_per_host: int) -> np.ndarray:
+    """The rows of each rank that come from other hosts, or go there."""
+    return np.asarray(table)[..., 3].sum(axis=1, where=is_far(table, ranks_per_host))
 
 
 def crossings(transfer: Transfer, ranks_per_host: int) -> set[tuple[tuple[int, int], int]]:
@@ -39,10 +44,7 @@ def test_random_transfers(ranks_per_host: int, repeats: bool, rng: np.random.Gen
         spec, relayed = transfer.spec, transfer.spec.by_host(ranks_per_host)
         check_spec(relayed)
         assert (relayed.input_rows, relayed.output_rows) == (spec.input_rows, spec.output_rows)
-        first, second = hosts_of(relayed.between.sends, ranks_per_host)
-        assert (first != second).all()
-        first, second = hosts_of(relayed.within.sends, ranks_per_host)
-        assert (first == second).all()
+        assert not is_far(relayed.inside.sends, ranks_per_host).any()
         assert relayed.rows_between_hosts == len(crossings(transfer, ranks_per_host))
 
         rows = rng.integers(1, 1000, (CP, spec.input_rows))
@@ -51,14 +53,38 @@ def test_random_transfers(ranks_per_host: int, repeats: bool, rng: np.random.Gen
         np.testing.assert_array_equal(group_reduce(relayed, received), group_reduce(spec, received))
 
 
+@pytest.mark.parametrize("repeats", [False, True])
+def test_near_rows_do_not_wait_for_the_network(repeats: bool, rng: np.random.Generator) -> None:
+    """They come in the step across all ranks, and then move in the memory of the rank that has got them.
+
+    So links inside hosts only move rows that have come from other hosts in the step inside hosts, and all of
+    these to the ranks that need them but do not have them yet.
+    """
+    for _ in range(10):
+        transfer = random_transfer(rng, CP, repeats=repeats)
+        relayed = transfer.spec.by_host(4)
+        input_rows = relayed.input_rows
+        host = np.arange(CP)[:, None] // 4
+        numbers = np.arange(CP * input_rows).reshape(CP, -1) + 1  # 0 is none
+        brought = group_cast(relayed.across, numbers)
+        needed = group_cast(transfer.spec, numbers)
+        for rank, (got, wanted) in enumerate(zip(brought, needed, strict=True)):
+            near = [x[(x > 0) & ((x - 1) // input_rows // 4 == host[rank])] for x in (got, wanted)]
+            np.testing.assert_array_equal(*near)
+            sends = np.asarray(relayed.inside.sends[rank])
+            for peer, _, row, length, _ in sends[sends[:, 3] > 0]:
+                source = (got[row : row + length] - 1) // input_rows
+                assert peer == rank or (source // 4 != host[rank]).all()
+
+
 def test_relays_need_what_they_get_or_their_host_has_more_than_its_share(rng: np.random.Generator) -> None:
     for _ in range(20):
         transfer = random_transfer(rng, CP)
         relayed = transfer.spec.by_host(4)
         numbers = np.arange(CP * transfer.spec.input_rows).reshape(CP, -1) + 1
-        needed, got = group_cast(transfer.spec, numbers), group_cast(relayed.between, numbers)
-        assert got.any()
-        received, most = (got > 0).sum(axis=1), most_rows(relayed)
+        needed, got = group_cast(transfer.spec, numbers), group_cast(relayed.across, numbers)
+        received, most = far_rows(relayed.across.receives, 4), most_rows(relayed)
+        assert received.any()
         for rank in range(CP):
             helps = not set(got[rank][got[rank] > 0]) <= set(needed[rank])
             host = received[rank // 4 * 4 :][:4]
@@ -67,8 +93,9 @@ def test_relays_need_what_they_get_or_their_host_has_more_than_its_share(rng: np
 
 def most_rows(spec: RelayedSpec) -> int:
     """The rows between hosts that some rank has to send, or to receive if its host shares them out evenly."""
-    rows = np.asarray(spec.between.sends)[..., 3].sum(axis=1)
-    received = np.asarray(spec.between.receives)[..., 3].sum(axis=1)
+    rows, received = (
+        far_rows(table, spec.ranks_per_host) for table in (spec.across.sends, spec.across.receives)
+    )
     hosts = received.reshape(-1, spec.ranks_per_host)
     return max(rows.max(), -(-hosts.sum(axis=1) // spec.ranks_per_host).max())
 
@@ -88,7 +115,7 @@ def test_relays_receive_as_little_as_can_be(name: str, cp_size: int) -> None:
     plan = plan_context(BALANCED[name](cp_size << 14), cp_size, num_stages=1, two_levels=True)
     (spec,) = plan.transfers
     assert isinstance(spec, RelayedSpec)
-    received = np.asarray(spec.between.receives)[..., 3].sum(axis=1)
+    received = far_rows(spec.across.receives, spec.ranks_per_host)
     assert received.max() <= 1.01 * most_rows(spec)
 
 
@@ -102,7 +129,7 @@ def test_one_rank_that_needs_most_rows_of_its_host_is_helped() -> None:
         [[]] * 4 + [[0, 1, 2, 3]] + [[]] * 3,
     )
     relayed = spec.by_host(4)
-    assert (relayed.between.receives[4:, :, 3].sum(axis=1) == 100).all()
+    assert (far_rows(relayed.across.receives, 4) == [0, 0, 0, 0, 100, 100, 100, 100]).all()
     numbers = np.arange(800).reshape(8, 100) + 1
     np.testing.assert_array_equal(group_cast(relayed, numbers), group_cast(spec, numbers))
 
@@ -119,8 +146,10 @@ def broadcast(num_rows: int, cp_size: int) -> GroupCastSpec:
 def test_rows_for_all_go_to_the_same_place_in_other_hosts() -> None:
     relayed = broadcast(100, CP).by_host(4)
     assert relayed.rows_between_hosts == 100 * CP
-    for rank, sent in enumerate(np.asarray(relayed.between.sends)):
-        np.testing.assert_array_equal(sent[sent[:, 3] > 0][:, [0, 3]], [[(rank + 4) % 8, 100]])
+    sends = np.asarray(relayed.across.sends)
+    rank, entry = np.nonzero(is_far(sends, 4))
+    np.testing.assert_array_equal(rank, range(CP))
+    np.testing.assert_array_equal(sends[rank, entry][:, [0, 3]], [[(i + 4) % 8, 100] for i in range(CP)])
 
 
 def test_what_few_need_is_balanced_by_what_many_need() -> None:
@@ -128,12 +157,12 @@ def test_what_few_need_is_balanced_by_what_many_need() -> None:
     spec = GroupCastSpec.from_splits(
         [[6, 6], [], [], []], [[[2], [2, 3]], [], [], []], [[], [], [12], [6]], [[], [], [0], [0]]
     )
-    np.testing.assert_array_equal(spec.by_host(2).between.sends[0, :2], [[2, 0, 0, 6, 0], [3, 0, 6, 6, 0]])
+    np.testing.assert_array_equal(spec.by_host(2).across.sends[0, :2], [[2, 0, 0, 6, 0], [3, 0, 6, 6, 0]])
 
 
 def test_short_runs_of_different_sources_go_to_different_relays() -> None:
     relayed = broadcast(1, CP).by_host(4)
-    assert (relayed.between.receives[..., 3].sum(axis=1) == 1).all()
+    assert (far_rows(relayed.across.receives, 4) == 1).all()
 
 
 def test_report_counts_each_row_once_between_hosts() -> None:
@@ -183,21 +212,21 @@ def test_capacities_of_the_other_kind() -> None:
             call()
     with pytest.raises(ValueError, match=r"differ in ranks_per_host: \[4, 2\]"):
         ContextPlan.stack([relayed, plan.by_host(2)])
-    small = relayed.capacity.between
+    small = relayed.capacity.across
     assert small is not None
-    with pytest.raises(ValueError, match=r"too small: between.pair_rows=1 \(needs \d+\)"):
+    with pytest.raises(ValueError, match=r"too small: across.pair_rows=1 \(needs \d+\)"):
         spec = relayed.transfers[0]
         assert isinstance(spec, RelayedSpec)
         spec.padded(
             copies=64,
             output_rows=512,
             pair_rows=512,
-            between=PlanCapacity(0, small.copies, 1, small.output_rows),
+            across=PlanCapacity(0, small.copies, 1, small.output_rows),
         )
     with pytest.raises(
-        ValueError, match=r"PlanCapacity.between must be None or a PlanCapacity without backward"
+        ValueError, match=r"PlanCapacity.across must be None or a PlanCapacity without backward"
     ):
-        PlanCapacity(8, 8, 8, 8, between=relayed.capacity)
+        PlanCapacity(8, 8, 8, 8, across=relayed.capacity)
 
 
 def test_bad_arguments() -> None:
