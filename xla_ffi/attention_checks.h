@@ -17,10 +17,10 @@ inline void check_operands(const auto& operands) {
     check_type("k", operands.k, operands.q.element_type());
     check_type("v", operands.v, operands.q.element_type());
     const Shape q = shape_of(operands.q), k = shape_of(operands.k), v = shape_of(operands.v);
-    const std::string shapes = "q " + to_string(q) + ", k " + to_string(k) + ", v " + to_string(v);
-    check(q[0] == k[0] and q[3] == k[3], "q and k must agree in batch and head dim: " + shapes);
-    check(k[0] == v[0] and k[1] == v[1] and k[2] == v[2], "k and v must agree in batch, length and heads: " + shapes);
-    check(k[2] > 0 and q[2] % k[2] == 0, "the heads of q must be a multiple of those of k: " + shapes);
+    const auto check_all = [&](bool holds, const char* what) { check(holds, what, ": q ", q, ", k ", k, ", v ", v); };
+    check_all(q[0] == k[0] and q[3] == k[3], "q and k must agree in batch and head dim");
+    check_all(k[0] == v[0] and k[1] == v[1] and k[2] == v[2], "k and v must agree in batch, length and heads");
+    check_all(k[2] > 0 and q[2] % k[2] == 0, "the heads of q must be a multiple of those of k");
 }
 
 // Returns the shape of lse and delta, [batch, q_len, heads].

@@ -27,14 +27,13 @@ cpu::DType dtype_of(const char* name, const ffi::AnyBuffer& buffer) {
         case ffi::BF16: return cpu::DType::kBF16;
         case ffi::F16: return cpu::DType::kF16;
         default:
-            throw std::invalid_argument(std::string(name) + " must be f64, f32, bf16 or f16, got " +
-                                        type_name(buffer.element_type()));
+            fail(name, " must be F64, F32, BF16 or F16, got ", buffer.element_type());
     }
 }
 
 template <typename Tensor> Tensor to_tensor(const char* name, const ffi::AnyBuffer& buffer) {
     const auto dims = buffer.dimensions();
-    check(dims[1] <= kUnbounded, std::string(name) + " is longer than 2^30: " + to_string(shape_of(buffer)));
+    check(dims[1] <= kUnbounded, name, " is longer than 2^30: ", shape_of(buffer));
     return {buffer.untyped_data(), dtype_of(name, buffer), dims[1], dims[2], dims[3]};
 }
 
@@ -43,7 +42,7 @@ cpu::BandTable to_band_table(const ffi::AnyBuffer& bands, int64_t batch) {
     check_rank("bands", bands, 3);
     const auto dims = bands.dimensions();
     check(dims[2] == 6 and (dims[0] == 1 or dims[0] == batch),
-          "bands must have shape [1 or " + std::to_string(batch) + ", count, 6], got " + to_string(shape_of(bands)));
+          "bands must have shape [1 or ", batch, ", count, 6], got ", shape_of(bands));
     return {bands.typed_data<int32_t>(), dims[0], dims[1]};
 }
 

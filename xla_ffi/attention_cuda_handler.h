@@ -57,33 +57,32 @@ template <typename Op> CudaHandlers cuda_handlers() {
 // Returns the tile of the pass's kernel for these head dimensions.
 inline sm90::TileShape find_tile(std::optional<sm90::TileShape> (*tile)(int, int), int dim, int v_dim) {
     const auto found = tile(dim, v_dim);
-    check(found.has_value(), "no kernel for the head dimensions " + std::to_string(dim) + " (query, key) and " +
-                                 std::to_string(v_dim) + " (value)");
+    check(found.has_value(), "no kernel for the head dimensions ", dim, " (query, key) and ", v_dim, " (value)");
     return *found;
 }
 
 inline sm90::DType dtype_of(const ffi::AnyBuffer& q) {
     check(q.element_type() == ffi::BF16 or q.element_type() == ffi::F16,
-          "q must be bf16 or f16, got " + type_name(q.element_type()));
+          "q must be BF16 or F16, got ", q.element_type());
     return q.element_type() == ffi::BF16 ? sm90::DType::kBF16 : sm90::DType::kF16;
 }
 
 inline void check_logits(double scale, double soft_cap) {
-    check(is_positive_normal_float(scale), "scale must be a positive normal float, got " + to_string(scale));
+    check(is_positive_normal_float(scale), "scale must be a positive normal float, got ", scale);
     check_soft_cap(soft_cap);
     // The kernels scale logits to units of log 2, or of the cap.
     const bool capped = soft_cap > 0;
     const double logit_scale = capped ? scale / soft_cap : scale * std::numbers::log2e;
     check(is_positive_normal_float(logit_scale) and
               (not capped or is_positive_normal_float(soft_cap * std::numbers::log2e)),
-          "scale " + to_string(scale) + " and soft_cap " + to_string(soft_cap) + " together leave the range of float");
+          "scale ", scale, " and soft_cap ", soft_cap, " together leave the range of float");
 }
 
 inline int num_sms(int64_t sm_margin) {
     const CudaDevice& device = current_device();
     check(0 <= sm_margin and sm_margin < device.num_sms,
-          "sm_margin must be at least 0 and less than the " + std::to_string(device.num_sms) + " SMs of the " +
-              device.name + ", got " + std::to_string(sm_margin));
+          "sm_margin must be at least 0 and less than the ", device.num_sms, " SMs of the ", device.name, ", got ",
+          sm_margin);
     return device.num_sms - static_cast<int>(sm_margin);
 }
 
@@ -112,9 +111,8 @@ void set_tensors(auto& params, auto& shape, const auto& operands, const auto& at
 void set_tile_schedule(auto& params, const auto& operands, int batch, int num_tiles) {
     check_rank("sorted", operands.sorted, 3);
     const Shape sorted = shape_of(operands.sorted);
-    check(sorted[0] == 1 or sorted[0] == batch, "there must be 1 tile schedule or one for each of " +
-                                                    std::to_string(batch) + " examples, got " +
-                                                    std::to_string(sorted[0]));
+    check(sorted[0] == 1 or sorted[0] == batch, "there must be 1 tile schedule or one for each of ", batch,
+          " examples, got ", sorted[0]);
     check_buffer("sorted", operands.sorted, {sorted[0], sorted[1], 8}, ffi::S32);
     check_buffer("tiles", operands.tiles, {sorted[0], num_tiles, 4}, ffi::S32);
     params.num_masks = static_cast<int>(sorted[0]);
@@ -127,8 +125,7 @@ void set_tile_schedule(auto& params, const auto& operands, int batch, int num_ti
 inline void check_num_tiles(const char* name, const ffi::AnyBuffer& tensor, int tile_size) {
     const Shape shape = shape_of(tensor);
     const double count = 1.0 * shape[0] * shape[2] * ceil_div(shape[1], tile_size);
-    check(count <= kUnbounded, "too many tiles of " + std::to_string(tile_size) + " rows: " + name + " has shape " +
-                                   to_string(shape));
+    check(count <= kUnbounded, "too many tiles of ", tile_size, " rows: ", name, " has shape ", shape);
 }
 
 }  // namespace jaxmagi

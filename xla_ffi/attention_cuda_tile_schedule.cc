@@ -23,7 +23,7 @@ struct TileSchedule {
         check_type("bands", bands, ffi::S32);
         check_rank("bands", bands, 3);
         const Shape shape = shape_of(bands);
-        check(shape[2] == 6, "bands must have shape [num_masks, capacity, 6], got " + to_string(shape));
+        check(shape[2] == 6, "bands must have shape [num_masks, capacity, 6], got ", shape);
         const bool by_keys = attributes.by_keys;
         const sm90::TileShape tile = find_tile(by_keys ? sm90::backward_tile : sm90::forward_tile,
                                                to_int("dim", attributes.dim, 1), to_int("v_dim", attributes.v_dim, 1));

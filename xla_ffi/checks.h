@@ -23,57 +23,45 @@ inline Shape shape_of(const ffi::AnyBuffer& buffer) {
     return {buffer.dimensions().begin(), buffer.dimensions().end()};
 }
 
-inline std::string to_string(const Shape& shape) {
-    std::string text = "[";
+inline std::ostream& operator<<(std::ostream& text, const Shape& shape) {
+    text << "[";
     for (size_t i = 0; i < shape.size(); ++i)
-        text += (i ? ", " : "") + std::to_string(shape[i]);
-    return text + "]";
+        text << (i ? ", " : "") << shape[i];
+    return text << "]";
 }
 
-inline std::string to_string(double x) {
-    std::ostringstream text;  // std::to_string would print 1e-50 as 0.000000
-    text << x;
-    return text.str();
+// Throws a message that is put together of all parts.
+template <typename... Parts> [[noreturn]] void fail(const Parts&... parts) {
+    std::ostringstream text;
+    (text << ... << parts);
+    throw std::invalid_argument(text.str());
 }
 
-inline void check(bool holds, const std::string& message) {
+// Fails with a message unless `holds`. Only then is it put together, since a handler checks much in the few
+// microseconds in which it launches its kernels.
+template <typename... Parts> void check(bool holds, const Parts&... parts) {
     if (not holds)
-        throw std::invalid_argument(message);
+        fail(parts...);
 }
 
 // Returns the value as an int. It is at most 2^30 by default, so that the sum of two fits an int.
 inline int to_int(const char* name, int64_t value, int64_t least = 0, int64_t most = int64_t{1} << 30) {
-    check(least <= value and value <= most, std::string(name) + " must be from " + std::to_string(least) + " to " +
-                                                std::to_string(most) + ", got " + std::to_string(value));
+    check(least <= value and value <= most, name, " must be from ", least, " to ", most, ", got ", value);
     return static_cast<int>(value);
 }
 
 inline void check_rank(const char* name, const ffi::AnyBuffer& buffer, size_t rank) {
     const Shape shape = shape_of(buffer);
-    check(shape.size() == rank,
-          std::string(name) + " must have rank " + std::to_string(rank) + ", got shape " + to_string(shape));
+    check(shape.size() == rank, name, " must have rank ", rank, ", got shape ", shape);
 }
 
 inline void check_shape(const char* name, const ffi::AnyBuffer& buffer, const Shape& expected) {
     const Shape shape = shape_of(buffer);
-    check(shape == expected,
-          std::string(name) + " must have shape " + to_string(expected) + ", got " + to_string(shape));
-}
-
-inline std::string type_name(ffi::DataType type) {
-    switch (type) {
-        case ffi::F64: return "f64";
-        case ffi::F32: return "f32";
-        case ffi::BF16: return "bf16";
-        case ffi::F16: return "f16";
-        case ffi::S32: return "s32";
-        default: return "XLA type " + std::to_string(static_cast<int>(type));
-    }
+    check(shape == expected, name, " must have shape ", expected, ", got ", shape);
 }
 
 inline void check_type(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType expected) {
-    check(buffer.element_type() == expected, std::string(name) + " must be " + type_name(expected) + ", got " +
-                                                 type_name(buffer.element_type()));
+    check(buffer.element_type() == expected, name, " must be ", expected, ", got ", buffer.element_type());
 }
 
 inline void check_buffer(const char* name, const ffi::AnyBuffer& buffer, const Shape& shape, ffi::DataType type) {
@@ -97,9 +85,8 @@ template <typename Buffers> inline constexpr size_t kNumBuffers = sizeof(Buffers
 template <typename Buffers, typename Call>
 Buffers decode_buffers(const Call& call, size_t before = 0, size_t after = 0) {
     const size_t expected = before + kNumBuffers<Buffers> + after;
-    check(call.size() == expected, "expected " + std::to_string(expected) +
-                                       (std::is_same_v<Call, ffi::RemainingArgs> ? " operands" : " results") +
-                                       ", got " + std::to_string(call.size()));
+    constexpr const char* kWhat = std::is_same_v<Call, ffi::RemainingArgs> ? " operands" : " results";
+    check(call.size() == expected, "expected ", expected, kWhat, ", got ", call.size());
     return [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
         return Buffers{buffer_at(call, before + kIndex)...};
     }(std::make_index_sequence<kNumBuffers<Buffers>>());
@@ -112,7 +99,7 @@ inline bool is_positive_normal_float(double x) {
 // Kernels divide by the cap in float, on threads that may flush subnormal numbers to zero.
 inline void check_soft_cap(double soft_cap) {
     check(soft_cap == 0 or is_positive_normal_float(soft_cap),
-          "soft_cap must be a positive normal float, or 0 for none, got " + to_string(soft_cap));
+          "soft_cap must be a positive normal float, or 0 for none, got ", soft_cap);
 }
 
 // Returns what the body returns, or the error of the exception that it throws.

@@ -76,8 +76,8 @@ TransferParams select_dtype(const TransferParams& params, const Buffers& buffers
     part.num_arrays = 0;
     std::tie(part.dtype, part.sum_dtype) = dtypes(i);
     check(part.sum_dtype == part.dtype or (part.sum_dtype == DType::kF32 and part.dtype != DType::kF64),
-          "sums of " + type_name(buffers.from[i].element_type()) + " must be of that type or f32, got " +
-              type_name(buffers.to[i].element_type()));
+          "sums of ", buffers.from[i].element_type(), " must be of that type or F32, got ",
+          buffers.to[i].element_type());
     for (int j = 0; j < i; ++j)
         if (dtypes(j) == dtypes(i))
             return part;

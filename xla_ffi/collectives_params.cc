@@ -32,8 +32,7 @@ void check_array(Kind kind, const ffi::AnyBuffer& from, const ffi::AnyBuffer& to
     check_shape("an array", from, {batch, is_cast ? attributes.input_rows : attributes.output_rows, width});
     check_shape("a result", to, {batch, is_cast ? attributes.output_rows : attributes.input_rows, width});
     to_int("the bytes of a row", row_bytes_of(from), kRowUnit);
-    check(row_bytes_of(from) % kRowUnit == 0,
-          "rows must be multiples of 16 bytes, got " + std::to_string(row_bytes_of(from)));
+    check(row_bytes_of(from) % kRowUnit == 0, "rows must be multiples of 16 bytes, got ", row_bytes_of(from));
     if (is_cast)
         check_type("a result", to, from.element_type());
 }
@@ -65,8 +64,8 @@ uint64_t native_slots(const Peers& peers, const TransferAttributes& attributes) 
         const bool is_self = peer == peers.rank;
         const bool is_one_host = per_host == 0 or peers.rank / per_host == peer / per_host;
         const bool is_reached = is_self or (slot >= 0 and peers.is_reachable[slot] and is_one_host);
-        check(is_reached or attributes.implementation != Implementation::kNative,
-              "implementation='native': " + peers.who() + " does not reach the memory of " + peers.name_of(peer));
+        if (not is_reached and attributes.implementation == Implementation::kNative)
+            fail("implementation='native': ", peers.who(), " does not reach the memory of ", peers.name_of(peer));
         if (is_reached and (is_self or attributes.implementation != Implementation::kNccl))
             native |= uint64_t{1} << slot;
     }
@@ -147,9 +146,8 @@ void publish_arrays(TransferParams& params, const std::vector<ffi::AnyBuffer>& s
 Buffers to_buffers(const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results) {
     const size_t num_arrays = results.size() - 1;  // the last result is a token, which XLA orders calls by
     check(arguments.size() == num_arrays + 2 and 1 <= num_arrays and num_arrays <= kMaxArrays,
-          "there must be sends, receives and 1 to " + std::to_string(kMaxArrays) +
-              " arrays, and as many results and a token, got " + std::to_string(arguments.size()) + " and " +
-              std::to_string(results.size()) + " buffers");
+          "there must be sends, receives and 1 to ", kMaxArrays, " arrays, and as many results and a token, got ",
+          arguments.size(), " and ", results.size(), " buffers");
     std::vector<ffi::AnyBuffer> from, to;
     for (size_t i = 0; i < num_arrays; ++i) {
         from.push_back(arguments.get<ffi::AnyBuffer>(i + 2).value());
@@ -215,8 +213,7 @@ DType dtype_of(const ffi::AnyBuffer& buffer) {
         case ffi::F32: return DType::kF32;
         case ffi::F64: return DType::kF64;
         default:
-            throw std::invalid_argument("arrays to be added up must be bf16, f16, f32 or f64, got " +
-                                        type_name(buffer.element_type()));
+            fail("arrays to be added up must be BF16, F16, F32 or F64, got ", buffer.element_type());
     }
 }
 

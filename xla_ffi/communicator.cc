@@ -12,8 +12,8 @@ constexpr int64_t kCommunicationId = 0x6d616769;
 std::vector<XLA_FFI_ReplicaGroup> replica_groups(DeviceIds ids, int64_t group_size) {
     const int64_t num_ids = static_cast<int64_t>(ids.size());
     check(group_size > 0 and num_ids > 0 and num_ids % group_size == 0,
-          "groups must hold a positive multiple of group_size devices, got " + std::to_string(num_ids) +
-              " devices and group_size " + std::to_string(group_size));
+          "groups must hold a positive multiple of group_size devices, got ", num_ids, " devices and group_size ",
+          group_size);
     std::vector<XLA_FFI_ReplicaGroup> groups;
     for (int64_t first = 0; first < num_ids; first += group_size)
         groups.push_back({ids.begin() + first, static_cast<size_t>(group_size)});

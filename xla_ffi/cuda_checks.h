@@ -36,16 +36,16 @@ inline const CudaDevice& current_device() {
 inline const CudaDevice& hopper_device() {
     const CudaDevice& device = current_device();
     check(device.major == 9 and device.minor == 0,
-          "the kernels need a GPU of compute capability 9.0 (H100, H200), but this is an " + device.name +
-              " of compute capability " + std::to_string(device.major) + "." + std::to_string(device.minor));
+          "the kernels need a GPU of compute capability 9.0 (H100, H200), but this is an ", device.name,
+          " of compute capability ", device.major, ".", device.minor);
     return device;
 }
 
 // Returns the data of a buffer, after a check of the alignment that the kernels rely on.
 template <typename Element>
 Element* data_of(const char* name, const xla::ffi::AnyBuffer& buffer, size_t alignment = alignof(Element)) {
-    check(reinterpret_cast<uintptr_t>(buffer.untyped_data()) % alignment == 0,
-          std::string(name) + " must be aligned to " + std::to_string(alignment) + " bytes");
+    check(reinterpret_cast<uintptr_t>(buffer.untyped_data()) % alignment == 0, name, " must be aligned to ", alignment,
+          " bytes");
     return static_cast<Element*>(buffer.untyped_data());
 }
 

@@ -438,7 +438,7 @@ def test_devices_run_side_by_side(rng: np.random.Generator) -> None:
         ({"v": np.zeros((1, 7, 2, 4))}, r"k and v must agree.*v \[1, 7, 2, 4\]"),
         ({"k": np.zeros((1, 6, 3, 4)), "v": np.zeros((1, 6, 3, 4))}, "must be a multiple"),
         ({"bands": np.zeros((2, 1, 6), np.int32)}, r"bands must have shape \[1 or 1, count, 6\], got \[2, "),
-        ({"bands": np.zeros((1, 1, 6), np.float32)}, "bands must be s32, got f32"),
+        ({"bands": np.zeros((1, 1, 6), np.float32)}, "bands must be S32, got F32"),
         ({"sinks": np.zeros(3)}, r"sinks must have shape \[2\], got \[3\]"),
         ({"k": np.zeros((1, 6, 0, 4)), "v": np.zeros((1, 6, 0, 4))}, r"must be a multiple.*k \[1, 6, 0, 4\]"),
         ({"soft_cap": -2.0}, "soft_cap must be a positive normal float, or 0 for none, got -2"),
