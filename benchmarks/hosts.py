@@ -15,10 +15,10 @@ the call that is compared with it. A rank needs its rows between hosts, those th
 receives, whichever are more; the bound is 1.1 times what the busiest rank needs, at that rate, and 200 us.
 What moves is counted by `jaxmagi.collectives.statistics`; it is null where jaxmagi cannot count.
 
-A time is that of programs in the devices' queues, each with calls of 50 ms or more, by the clock of the host:
-launching them takes no part of a percent. To measure another commit, copy the folders benchmarks and tests of
-this one onto it (and give it a name CollectiveOptions, if it has none): results name the hash of the sources
-that were built.
+A time is that of two programs in the devices' queues, each with calls of about 50 ms, by the clock of the
+host: launching them and waiting for them takes some tenths of a percent. To measure another commit, copy the
+folders benchmarks and tests of this one onto it, and if it has no jaxmagi.CollectiveOptions define an empty
+class of that name in jaxmagi/__init__.py: results name the hash of the sources that were built.
 
 With --out, writes hosts_2x1.json (hosts x ranks of a host), or hosts_2x1_memory.json, there after each row.
 """
@@ -48,6 +48,7 @@ from jaxmagi import GroupCastSpec, collectives, group_cast, group_reduce, plan_c
 from jaxmagi.calibration._chain import AXIS, chain, draw_normal, mesh_of
 from jaxmagi.calibration._timing import DeviceWork, Timing, time_in_turns
 from tests.cases import document_lengths
+from tests.hosts import Network
 from tests.launcher import leave_memory_to_processes
 
 PATTERNS: dict[str, Callable[[int], Pattern]] = {
@@ -60,9 +61,9 @@ DIRECTIONS: tuple[Direction, ...] = ("cast", "reduce f32")
 OURS, NETWORK = "ours", "lax.ppermute"
 NETWORK_SHAPE = (2**18, (128,))  # of the rows of a rank that are permuted: 64 MB in bfloat16
 PROGRAM_SECONDS = 50e-3  # of the calls of one program, if they are fast
-MAX_CALLS = 100
+MAX_CALLS = 1000
 BATCHES = 2  # programs in the queues at once
-ESTIMATED_RATE = 5e9  # bytes a second
+ESTIMATED_RATES: dict[Network, float] = {"sockets": 5e9, "memory": 25e9}  # bytes a second
 MARGIN, SECONDS_MORE = 1.1, 200e-6
 POOL = 0.7  # of a GPU's memory, by all ranks, which may share one
 
@@ -129,7 +130,7 @@ def make_work(
     turns = max(2, math.ceil(min(MAX_CALLS, PROGRAM_SECONDS / seconds)))
     tables = jax.device_put(tables, NamedSharding(mesh, P(AXIS)))
     work = chain(run, operands, tables, mesh, turns)
-    work.seconds(1)
+    work.seconds(BATCHES)
     return work
 
 
@@ -141,13 +142,12 @@ def ours(transfer: Transfer, direction: Direction, mesh: Mesh, seconds: float) -
     return make_work(move, operands, spec, mesh, seconds)
 
 
-def network(mesh: Mesh, ranks_per_host: int) -> DeviceWork:
+def permute(mesh: Mesh, ranks_per_host: int, rate: float) -> DeviceWork:
     """Returns the work in which each rank sends 64 MB to the rank in its place of the next host."""
     rows, shape = NETWORK_SHAPE
     block = draw_normal(0, rows, shape, jnp.bfloat16, mesh)
-    return make_work(
-        lambda x, _: shift(x, ranks_per_host), block, (), mesh, block.nbytes / mesh.size / ESTIMATED_RATE
-    )
+    seconds = block.nbytes / mesh.size / rate
+    return make_work(lambda x, _: shift(x, ranks_per_host), block, (), mesh, seconds)
 
 
 def count_moved(work: DeviceWork) -> tuple[float, float] | tuple[None, None]:
@@ -168,16 +168,16 @@ def seconds_of_call(work: DeviceWork) -> float:
 
 
 def measure(
-    transfer: Transfer, direction: Direction, mesh: Mesh, link: DeviceWork, hosts: int, repeats: int
+    transfer: Transfer, direction: Direction, mesh: Mesh, link: DeviceWork, arguments: argparse.Namespace
 ) -> Row:
     """Times a transfer in turns with the ppermute."""
     row_bytes = 2 * KV_HEADS * DIM * jnp.dtype(DTYPES[direction]).itemsize
-    sent = row_bytes * rows_between_hosts(transfer, hosts)
+    sent = row_bytes * rows_between_hosts(transfer, arguments.hosts)
     needed = int(max(sent.sum(axis=0).max(), sent.sum(axis=1).max()))
-    work = ours(transfer, direction, mesh, needed / ESTIMATED_RATE + SECONDS_MORE)
+    work = ours(transfer, direction, mesh, needed / ESTIMATED_RATES[arguments.network] + SECONDS_MORE)
     moved, control = count_moved(work)
     works = {OURS: work, NETWORK: link}
-    timings = time_in_turns(works, repeats, lambda name: seconds_of_call(works[name]))
+    timings = time_in_turns(works, arguments.repeats, lambda name: seconds_of_call(works[name]))
     return to_row(transfer.name, direction, timings, needed, int(sent.sum()), moved, control)
 
 
@@ -230,12 +230,12 @@ def run(arguments: argparse.Namespace) -> None:
     name = f"hosts_{arguments.hosts}x{per_host}" + ("_memory" if arguments.network == "memory" else "")
     report = Report[Row](name, arguments.out, about, checks)
     print(f"sources {about['sources']}", flush=True)
-    link = network(mesh, per_host)
+    link = permute(mesh, per_host, ESTIMATED_RATES[arguments.network])
     for tokens in arguments.tokens:
         for transfer in transfers(mesh.size, tokens):
             for direction in DIRECTIONS:
                 if re.search(arguments.rows, f"{direction}, {transfer.name}"):
-                    report.add([measure(transfer, direction, mesh, link, arguments.hosts, arguments.repeats)])
+                    report.add([measure(transfer, direction, mesh, link, arguments)])
     report.finish()
 
 

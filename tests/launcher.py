@@ -93,8 +93,8 @@ def launch(
     deadline = time.monotonic() + timeout
     ranks: list[subprocess.Popen[bytes]] = []
     with reserved_port() as port:
-        command = [sys.executable, "-u", "-m", "tests.rank", str(call), f"127.0.0.1:{port}"]
-        command += [str(processes), str(deadline - 1)]
+        command = [sys.executable, "-u", "-m", "tests.rank", str(os.getpid()), str(call)]
+        command += [f"127.0.0.1:{port}", str(processes), str(deadline - 1)]
         environment = environment_of(processes, devices_each, pool) | host_environment(hosts, network)
         try:
             for rank, log in enumerate(logs):

@@ -15,14 +15,22 @@ import jax
 PR_SET_PDEATHSIG = 1  # of prctl
 
 
-def die_with_parent() -> None:
-    """Has the kernel kill this process when the one that started it ends, which may be killed itself."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with(launcher: int) -> None:
+    """Has the kernel kill this process when the one that started it ends, which may be killed itself.
+
+    The thread that started it counts, and stays in `launch` until all ranks have ended.
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+    if os.getppid() != launcher:  # it has ended before
+        sys.exit(f"process {launcher}, which has started this one, is gone")
 
 
-def main(call: str, coordinator: str, processes: str, deadline: str, rank: str, devices: str) -> None:
+def main(
+    launcher: str, call: str, coordinator: str, processes: str, deadline: str, rank: str, devices: str
+) -> None:
     """Calls the function. Ends the process at once on an error: at exit JAX would wait for other ranks."""
-    die_with_parent()
+    die_with(int(launcher))
     # At the deadline, by the clock that all processes share, it prints where it hangs. The file is a copy of
     # standard error, which pytest replaces.
     seconds = max(0.1, float(deadline) - time.monotonic())

@@ -86,7 +86,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=1800, help="until all are killed")
     parser.add_argument("--log", type=Path, metavar="PATH", help="where to write which tests passed")
     arguments, others = parser.parse_known_args(given)
-    if arguments.ranks % arguments.each:
+    if arguments.each < 1 or arguments.ranks % arguments.each:
         parser.error(f"processes of {arguments.each} ranks do not divide {arguments.ranks} ranks")
     folder = Path(tempfile.mkdtemp(prefix="jaxmagi-ranks-"))
     recorded = folder / "log.json"

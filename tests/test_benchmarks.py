@@ -44,19 +44,15 @@ def defaults_of_jax() -> Iterator[None]:
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Runs a benchmark and returns the rows that it saves, which have the fields of committed results.
 
-    They are those of the same name, unless ``committed`` is another one, or None where there are none yet.
+    They are those of the same name, unless ``committed`` is another one.
     """
 
-    def run(
-        benchmark: ModuleType, name: str, options: str, committed: str | None = ""
-    ) -> list[dict[str, Any]]:
+    def run(benchmark: ModuleType, name: str, options: str, committed: str = "") -> list[dict[str, Any]]:
         arguments = options.replace("OUT", f"--out {tmp_path}").split(" ")
         monkeypatch.setattr(sys, "argv", [f"{benchmark.__name__.partition('.')[2]}.py", *arguments])
         benchmark.main()
         saved = json.loads((tmp_path / f"{name}.json").read_text())
         assert saved["environment"]["command"] == f"python -m {benchmark.__name__} {' '.join(arguments)}"
-        if committed is None:
-            return saved["rows"]
         known = json.loads((_measure.RESULTS / f"{committed or name}.json").read_text())["rows"]
         known += [vars(_report.Failure("", "", "", "")), vars(_report.check("", "", "", None))]
         assert {tuple(row) for row in saved["rows"]} <= {tuple(row) for row in known}
@@ -135,7 +131,7 @@ def test_context_memory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes on the CPU, which counts no peak."""
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # to be as it was afterwards
     options = "--tokens 64 --rows window OUT"
-    forward, both = run(context_memory, "context_memory_2", options, committed=None)
+    forward, both = run(context_memory, "context_memory_2", options, "context_memory_8_described")
     query, key, margin = 64 * 64 * 128 * 2, 64 * 8 * 128 * 2, 1024
     assert (forward["direction"], both["direction"]) == ("forward", "both passes")
     assert 0 < forward["argument_bytes"] - (query + 2 * key) < margin  # a plan's tables
@@ -152,7 +148,7 @@ def test_context_memory_of_gpus_that_are_not_there(run: Run, monkeypatch: pytest
         monkeypatch.setenv(name, value)  # to be as it was afterwards
     monkeypatch.setenv("PYTHONPATH", str(COMPILER), prepend=os.pathsep)
     options = "--described --tokens 4096 --rows forward,.causal OUT"
-    (row,) = run(context_memory, "context_memory_2_described", options, committed=None)
+    (row,) = run(context_memory, "context_memory_2_described", options, "context_memory_8_described")
     shard = 2 * 4096 * 8 * 128 * 2  # keys and values
     assert shard < row["temporary_bytes"] < 3 * shard
 

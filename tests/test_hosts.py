@@ -14,8 +14,9 @@ from .collectives.test_gpu_hosts import check_bits
 from .launcher import Launch, RankFailed
 
 
-def check_two_hosts() -> None:
-    """Each rank is on a host of its own, and rows go from one to the other."""
+def check_two_hosts(network: hosts.Network) -> None:
+    """Each rank is on a host of its own, which NCCL may not know, and rows go from one to the other."""
+    assert ("NCCL_HOSTID" in os.environ) == (network == "memory")
     assert hosts.count() == jax.process_count() == 2
     assert socket.gethostname() == hosts.name_of(jax.process_index())
     check_bits(Group("xla", 2), rounds=6)
@@ -29,10 +30,11 @@ def end_in_turns() -> None:
     os._exit(3)
 
 
-def test_two_hosts(launch: Launch) -> None:
+@pytest.mark.parametrize("network", ["sockets", "memory"])
+def test_two_hosts(network: hosts.Network, launch: Launch) -> None:
     require_hosts(2, 2)
     before = socket.gethostname()
-    launch(check_two_hosts, processes=2, hosts=2)
+    launch(check_two_hosts, network, processes=2, hosts=2, network=network)
     assert socket.gethostname() == before
 
 
@@ -48,7 +50,7 @@ def test_all_ranks_may_come_to_their_end(launch: Launch) -> None:
 
 def test_hosts_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="2 hosts do not divide 3 processes"):
-        launcher.launch(check_two_hosts, processes=3, hosts=2, directory=tmp_path)
+        launcher.launch(check_two_hosts, "sockets", processes=3, hosts=2, directory=tmp_path)
     monkeypatch.setattr(launcher, "why_not", lambda: "not permitted")
     with pytest.raises(NotImplementedError, match="this machine cannot have 2 hosts: not permitted"):
-        launcher.launch(check_two_hosts, processes=2, hosts=2, directory=tmp_path)
+        launcher.launch(check_two_hosts, "sockets", processes=2, hosts=2, directory=tmp_path)

@@ -1,6 +1,7 @@
 """Ranks end with the process that started them."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -46,4 +47,8 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
         launcher.kill()
         launcher.wait()
     pid = int((tmp_path / "rank").read_text())
-    wait_until(lambda: has_ended(pid), f"rank {pid} is still there")
+    try:
+        wait_until(lambda: has_ended(pid), f"rank {pid} is still there")
+    except AssertionError:
+        os.kill(pid, signal.SIGKILL)
+        raise

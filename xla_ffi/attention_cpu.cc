@@ -27,7 +27,7 @@ cpu::DType dtype_of(const char* name, const ffi::AnyBuffer& buffer) {
         case ffi::BF16: return cpu::DType::kBF16;
         case ffi::F16: return cpu::DType::kF16;
         default:
-            fail(name, " must be F64, F32, BF16 or F16, got ", buffer.element_type());
+            fail(name, " must be f64, f32, bf16 or f16, got ", buffer.element_type());
     }
 }
 

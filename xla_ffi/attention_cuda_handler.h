@@ -63,7 +63,7 @@ inline sm90::TileShape find_tile(std::optional<sm90::TileShape> (*tile)(int, int
 
 inline sm90::DType dtype_of(const ffi::AnyBuffer& q) {
     check(q.element_type() == ffi::BF16 or q.element_type() == ffi::F16,
-          "q must be BF16 or F16, got ", q.element_type());
+          "q must be bf16 or f16, got ", q.element_type());
     return q.element_type() == ffi::BF16 ? sm90::DType::kBF16 : sm90::DType::kF16;
 }
 

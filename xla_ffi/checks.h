@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <locale>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -23,18 +24,41 @@ inline Shape shape_of(const ffi::AnyBuffer& buffer) {
     return {buffer.dimensions().begin(), buffer.dimensions().end()};
 }
 
-inline std::ostream& operator<<(std::ostream& text, const Shape& shape) {
+// Append a part of a message.
+void append(std::ostream& text, const auto& part) {
+    text << part;
+}
+
+inline void append(std::ostream& text, const Shape& shape) {
     text << "[";
     for (size_t i = 0; i < shape.size(); ++i)
         text << (i ? ", " : "") << shape[i];
-    return text << "]";
+    text << "]";
+}
+
+// XLA's own operator must not be asked about types that are newer than its header.
+inline void append(std::ostream& text, ffi::DataType type) {
+    switch (type) {
+        case ffi::F64: text << "f64"; break;
+        case ffi::F32: text << "f32"; break;
+        case ffi::BF16: text << "bf16"; break;
+        case ffi::F16: text << "f16"; break;
+        case ffi::S32: text << "s32"; break;
+        default: text << "XLA type " << static_cast<int>(type);
+    }
+}
+
+// Returns a message that is put together of all parts.
+template <typename... Parts> std::string message_of(const Parts&... parts) {
+    std::ostringstream text;
+    text.imbue(std::locale::classic());
+    (append(text, parts), ...);
+    return text.str();
 }
 
 // Throws a message that is put together of all parts.
 template <typename... Parts> [[noreturn]] void fail(const Parts&... parts) {
-    std::ostringstream text;
-    (text << ... << parts);
-    throw std::invalid_argument(text.str());
+    throw std::invalid_argument(message_of(parts...));
 }
 
 // Fails with a message unless `holds`. Only then is it put together, since a handler checks much in the few

@@ -92,7 +92,8 @@ template <Kind kKind>
 constexpr const char* kHandlerName = kKind == Kind::kCast ? "jaxmagi_group_cast_start" : "jaxmagi_group_reduce_start";
 
 template <Kind kKind> ffi::Error prepare(const CollectivesContext& context, const TransferAttributes& attributes) {
-    return guarded(kHandlerName<kKind>, [&] { request_communicator(context, attributes.groups, attributes.group_size); });
+    return guarded(kHandlerName<kKind>,
+                   [&] { request_communicator(context, attributes.groups, attributes.group_size); });
 }
 
 template <Kind kKind>
@@ -122,11 +123,11 @@ ffi::Error execute(cudaStream_t program, const DeviceMemory& memory, ffi::Remain
         hopper_device();
         Peers& peers = known_groups().get(attributes.groups, attributes.group_size);
         if (peers.order.is_idle())
-            memory.free(peers.held.take_all());
+            memory.free(peers.held_memory.take_all());
         const Buffers buffers = to_buffers(arguments, results);
         auto blocks = launch_transfer(kKind, buffers, attributes, peers, program, memory);
         if (attributes.is_async)
-            peers.held.keep(addresses_of(buffers.to), std::move(blocks));
+            peers.held_memory.keep(addresses_of(buffers.to), std::move(blocks));
         else
             memory.free(blocks);
     });
@@ -145,7 +146,7 @@ ffi::Error done(cudaStream_t program, const DeviceMemory& memory, ffi::Remaining
         }
         Peers& peers = known_groups().get(groups, group_size);
         peers.order.wait(program, transfer_id, from);
-        memory.free(peers.held.take(from));
+        memory.free(peers.held_memory.take(from));
         check(from == to, "the end of a transfer needs its results where the start has them, but XLA has moved them");
     });
 }

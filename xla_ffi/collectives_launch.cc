@@ -76,7 +76,7 @@ TransferParams select_dtype(const TransferParams& params, const Buffers& buffers
     part.num_arrays = 0;
     std::tie(part.dtype, part.sum_dtype) = dtypes(i);
     check(part.sum_dtype == part.dtype or (part.sum_dtype == DType::kF32 and part.dtype != DType::kF64),
-          "sums of ", buffers.from[i].element_type(), " must be of that type or F32, got ",
+          "sums of ", buffers.from[i].element_type(), " must be of that type or f32, got ",
           buffers.to[i].element_type());
     for (int j = 0; j < i; ++j)
         if (dtypes(j) == dtypes(i))
@@ -129,8 +129,8 @@ std::optional<RemoteRows> remote_rows(TransferParams& params, Peers& peers, cuda
         return std::nullopt;
     const auto is_remote = [&](int peer) { return not params.is_native(peers.slots[peer]); };
     const auto describe = [&](int peer) {
-        return std::string(name_of(params.kind)) + ", call " +
-               std::to_string(peers.calls) + " of " + peers.name_of(peers.rank) + ", with " + peers.name_of(peer);
+        return std::string(name_of(params.kind)) + ", call " + std::to_string(peers.calls) + " of " +
+               peers.name_of(peers.rank) + ", with " + peers.name_of(peer);
     };
     const auto allocate = [&](size_t bytes) { return scratch.allocate(bytes); };
     RemoteRows rows(params, {is_remote, describe, allocate}, program);

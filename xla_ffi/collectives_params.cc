@@ -213,7 +213,7 @@ DType dtype_of(const ffi::AnyBuffer& buffer) {
         case ffi::F32: return DType::kF32;
         case ffi::F64: return DType::kF64;
         default:
-            fail("arrays to be added up must be BF16, F16, F32 or F64, got ", buffer.element_type());
+            fail("arrays to be added up must be bf16, f16, f32 or f64, got ", buffer.element_type());
     }
 }
 

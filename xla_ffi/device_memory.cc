@@ -3,6 +3,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "xla_ffi/checks.h"
+
 namespace jaxmagi {
 namespace {
 
@@ -10,13 +12,13 @@ using collectives::MemoryBlock;
 
 constexpr size_t kAlignment = 16;  // the least that arrays of rows need
 
-// Throws if a function of XLA's has returned an error.
-void check_xla(const XLA_FFI_Api* api, XLA_FFI_Error* error, const std::string& what) {
+// Throws a message of all parts if a function of XLA's has returned an error.
+template <typename... Parts> void check_xla(const XLA_FFI_Api* api, XLA_FFI_Error* error, const Parts&... parts) {
     if (error == nullptr)
         return;
-    const std::string message = xla::ffi::internal::GetErrorMessage(api, error);
+    const std::string reason = xla::ffi::internal::GetErrorMessage(api, error);
     xla::ffi::internal::DestroyError(api, error);
-    throw std::runtime_error(what + ": " + message);
+    throw std::runtime_error(message_of(parts..., ": ", reason));
 }
 
 }  // namespace
@@ -27,8 +29,8 @@ MemoryBlock DeviceMemory::allocate(size_t bytes) const {
     arguments.ctx = context_;
     arguments.size = bytes;
     arguments.alignment = kAlignment;
-    check_xla(api_, api_->XLA_FFI_DeviceMemory_Allocate(&arguments),
-              "XLA has no " + std::to_string(bytes) + " bytes left that a group collective needs beside its arrays");
+    check_xla(api_, api_->XLA_FFI_DeviceMemory_Allocate(&arguments), "XLA has no ", bytes,
+              " bytes left that a group collective needs beside its arrays");
     return {arguments.data, bytes};
 }
 

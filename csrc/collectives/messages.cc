@@ -95,7 +95,7 @@ std::vector<Entry> remote_entries(std::span<const TableEntry> table, const Trans
             entries.push_back({entry.peer, index, entry.slot, entry.length, range});
     }
     const auto place = [](const Entry& each) { return std::tuple(each.peer, each.index, each.slot); };
-    if (not std::ranges::is_sorted(entries, {}, place))  // those of one transfer's sends are
+    if (not std::ranges::is_sorted(entries, {}, place))  // the sends of a single transfer are sorted
         std::ranges::sort(entries, {}, place);
     return entries;
 }
@@ -131,7 +131,7 @@ bool are_large(size_t count, int64_t bytes) {
     return count == 1 or bytes >= static_cast<int64_t>(count) * kLargeMessageBytes;
 }
 
-// Compares whether a range does not begin, by the given rows, where the one before ends.
+// Returns a predicate for two ranges: whether the second does not begin, by the given rows, where the first ends.
 auto leaves_gap(int64_t RowRange::*row) {
     return [row](const RowRange& before, const RowRange& range) { return before.*row + before.length != range.*row; };
 }

@@ -48,8 +48,8 @@ struct Peers {
     bool is_one_process;  // all reachable pairs of the group share a process; equal on all ranks
     Sharing sharing;      // equal on all ranks
     TransferOrder order;
-    HeldMemory held;  // of transfers in flight
-    int64_t calls;    // transfers so far, equal on all ranks
+    HeldMemory held_memory;
+    int64_t calls;        // transfers so far, equal on all ranks
 
     char* gather_buffer;                         // device memory of `all_gather`, after the control block
     std::vector<void*> retired;                  // memory that only `finalize` can free

@@ -51,7 +51,7 @@ class PlanReport:
         within_hosts: what crosses links within hosts (NVLink).
         between_hosts: what crosses the network.
         redundant_rows: rows that the transfers of a pass bring to ranks that do not need them or have them,
-            or to hosts once more. It is 0 in every plan of `jaxmagi.plan_context`.
+            to hosts once more, or over a link without use. It is 0 in every plan of `jaxmagi.plan_context`.
         num_stages: attention calls of a rank.
         num_backward_stages: the same of the backward pass.
         predicted_seconds: forward time under the `CostModel` given to `jaxmagi.ContextPlan.report`, which
@@ -190,28 +190,25 @@ def _redundant_rows(stages: PlanStages, own: TokenRuns) -> int:
 
 
 def _arriving_rows(spec: GroupCastSpec | RelayedSpec, own: TokenRuns, width: int) -> int:
-    """Returns the rows that a transfer brings to ranks in the end, and those that cross links needlessly."""
+    """Returns the rows that a transfer brings to ranks in the end, and those that cross links on the way."""
     if not isinstance(spec, RelayedSpec):
         return int(_traffic_of(spec, ranks_per_host=1)[:, 0].sum())
     return int(np.asarray(spec.inside.sends)[..., 3].sum(dtype=np.int64)) + _surplus_rows(spec, own, width)
 
 
 def _surplus_rows(spec: RelayedSpec, own: TokenRuns, width: int) -> int:
-    """Returns how many rows more than needed cross links in the step across all ranks.
+    """Returns how many rows more cross links in the step across all ranks than the step inside hosts uses.
 
-    Needed is one for each row that a rank has in the end from its own host, and one for each row that a host
+    It uses each row that a rank has in the end from another one of its host, and one for each row that a host
     has in the end from other hosts.
     """
     received, size = received_runs(spec, own), spec.ranks_per_host
-    ranks = (own.rank // size * size + np.arange(size)[:, None]).ravel()
-    of_host = TokenRuns(ranks, *(np.tile(column, size) for column in own[1:]))
-    arrived = _edges(received, received.rank, width)
-    from_others, from_other_hosts = (
-        _count_beyond(*arrived, *_edges(runs, runs.rank, width)) for runs in (own, of_host)
+    at_ranks, at_hosts = (
+        [edges for runs in (received, own) for edges in _edges(runs, runs.rank // ranks, width)]
+        for ranks in (1, size)
     )
-    at_hosts, owned = (_edges(runs, runs.rank // size, width) for runs in (received, own))
-    needed = from_others - from_other_hosts + _count_beyond(*at_hosts, *owned)
-    return int(_traffic_of(spec.across, size)[:, 0].sum()) - needed
+    used = _count_within(*at_hosts) - _count_within(*at_ranks) + _count_beyond(*at_hosts)
+    return int(_traffic_of(spec.across, size)[:, 0].sum()) - used
 
 
 def _edges(runs: TokenRuns, place: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -220,11 +217,16 @@ def _edges(runs: TokenRuns, place: np.ndarray, width: int) -> tuple[np.ndarray, 
     return begin, begin + runs.length
 
 
+def _count_within(begin: np.ndarray, end: np.ndarray, own_begin: np.ndarray, own_end: np.ndarray) -> int:
+    """Returns how many integers ranges hold, each as often as it is held, that others, disjoint, hold too."""
+    *_, first, last = meet(begin, end, np.sort(own_begin), np.sort(own_end))
+    return int((last - first).sum())
+
+
 def _count_beyond(begin: np.ndarray, end: np.ndarray, own_begin: np.ndarray, own_end: np.ndarray) -> int:
     """Returns how many integers any ranges hold that others, which are disjoint, do not."""
     begin, end = union(begin, end)
-    *_, first, last = meet(begin, end, np.sort(own_begin), np.sort(own_end))
-    return int((end - begin).sum() - (last - first).sum())
+    return int((end - begin).sum()) - _count_within(begin, end, own_begin, own_end)
 
 
 def _seen_tokens(bands: np.ndarray, keys: TokenRuns, width: int) -> tuple[np.ndarray, np.ndarray]:

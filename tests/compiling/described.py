@@ -19,7 +19,7 @@ REPLICATED = P()
 
 
 def h200s(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType = AxisType.Auto) -> Mesh:
-    """A mesh of devices to compile for."""
+    """Returns a mesh of devices to compile for."""
     target = (Path(__file__).parent / "h200.txtpb").read_text()
     topology = topologies.get_topology_desc(
         "", platform="cuda", target_config=target, topology=f"1x1x{np.prod(shape)}"
@@ -28,7 +28,7 @@ def h200s(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType = AxisT
 
 
 def like(tree: Any, mesh: Mesh, spec: P = REPLICATED) -> Any:
-    """The shapes of arrays that are sharded so."""
+    """Returns the shapes of arrays that are sharded so."""
     sharding = NamedSharding(mesh, spec)
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), np.asarray(leaf).dtype, sharding=sharding), tree

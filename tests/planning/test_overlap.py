@@ -31,7 +31,8 @@ def test_auto_is_the_best_number_of_each_pass(link: float, network: float) -> No
     times = np.array([seconds(plan, cost) for plan in others])
     chosen = (auto.num_stages - 1, auto.backward_stages.num_stages - 1)
     assert seconds(auto, cost) == tuple(times[chosen, (0, 1)])
-    assert (seconds(auto, cost) <= 1.02 * times.min(axis=0)).all()
+    slack = 1.02 if (link, network) == (20.0, 3.0) else 1.01  # there the search ends beside the best number
+    assert (seconds(auto, cost) <= slack * times.min(axis=0)).all()
 
 
 def test_slow_transfers_are_hidden_and_fast_ones_are_not() -> None:

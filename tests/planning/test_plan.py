@@ -211,7 +211,9 @@ def test_report_counts_rows_that_one_transfer_sends_twice(dst_row: int) -> None:
     sends = np.zeros((2, 2, 5), np.int32)
     sends[0] = [[1, 0, 0, 4, 0], [1, 4, 0, 4, dst_row]]
     spec = replace(plan.transfers[0], sends=sends)
-    assert (plan.report().redundant_rows, replace(plan, transfers=(spec,)).report().redundant_rows) == (0, 4)
+    twice = replace(plan, transfers=(spec,))
+    assert (plan.report().redundant_rows, twice.report().redundant_rows) == (0, 4)
+    assert (plan.by_host(2).report().redundant_rows, twice.by_host(2).report().redundant_rows) == (0, 4)
 
 
 def test_report_counts_rows_that_cross_to_a_host_twice() -> None:
@@ -222,7 +224,7 @@ def test_report_counts_rows_that_cross_to_a_host_twice() -> None:
 
 
 def test_report_counts_rows_of_the_own_host_that_nobody_asked_for() -> None:
-    """Rank 1 sees nothing, but rank 0 sends it a row, or sees a row that it gets twice."""
+    """Rank 0 sends rank 1 a row more: one that rank 1 does not see, or one that it gets already."""
     sees = masks.AttnMask.from_bands([[2, 4, 0, 1, -4, 4]], q_len=4, kv_len=4)
     for mask in (sees, masks.full(4)):
         plan = plan_context(mask, 4, layout="contiguous", num_stages=1).by_host(2)
