@@ -1,5 +1,7 @@
 #include "xla_ffi/collectives_cuda.h"
 
+#include <cstdio>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -91,6 +93,19 @@ ffi::TypeInfo execution_info = ffi::MakeTypeInfo<Execution>();
 template <Kind kKind>
 constexpr const char* kHandlerName = kKind == Kind::kCast ? "jaxmagi_group_cast_start" : "jaxmagi_group_reduce_start";
 
+// Prints an error before XLA gets it: other ranks of this process may wait for this one until their time limit, which
+// ends the process before XLA has told anybody.
+template <Kind kKind, typename Body> auto guarded_aloud(Body body) {
+    return guarded(kHandlerName<kKind>, [&] {
+        try {
+            return body();
+        } catch (const std::exception& error) {
+            std::fprintf(stderr, "jaxmagi: %s\n", error.what());
+            throw;
+        }
+    });
+}
+
 template <Kind kKind> ffi::Error prepare(const CollectivesContext& context, const TransferAttributes& attributes) {
     return guarded(kHandlerName<kKind>,
                    [&] { request_communicator(context, attributes.groups, attributes.group_size); });
@@ -99,7 +114,7 @@ template <Kind kKind> ffi::Error prepare(const CollectivesContext& context, cons
 template <Kind kKind>
 auto initialize(cudaStream_t program, const CollectivesContext& context, ffi::RemainingArgs arguments,
                 ffi::RemainingRets results, const TransferAttributes& attributes) {
-    return guarded(kHandlerName<kKind>, [&] {
+    return guarded_aloud<kKind>([&] {
         hopper_device();
         const Buffers buffers = to_buffers(arguments, results);
         const Bootstrap bootstrap{get_communicator(context, attributes.groups, attributes.group_size), program,
@@ -119,7 +134,7 @@ auto initialize(cudaStream_t program, const CollectivesContext& context, ffi::Re
 template <Kind kKind>
 ffi::Error execute(cudaStream_t program, const DeviceMemory& memory, ffi::RemainingArgs arguments,
                    ffi::RemainingRets results, const TransferAttributes& attributes) {
-    return guarded(kHandlerName<kKind>, [&] {
+    return guarded_aloud<kKind>([&] {
         hopper_device();
         Peers& peers = known_groups().get(attributes.groups, attributes.group_size);
         if (peers.order.is_idle())

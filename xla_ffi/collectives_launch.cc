@@ -128,12 +128,11 @@ std::optional<RemoteRows> remote_rows(TransferParams& params, Peers& peers, cuda
     if (std::popcount(params.native) == peers.size)
         return std::nullopt;
     const auto is_remote = [&](int peer) { return not params.is_native(peers.slots[peer]); };
-    const auto describe = [&](int peer) {
-        return std::string(name_of(params.kind)) + ", call " + std::to_string(peers.calls) + " of " +
-               peers.name_of(peers.rank) + ", with " + peers.name_of(peer);
-    };
+    const std::string call = std::string(name_of(params.kind)) + ", call " + std::to_string(peers.calls) + " of " +
+                             peers.name_of(peers.rank);
+    const auto name_of_peer = [&peers](int peer) { return peers.name_of(peer); };
     const auto allocate = [&](size_t bytes) { return scratch.allocate(bytes); };
-    RemoteRows rows(params, {is_remote, describe, allocate}, program);
+    RemoteRows rows(params, {call, is_remote, name_of_peer, allocate}, program);
     if (rows.is_empty())
         return std::nullopt;
     rows.add_to(params);

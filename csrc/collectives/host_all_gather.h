@@ -28,7 +28,7 @@ std::vector<Record> all_gather(const Peers& peers, const Bootstrap& bootstrap, c
     std::vector<Record> records(peers.size);
     check_cuda(cudaMemcpyAsync(all + peers.size, &own, sizeof own, cudaMemcpyHostToDevice, stream),
                "copying a record to the device");
-    enqueue_nccl(stream, timeout_ms, peers.who(), "brought the ranks of a group together",
+    enqueue_nccl(stream, timeout_ms, {peers.who(), "brought the ranks of a group together"},
                  [&] { nccl::all_gather(all + peers.size, all, sizeof own, communicator, stream); });
     check_cuda(cudaStreamSynchronize(stream), "gathering the ranks' records");
     check_cuda(cudaMemcpyAsync(records.data(), all, peers.size * sizeof own, cudaMemcpyDeviceToHost, stream),

@@ -12,9 +12,9 @@
 namespace jaxmagi::collectives {
 namespace {
 
-// Messages of this size take their bytes' time: each costs NCCL and the network as long as some 100 KB do, by sockets
-// (docs/log/hosts.md). Smaller ones are joined, which costs a copy in the memory of the device.
-constexpr int64_t kLargeMessageBytes = 4 << 20;
+// Messages of this size take their bytes' time: each costs NCCL and the network as long as some 100 KB to 1 MB do, by
+// sockets (docs/log/hosts.md). Smaller ones are joined, which costs a copy in the memory of the device.
+constexpr int64_t kLargeMessageBytes = 8 << 20;
 
 // --- pairs ---
 
@@ -32,7 +32,7 @@ void check_fits(bool fits, const TransferShape& shape, Numbers entry) {
     std::string text;
     for (const auto& [name, number] : entry)
         text += (text.empty() ? "" : ", ") + std::string(name) + " " + std::to_string(number);
-    throw std::invalid_argument("jaxmagi: rank " + std::to_string(shape.rank) + " has a spec with the entry (" + text +
+    throw std::invalid_argument("rank " + std::to_string(shape.rank) + " has a spec with the entry (" + text +
                                 "), which does not fit " + std::to_string(shape.size) + " ranks, " +
                                 std::to_string(shape.input_rows) + " input rows, " +
                                 std::to_string(shape.output_rows) + " output rows and " +
@@ -64,7 +64,7 @@ RowRange range_of(const Receive& receive, int index, const TransferShape& shape)
 
 void check_place(int length, int length_before, int64_t place, const TransferShape& shape) {
     if (length < 0 or (length > 0 and place > 0 and length_before == 0))
-        throw std::invalid_argument("jaxmagi: rank " + std::to_string(shape.rank) +
+        throw std::invalid_argument("rank " + std::to_string(shape.rank) +
                                     " has a spec with an entry of length " + std::to_string(length) + " in place " +
                                     std::to_string(place) + ": those in use come first, unused ones have length 0");
 }
@@ -102,7 +102,7 @@ std::vector<Entry> remote_entries(std::span<const TableEntry> table, const Trans
 
 void check_slot(const Entry& entry, int slot) {
     if (entry.slot != slot)
-        throw std::invalid_argument("jaxmagi: a spec has an entry for rank " + std::to_string(entry.peer) +
+        throw std::invalid_argument("a spec has an entry for rank " + std::to_string(entry.peer) +
                                     " with slot " + std::to_string(entry.slot) + ", but the rows before it fill " +
                                     std::to_string(slot) + " slots");
 }

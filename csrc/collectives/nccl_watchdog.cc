@@ -4,7 +4,9 @@
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
+#include <future>
 #include <list>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -18,12 +20,29 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds kPollInterval{50};
+constexpr std::chrono::seconds kMostSecondsForReason{1};
+
+// Returns the reason, or an empty text if it cannot be told in time: the device may answer no more.
+std::string find_in_time(const std::function<std::string()>& find_reason) {
+    if (not find_reason)
+        return {};
+    auto found = std::make_shared<std::promise<std::string>>();
+    std::future<std::string> reason = found->get_future();
+    std::thread([found, find_reason] {
+        try {
+            found->set_value(find_reason());
+        } catch (const std::exception&) {  // the device has an error, which others report
+            found->set_value({});
+        }
+    }).detach();
+    return reason.wait_for(kMostSecondsForReason) == std::future_status::ready ? reason.get() : std::string();
+}
 
 struct Operation {
     int ordinal;  // of the device
     cudaEvent_t begin;
     std::chrono::milliseconds timeout;
-    std::string who, what;
+    NcclText text;
     std::optional<cudaEvent_t> end = {};          // unset while NCCL has the host's thread
     std::optional<Clock::time_point> begun = {};  // when the stream was first seen to have come to it
 
@@ -36,10 +55,12 @@ struct Operation {
             begun = Clock::now();
         if (not begun or Clock::now() - *begun <= timeout)
             return;
+        const std::string reason = find_in_time(text.find_reason);
         std::fprintf(stderr,
-                     "jaxmagi: %s waited for %lld ms until NCCL had %s; another rank has failed, or makes other calls. "
-                     "The process ends, since NCCL would wait forever.\n",
-                     who.c_str(), static_cast<long long>(timeout.count()), what.c_str());
+                     "jaxmagi: %s waited for %lld ms until NCCL had %s; %sanother rank has failed, or makes other "
+                     "calls. The process ends, since NCCL would wait forever.\n",
+                     text.who.c_str(), static_cast<long long>(timeout.count()), text.what.c_str(),
+                     reason.empty() ? "" : (reason + "; ").c_str());
         std::abort();
     }
 };
@@ -102,15 +123,13 @@ cudaEvent_t record(cudaStream_t stream) {
 
 }  // namespace
 
-void enqueue_nccl(cudaStream_t stream, uint64_t timeout_ms, std::string who, std::string what,
-                  const std::function<void()>& enqueue) {
+void enqueue_nccl(cudaStream_t stream, uint64_t timeout_ms, NcclText text, const std::function<void()>& enqueue) {
     static auto* const watchdog = new Watchdog;  // never destroyed: its thread runs until the process ends
     // The time that NCCL waits for other ranks while it enqueues counts, too.
     const auto operation = watchdog->add({.ordinal = current_ordinal(),
                                           .begin = record(stream),
                                           .timeout = std::chrono::milliseconds(timeout_ms),
-                                          .who = std::move(who),
-                                          .what = std::move(what)});
+                                          .text = std::move(text)});
     try {
         enqueue();
         watchdog->set_end(operation, record(stream));

@@ -157,7 +157,7 @@ void connect_remote_pairs(const Peers& peers, const std::vector<Introduction>& i
     }
     if (sends.empty())
         return;
-    enqueue_nccl(bootstrap.stream, bootstrap.timeout_ms, peers.who(), "connected the ranks of a group",
+    enqueue_nccl(bootstrap.stream, bootstrap.timeout_ms, {peers.who(), "connected the ranks of a group"},
                  [&] { nccl::exchange(sends, receives, peers.communicator, bootstrap.stream); });
     check_cuda(cudaStreamSynchronize(bootstrap.stream), "connecting the ranks of a group");
 }

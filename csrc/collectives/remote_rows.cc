@@ -1,6 +1,7 @@
 #include "csrc/collectives/remote_rows.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "csrc/collectives/nccl_watchdog.h"
 #include "csrc/collectives/statistics.h"
@@ -10,7 +11,7 @@
 namespace jaxmagi::collectives {
 namespace {
 
-constexpr size_t kAlignment = 256;
+constexpr size_t kAlignment = 256, kMostNamed = 8;
 
 // Returns a table that is on the device. The host waits for the stream before it copies to pageable memory, since a
 // copy that has to wait may keep other threads from the device.
@@ -60,6 +61,28 @@ PairText to_text(const std::string& description) {
     return text;
 }
 
+// Returns the names of ranks, of many the first ones and how many more there are.
+std::string list_names(const std::vector<int>& ranks, const std::function<std::string(int)>& name_of) {
+    std::string names;
+    for (size_t i = 0; i < std::min(ranks.size(), kMostNamed); ++i)
+        names += (i > 0 ? ", " : "") + name_of(ranks[i]);
+    if (ranks.size() > kMostNamed)
+        names += " and " + std::to_string(ranks.size() - kMostNamed) + " more";
+    return names;
+}
+
+// Reads headers while the stream that receives them waits. Throws if the device does not answer.
+std::vector<PairHeader> read_headers(const PairHeader* headers, size_t count, int ordinal) {
+    std::vector<PairHeader> read(count);
+    cudaStream_t stream;
+    check_cuda(cudaSetDevice(ordinal), "choosing a device");
+    check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
+    check_cuda(cudaMemcpyAsync(read.data(), headers, count * sizeof *headers, cudaMemcpyDeviceToHost, stream),
+               "reading headers");
+    check_cuda(cudaStreamSynchronize(stream), "reading headers");
+    return read;
+}
+
 }  // namespace
 
 RemoteRows::RemoteRows(const TransferParams& params, const Context& context, cudaStream_t program)
@@ -72,13 +95,11 @@ RemoteRows::RemoteRows(const TransferParams& params, const Context& context, cud
     list_traffic(params, context.is_remote, program);
     if (is_empty())
         return;
-    const std::vector<int> peers = peers_of(outgoing_, incoming_);
-    description_ = context.describe(peers[0]);
-    if (peers.size() > 1)
-        description_ += " and " + std::to_string(peers.size() - 1) + " more";
+    name_of_ = context.name_of;
+    description_ = context.call + ", with " + list_names(peers_of(outgoing_, incoming_), name_of_);
     std::vector<PairText> texts;
     for (const PairHeader& header : incoming_.headers)
-        texts.push_back(to_text(context.describe(header.source)));
+        texts.push_back(to_text(context.call + ", with " + name_of_(header.source)));
     reserve_memory();
     memory_ = static_cast<char*>(context.allocate(bytes_));
     upload(texts, program);
@@ -132,7 +153,7 @@ void RemoteRows::reserve_memory() {
 }
 
 void RemoteRows::upload(const std::vector<PairText>& texts, cudaStream_t program) const {
-    std::vector<char> image(in_headers_.offset);
+    std::vector<char> image(staging_.offset);  // with zeros where headers will come
     const auto put = [&](const Part& part, const auto& items) {
         std::copy_n(reinterpret_cast<const char*>(items.data()), items.size() * sizeof items[0],
                     image.data() + part.offset);
@@ -188,15 +209,15 @@ void RemoteRows::unpack(cudaStream_t stream) const {
 
 void RemoteRows::exchange(const Peers& peers, cudaStream_t stream, cudaEvent_t started) const {
     std::vector<nccl::Message> sends, receives;
-    const auto enqueue = [&](const char* what) {
-        enqueue_nccl(stream, timeout_ms_, peers.who(), what + description_,
+    const auto enqueue = [&](const char* what, std::function<std::string()> find_reason) {
+        enqueue_nccl(stream, timeout_ms_, {peers.who(), what + description_, std::move(find_reason)},
                      [&] { nccl::exchange(sends, receives, peers.communicator, stream); });
     };
     for (size_t i = 0; i < outgoing_.headers.size(); ++i)
         sends.push_back({at<PairHeader>(out_headers_) + i, sizeof(PairHeader), outgoing_.headers[i].destination});
     for (size_t i = 0; i < incoming_.headers.size(); ++i)
         receives.push_back({at<PairHeader>(in_headers_) + i, sizeof(PairHeader), incoming_.headers[i].source});
-    enqueue("exchanged the headers of ");
+    enqueue("exchanged the headers of ", find_absent_ranks());
     if (in_headers_.count > 0)
         check_cuda(check_headers(at<PairHeader>(in_headers_), at<PairHeader>(expected_headers_), at<PairText>(texts_),
                                  static_cast<int>(in_headers_.count), stream),
@@ -211,7 +232,23 @@ void RemoteRows::exchange(const Peers& peers, cudaStream_t stream, cudaEvent_t s
         sends.push_back({outgoing_data(message), static_cast<size_t>(message.bytes), message.peer});
     for (const Message& message : incoming_.messages)
         receives.push_back({incoming_data(message), static_cast<size_t>(message.bytes), message.peer});
-    enqueue("moved the rows of ");
+    enqueue("moved the rows of ", {});
+}
+
+// Returns a function that says from which ranks no header has come.
+std::function<std::string()> RemoteRows::find_absent_ranks() const {
+    std::vector<int> sources;
+    for (const PairHeader& header : incoming_.headers)
+        sources.push_back(header.source);
+    return [sources, headers = at<PairHeader>(in_headers_), name_of = name_of_,
+            ordinal = current_ordinal()]() -> std::string {
+        const std::vector<PairHeader> read = read_headers(headers, sources.size(), ordinal);
+        std::vector<int> absent;
+        for (size_t i = 0; i < read.size(); ++i)
+            if (read[i].call == 0)  // calls count from 1
+                absent.push_back(sources[i]);
+        return absent.empty() ? "" : "nothing has come from " + list_names(absent, name_of);
+    };
 }
 
 }  // namespace jaxmagi::collectives

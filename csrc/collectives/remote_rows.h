@@ -24,9 +24,10 @@ namespace jaxmagi::collectives {
 class RemoteRows {
 public:
     struct Context {
+        std::string call;  // and the rank that makes it, for messages
         std::function<bool(int peer)> is_remote;
-        std::function<std::string(int peer)> describe;      // the call and this rank's part in it, for messages
-        std::function<void*(size_t bytes)> allocate;  // device memory that stays until the transfer has ended
+        std::function<std::string(int peer)> name_of;  // for messages; lives as long as the group
+        std::function<void*(size_t bytes)> allocate;   // device memory that stays until the transfer has ended
     };
 
     // Reads the tables when `program` has computed them, and allocates what the transfer needs. Throws
@@ -62,12 +63,14 @@ private:
     void upload(const std::vector<PairText>& texts, cudaStream_t program) const;
     std::vector<CopiedBytes> resolve_copies(const Traffic& traffic, bool to_staging) const;
     char* resolve(const Place& place, const std::vector<char*>& arrays) const;
+    std::function<std::string()> find_absent_ranks() const;
     template <typename T> T* at(const Part& part) const { return reinterpret_cast<T*>(memory_ + part.offset); }
     template <typename T> Part reserve(size_t count);
 
     Kind kind_;
     uint64_t timeout_ms_;
-    std::string description_;
+    std::string description_;  // the call, and the ranks with which rows are exchanged
+    std::function<std::string(int peer)> name_of_;
     Traffic outgoing_, incoming_;
     std::vector<char*> sources_, destinations_;  // arrays of this rank
     std::vector<int64_t> incoming_offsets_, incoming_rows_;

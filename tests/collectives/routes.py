@@ -109,6 +109,14 @@ def make_transfer(
     return Transfer(spec, [_sources(sizes, targets, own, rank) for rank, own in enumerate(arrivals)])
 
 
+def full_exchange(size: int, rows: int) -> GroupCastSpec:
+    """Every rank sends so many rows to every rank; static sizes do not depend on their number."""
+    everyone = [[rank] for rank in range(size)]
+    spec = make_transfer(np.random.default_rng(0), [[rows] * size] * size, [everyone] * size).spec
+    spec = dataclasses.replace(spec, input_rows=INPUT_ROWS)
+    return spec.padded(copies=64, output_rows=size * INPUT_ROWS, pair_rows=INPUT_ROWS)
+
+
 def _random_targets(rng: np.random.Generator, cp_size: int, repeats: bool) -> list[int]:
     everyone = np.tile(np.arange(cp_size), 3 if repeats else 1)
     return rng.permutation(everyone)[: rng.integers(0, cp_size + 1)].tolist()

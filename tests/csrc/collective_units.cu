@@ -118,7 +118,7 @@ public:
             return memory_->data();
         };
         const auto is_remote = [&](int peer) { return peer != rank_; };
-        return {params, {is_remote, [](int) { return "a test"; }, allocate}, kStream};
+        return {params, {"a test", is_remote, [](int) { return "a rank"; }, allocate}, kStream};
     }
 
 private:

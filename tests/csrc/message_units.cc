@@ -324,7 +324,7 @@ void check_hashes() {
 int run() {
     check_pattern({"two ranks", 2, 1, 1, 12, 9, {16, 48}, false}, false);
     check_pattern({"two ranks in order", 2, 1, 1, 12, 9, {16, 48}, true}, false);
-    check_pattern({"large rows", 2, 1, 1, 5, 1, {4 << 20}, false}, true);
+    check_pattern({"large rows", 2, 1, 1, 5, 1, {8 << 20}, false}, true);
     check_pattern({"a batch", 6, 2, 3, 30, 7, {16, 32, 80}, false}, false);
     check_pattern({"a batch in order", 6, 2, 3, 30, 7, {16, 32, 80}, true}, false);
     check_pattern({"128 ranks", 128, 8, 1, 40, 6, {16, 48}, true}, false);

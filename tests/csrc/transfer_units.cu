@@ -180,7 +180,7 @@ private:
 };
 
 void watch(const std::function<void()>& enqueue) {
-    enqueue_nccl(nullptr, 200, "rank 0 of 2", "come together", enqueue);
+    enqueue_nccl(nullptr, 200, {"rank 0 of 2", "come together", [] { return "rank 1 is late"; }}, enqueue);
 }
 
 // The process lives on.
