@@ -24,7 +24,7 @@ inline Shape shape_of(const ffi::AnyBuffer& buffer) {
     return {buffer.dimensions().begin(), buffer.dimensions().end()};
 }
 
-// Append a part of a message.
+// Each appends a part to a message.
 void append(std::ostream& text, const auto& part) {
     text << part;
 }

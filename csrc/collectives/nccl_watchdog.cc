@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -20,22 +21,29 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::chrono::milliseconds kPollInterval{50};
-constexpr std::chrono::seconds kMostSecondsForReason{1};
+constexpr std::chrono::seconds kMostTimeForReason{1};
+// From the time limit to the end of the process, by which JAX ends other ranks too: they print first, what they wait
+// for, although they may have begun later and take longer to find a reason.
+constexpr std::chrono::seconds kLastWords{2};
 
 // Returns the reason, or an empty text if it cannot be told in time: the device may answer no more.
 std::string find_in_time(const std::function<std::string()>& find_reason) {
     if (not find_reason)
         return {};
-    auto found = std::make_shared<std::promise<std::string>>();
+    const auto found = std::make_shared<std::promise<std::string>>();
     std::future<std::string> reason = found->get_future();
-    std::thread([found, find_reason] {
-        try {
-            found->set_value(find_reason());
-        } catch (const std::exception&) {  // the device has an error, which others report
-            found->set_value({});
-        }
-    }).detach();
-    return reason.wait_for(kMostSecondsForReason) == std::future_status::ready ? reason.get() : std::string();
+    try {
+        std::thread([found, find_reason] {
+            try {
+                found->set_value(find_reason());
+            } catch (const std::exception&) {  // the device has an error, which others report
+                found->set_value({});
+            }
+        }).detach();
+    } catch (const std::system_error&) {  // there can be no more threads
+        return {};
+    }
+    return reason.wait_for(kMostTimeForReason) == std::future_status::ready ? reason.get() : std::string();
 }
 
 struct Operation {
@@ -45,9 +53,10 @@ struct Operation {
     NcclText text;
     std::optional<cudaEvent_t> end = {};          // unset while NCCL has the host's thread
     std::optional<Clock::time_point> begun = {};  // when the stream was first seen to have come to it
+    bool is_reported = false;
 
     // An error counts as the end, since others report it.
-    bool has_ended() const { return end and cudaEventQuery(*end) != cudaErrorNotReady; }
+    bool has_ended() const { return not is_reported and end and cudaEventQuery(*end) != cudaErrorNotReady; }
 
     // Starts the clock when the stream comes to the operation: what runs before may take as long as it likes.
     void check_timeout() {
@@ -55,13 +64,23 @@ struct Operation {
             begun = Clock::now();
         if (not begun or Clock::now() - *begun <= timeout)
             return;
+        if (not is_reported)
+            report();
+        if (is_reported and Clock::now() - *begun > timeout + kLastWords)
+            std::abort();
+    }
+
+private:
+    void report() {
         const std::string reason = find_in_time(text.find_reason);
+        if (has_ended())  // meanwhile
+            return;
+        is_reported = true;
         std::fprintf(stderr,
                      "jaxmagi: %s waited for %lld ms until NCCL had %s; %sanother rank has failed, or makes other "
                      "calls. The process ends, since NCCL would wait forever.\n",
                      text.who.c_str(), static_cast<long long>(timeout.count()), text.what.c_str(),
                      reason.empty() ? "" : (reason + "; ").c_str());
-        std::abort();
     }
 };
 

@@ -71,7 +71,8 @@ std::string list_names(const std::vector<int>& ranks, const std::function<std::s
     return names;
 }
 
-// Reads headers while the stream that receives them waits. Throws if the device does not answer.
+// Reads headers while the stream that receives them waits. Throws if the device does not answer. The stream is not
+// given back, as the process ends.
 std::vector<PairHeader> read_headers(const PairHeader* headers, size_t count, int ordinal) {
     std::vector<PairHeader> read(count);
     cudaStream_t stream;
@@ -217,7 +218,7 @@ void RemoteRows::exchange(const Peers& peers, cudaStream_t stream, cudaEvent_t s
         sends.push_back({at<PairHeader>(out_headers_) + i, sizeof(PairHeader), outgoing_.headers[i].destination});
     for (size_t i = 0; i < incoming_.headers.size(); ++i)
         receives.push_back({at<PairHeader>(in_headers_) + i, sizeof(PairHeader), incoming_.headers[i].source});
-    enqueue("exchanged the headers of ", find_absent_ranks());
+    enqueue("exchanged the headers of ", absent_ranks_finder());
     if (in_headers_.count > 0)
         check_cuda(check_headers(at<PairHeader>(in_headers_), at<PairHeader>(expected_headers_), at<PairText>(texts_),
                                  static_cast<int>(in_headers_.count), stream),
@@ -235,8 +236,9 @@ void RemoteRows::exchange(const Peers& peers, cudaStream_t stream, cudaEvent_t s
     enqueue("moved the rows of ", {});
 }
 
-// Returns a function that says from which ranks no header has come.
-std::function<std::string()> RemoteRows::find_absent_ranks() const {
+// Returns a function that says from which ranks no header has come. NCCL may serve ranks one after another, so that
+// those behind an absent one may be among them.
+std::function<std::string()> RemoteRows::absent_ranks_finder() const {
     std::vector<int> sources;
     for (const PairHeader& header : incoming_.headers)
         sources.push_back(header.source);

@@ -24,9 +24,10 @@ namespace jaxmagi::collectives {
 class RemoteRows {
 public:
     struct Context {
-        std::string call;  // and the rank that makes it, for messages
+        std::string call;  // the call and the rank that makes it, for messages
         std::function<bool(int peer)> is_remote;
-        std::function<std::string(int peer)> name_of;  // for messages; lives as long as the group
+        // Called until the transfer has ended: what it refers to must live as long as the group.
+        std::function<std::string(int peer)> name_of;
         std::function<void*(size_t bytes)> allocate;   // device memory that stays until the transfer has ended
     };
 
@@ -63,7 +64,7 @@ private:
     void upload(const std::vector<PairText>& texts, cudaStream_t program) const;
     std::vector<CopiedBytes> resolve_copies(const Traffic& traffic, bool to_staging) const;
     char* resolve(const Place& place, const std::vector<char*>& arrays) const;
-    std::function<std::string()> find_absent_ranks() const;
+    std::function<std::string()> absent_ranks_finder() const;
     template <typename T> T* at(const Part& part) const { return reinterpret_cast<T*>(memory_ + part.offset); }
     template <typename T> Part reserve(size_t count);
 

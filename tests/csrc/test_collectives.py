@@ -32,10 +32,11 @@ def test_xla_pool(tmp_path: Path) -> None:
 def test_transfer_order_and_watchdog(tmp_path: Path) -> None:
     program = build("transfer_units", sources("transfer_order.cc", "nccl_watchdog.cc"), tmp_path)
     assert_all_ok(succeed(program))
-    absent = subprocess.run([program, "a rank is absent"], capture_output=True, text=True, timeout=30)
-    assert absent.returncode == -signal.SIGABRT
-    message = "jaxmagi: rank 0 of 2 waited for 200 ms until NCCL had come together; rank 1 is late;"
-    assert message in absent.stderr
+    for reason, found in (("quick", "rank 1 is late; "), ("slow", ""), ("failing", "")):
+        absent = subprocess.run([program, reason], capture_output=True, text=True, timeout=30)
+        assert absent.returncode == -signal.SIGABRT
+        message = f"jaxmagi: rank 0 of 2 waited for 200 ms until NCCL had come together; {found}another rank"
+        assert absent.stderr.count(message) == 1
 
 
 @pytest.mark.gpu

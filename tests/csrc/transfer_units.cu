@@ -1,5 +1,6 @@
 // Tests the order of transfers among streams, and that the watchdog ends a process, without XLA and NCCL. With an
-// argument, waits on the host as NCCL does while it connects to a rank that never comes.
+// argument, waits on the host as NCCL does while it connects to a rank that never comes; the argument is the kind of
+// reason.
 
 #include <chrono>
 #include <stdexcept>
@@ -179,8 +180,8 @@ private:
     char results_[kSteps + 6] = {};
 };
 
-void watch(const std::function<void()>& enqueue) {
-    enqueue_nccl(nullptr, 200, {"rank 0 of 2", "come together", [] { return "rank 1 is late"; }}, enqueue);
+void watch(const std::function<void()>& enqueue, std::function<std::string()> find_reason = {}) {
+    enqueue_nccl(nullptr, 200, {"rank 0 of 2", "come together", std::move(find_reason)}, enqueue);
 }
 
 // The process lives on.
@@ -197,9 +198,21 @@ void check_operations_that_end(Verdict& verdict) {
     verdict.expect("operations that have ended are not watched", has_thrown);
 }
 
-int run(bool is_rank_absent) {
-    if (is_rank_absent)
-        watch([] { std::this_thread::sleep_for(std::chrono::minutes(1)); });
+// Waits for a rank that never comes, with a reason that is found, that takes too long, or that cannot be found.
+void wait_for_absent_rank(const std::string& reason) {
+    const auto wait = [] { std::this_thread::sleep_for(std::chrono::minutes(1)); };
+    watch(wait, [&]() -> std::string {
+        if (reason == "slow")
+            wait();
+        if (reason == "failing")
+            throw std::runtime_error("failed");
+        return "rank 1 is late";
+    });
+}
+
+int run(const char* reason) {
+    if (reason != nullptr)
+        wait_for_absent_rank(reason);
     Verdict verdict;
     check_operations_that_end(verdict);
     Fuzz fuzz;
@@ -213,6 +226,6 @@ int run(bool is_rank_absent) {
 }  // namespace
 }  // namespace jaxmagi::test
 
-int main(int argc, char**) {
-    return jaxmagi::test::run(argc > 1);
+int main(int argc, char** argv) {
+    return jaxmagi::test::run(argc > 1 ? argv[1] : nullptr);
 }
