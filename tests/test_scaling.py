@@ -38,7 +38,8 @@ def test_heads_in_hosts_move_their_part_of_rows_between_hosts() -> None:
     assert scaling.planned_over_hosts(mask, 16, cost).network_bytes == row_bytes / 8
     assert scaling.planned(mask, 16, cost, two_levels=False).network_bytes == row_bytes
     # A row crosses once in each transfer: with several, it may for each of them.
-    assert row_bytes / 8 <= scaling.planned(mask, 16, cost, two_levels=True).network_bytes < row_bytes / 4
+    network_bytes = scaling.planned(mask, 16, cost, two_levels=True).network_bytes
+    assert network_bytes is not None and row_bytes / 8 <= network_bytes < row_bytes / 4
     one_transfer = plan_context(mask, 16, cost=cost, two_levels=True, num_stages=1).report(cost)
     assert one_transfer.between_hosts.bytes_moved == 16 * row_bytes / 8
     assert scaling.planned_over_hosts(mask, 8, cost).network_bytes == 0
