@@ -20,7 +20,7 @@ CP = 8
 
 
 def is_far(table: Any, ranks_per_host: int) -> np.ndarray:
-    """Whether each entry is used, and for a rank of another host."""
+    """Returns whether each entry is used, and is for a rank of another host."""
     rank = np.arange(len(table))[:, None]
     return (table[..., 3] > 0) & (table[..., 0] // ranks_per_host != rank // ranks_per_host)
 

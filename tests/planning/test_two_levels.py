@@ -98,7 +98,7 @@ def test_only_the_step_across_all_ranks_is_hidden() -> None:
 
 
 def test_copies_inside_hosts_take_time() -> None:
-    """What the step across all ranks brings is copied, and so are its gradients: in 1 GB/s of memory."""
+    """Rows of the step across all ranks are copied, and so are their gradients: in 1 GB/s of memory."""
     mask = masks.causal(1 << 10)
     plan = plan_context(
         mask, 4, num_stages=1, layout="contiguous", cost=CostModel(ranks_per_host=2), two_levels=True
