@@ -181,7 +181,7 @@ class RelayedSpec:
         return replace(self.inside.used, across=self.across.used)
 
     def padded(self, *, copies: int, output_rows: int, pair_rows: int, across: PlanCapacity) -> "RelayedSpec":
-        """Returns the same transfer with other static sizes, for ``across`` those of ``across``.
+        """Returns the same transfer with other static sizes; ``across`` sizes the step across all ranks.
 
         Raises:
             ValueError: a size is smaller than what the transfer uses.
