@@ -181,6 +181,7 @@ def test_specs_without_sense(
 @pytest.mark.parametrize(
     ("implementation", "width", "match"),
     [("native", 8, ABSENCE), ("native", 64, NOT_TOGETHER), ("nccl", 8, NOTHING)],
+    ids=["native", "native, not together", "nccl"],
 )
 def test_rank_that_never_comes(
     implementation: Implementation, width: int, match: str, launch: Launch
