@@ -13,6 +13,7 @@ from ._builders import (
     from_segment_ids as from_segment_ids,
     full as full,
     prefix_lm as prefix_lm,
+    prefix_tree as prefix_tree,
     shared_prefix as shared_prefix,
     sliding_window as sliding_window,
     video as video,

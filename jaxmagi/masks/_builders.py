@@ -11,10 +11,12 @@ from jaxtyping import Array, Int
 
 from .._checks import integer
 from ._mask import AttnMask
-from ._validation import integer_array, lengths as checked_lengths
+from ._tree import depths, tree_bands
+from ._validation import integer_array, lengths as checked_lengths, reject
 from .geometry import UNBOUNDED
 
 _MAX_PAIRS = 2**22
+_MAX_DEPTH = 64  # of a tree, which bounds the number of bands of each segment
 
 type Window = tuple[int, int]
 """Numbers of keys to the left and to the right of the query's own key."""
@@ -179,6 +181,53 @@ def shared_prefix(prefix: int, branches: Sequence[int] | Int[Array | np.ndarray,
     begins = ends - sizes
     prompt = _band(0, total, 0, prefix, hi=0)
     return _mask([prompt, _band(begins, ends, begins, ends, hi=0)], total, total)
+
+
+def prefix_tree(
+    parents: Sequence[int] | Int[Array | np.ndarray, " segments"],
+    lengths: Sequence[int] | Int[Array | np.ndarray, " segments"],
+) -> AttnMask:
+    """Returns the mask of a tree of token segments, all packed (branching RL rollouts, beam search).
+
+    A token sees its own segment up to itself and all tokens of the segment's ancestors. Several roots make a
+    forest, whose trees do not see one another.
+
+    In depth-first order, where each subtree is contiguous, there is one band at most for each segment, and an
+    only child shares its parent's. In any other order there is one at most for each segment and each run of
+    consecutive tokens that see it, hence no more than the tree's depth for each segment.
+
+    Args:
+        parents: the index of each segment's parent, which comes before the segment; -1 for a root.
+        lengths: tokens of each segment, in order; zeros are allowed.
+
+    Raises:
+        ValueError: a parent does not come before its child, or a segment has 64 ancestors or more.
+        NotImplementedError: the order of the segments needs more than 2**22 bands.
+
+    >>> prefix_tree([-1, 0, 1, 0], [1, 1, 2, 1]).to_dense().astype(int)
+    array([[1, 0, 0, 0, 0],
+           [1, 1, 0, 0, 0],
+           [1, 1, 1, 0, 0],
+           [1, 1, 1, 1, 0],
+           [1, 0, 0, 0, 1]])
+    """
+    above, sizes = integer_array(parents, "parents"), checked_lengths(lengths, "lengths")
+    if len(above) != len(sizes):
+        raise ValueError(
+            f"parents and lengths must have one length, but they have {len(above)} and {len(sizes)}."
+        )
+    reject(
+        (above < -1) | (above >= np.arange(len(above))),
+        lambda i: f"parents[{i}] = {above[i]} is neither -1 nor the index of a segment before segment {i}.",
+    )
+    depth = depths(above)
+    if depth.max(initial=0) > _MAX_DEPTH:
+        raise ValueError(
+            f"the tree's depth must be at most {_MAX_DEPTH}, "
+            f"but it is {depth.max()}, at segment {depth.argmax()}."
+        )
+    total = int(sizes.sum())
+    return _mask([tree_bands(above, sizes, depth)], total, total)
 
 
 def chunked_causal(length: int, chunk: int) -> AttnMask:

@@ -76,6 +76,15 @@ def test_per_example_masks(rng: np.random.Generator, implementation: str) -> Non
     assert_close(got, run_reference(x, mask, with_sinks=True), FP32_TOLERANCE)
 
 
+@pytest.mark.parametrize("parents", [[-1, 0, 1, 1, 0, 4, -1, 6], [-1, 0, 0, 1, 2, 3, 4, -1]])
+def test_prefix_trees(rng: np.random.Generator, implementation: str, parents: list[int]) -> None:
+    """Segments in depth-first order, and two branches segment by segment."""
+    mask = masks.prefix_tree(parents, [40, 21, 9, 0, 23, 17, 25, 15]).pad_to(CAPACITY)
+    assert mask.q_len == Q_LEN
+    x = make_inputs(rng, kv_len=Q_LEN)
+    assert_close(run(x, mask, implementation=implementation), run_reference(x, mask), FP32_TOLERANCE)
+
+
 def test_overlapping_bands_count_each_time(rng: np.random.Generator, implementation: str) -> None:
     bands = np.concatenate([random_bands(rng, Q_LEN, KV_LEN, 5) for _ in range(3)])
     bands[0] = bands[5] = (0, Q_LEN, 0, KV_LEN, -40, 40)

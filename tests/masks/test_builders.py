@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from jaxmagi import masks
-from jaxmagi.masks import AttnMask, _builders
+from jaxmagi.masks import AttnMask, _builders, _tree
 
 
 @pytest.fixture(params=range(12))
@@ -114,6 +115,91 @@ def test_shared_prefix(rng: np.random.Generator) -> None:
     _check(masks.shared_prefix(prefix, branches), (k <= q) & ((branch == -1) | (branch == branch[:, None])))
 
 
+def _sees_tree(parents: list[int], lengths: list[int]) -> np.ndarray:
+    """Returns which query sees which key of a tree, from a walk from every segment to its root."""
+    ancestors = np.eye(len(parents), dtype=bool)
+    for segment in range(len(parents)):
+        parent = parents[segment]
+        while parent >= 0:
+            ancestors[segment, parent] = True
+            parent = parents[parent]
+    q, k = _qk(sum(lengths))
+    return np.repeat(np.repeat(ancestors, lengths, axis=0), lengths, axis=1) & (k <= q)
+
+
+def _random_tree(seed: int) -> tuple[list[int], list[int]]:
+    """Returns a tree or forest: bushy, or long chains, or any, with and without empty segments."""
+    rng = np.random.default_rng(seed)
+    count, reach = int(rng.integers(0, 25)), int(rng.choice([1, 2, 5, 25]))
+    parents = [int(rng.integers(max(-1, i - reach), i)) for i in range(count)]
+    return parents, rng.integers(int(rng.integers(0, 2)), 5, count).tolist()
+
+
+def _depth_first(parents: list[int], lengths: list[int]) -> tuple[list[int], list[int]]:
+    """Returns the same tree with its segments in depth-first order."""
+    paths: list[tuple[int, ...]] = []
+    for segment, parent in enumerate(parents):
+        paths.append((*(paths[parent] if parent >= 0 else ()), segment))
+    order = sorted(range(len(parents)), key=paths.__getitem__)
+    return [order.index(parents[i]) if parents[i] >= 0 else -1 for i in order], [lengths[i] for i in order]
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_prefix_tree(seed: int) -> None:
+    parents, lengths = _random_tree(seed)
+    mask = masks.prefix_tree(parents, lengths)
+    _check(mask, _sees_tree(parents, lengths))
+    parents, lengths = _depth_first(parents, lengths)
+    mask = masks.prefix_tree(np.array(parents, int), np.array(lengths, int))
+    _check(mask, _sees_tree(parents, lengths))
+    assert mask.num_bands <= np.count_nonzero(lengths)
+
+
+@pytest.mark.parametrize(
+    ("parents", "lengths", "bands"),
+    [
+        ([], [], 0),
+        ([-1, 0, 0], [0, 0, 0], 0),
+        ([-1, 0, 1, 2], [3, 1, 0, 2], 1),  # a chain is one sequence
+        ([-1, -1, -1], [3, 1, 2], 3),  # packed documents
+        ([-1, 0, 0, 0], [5, 2, 3, 4], 4),  # a shared prefix
+        ([-1, 0, 1, 1, 0, 4, 4], [1] * 7, 7),  # a binary tree in depth-first order
+        ([-1, 0, 0, 1, 1, 2, 2], [1] * 7, 9),  # level by level: two segments are seen by two runs
+        ([-1, 0, 0, 1, 2, 3, 4], [1] * 7, 13),  # two interleaved branches of three segments
+        ([-1, 0, 1, 0, 0], [4, 4, 4, 0, 4], 3),  # the only child of a child
+        ([-1, 0, 1, -1, 2], [1, 1, 1, 1, 1], 4),  # a chain, seen in one band from behind a tree
+    ],
+)
+def test_bands_of_a_prefix_tree(parents: list[int], lengths: list[int], bands: int) -> None:
+    mask = masks.prefix_tree(parents, lengths)
+    _check(mask, _sees_tree(parents, lengths))
+    assert mask.num_bands == bands
+
+
+def test_depth_of_a_prefix_tree() -> None:
+    """Chains from the root count, whether their segments have tokens or not."""
+    chain = np.arange(-1, 64)
+    assert masks.prefix_tree(chain[:64], [1] * 64).num_bands == 1
+    with pytest.raises(ValueError, match=r"depth must be at most 64, but it is 65, at segment 64"):
+        masks.prefix_tree(chain, [0] * 65)
+    with pytest.raises(ValueError, match=r"depth must be at most 64, but it is 1000, at segment 999"):
+        masks.prefix_tree(np.arange(-1, 999), np.ones(1000, int))
+
+
+def test_many_segments_of_a_prefix_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many bands raise before they fill the memory; in depth-first order there are few."""
+    beams, depth = 100_000, 3
+    interleaved = np.arange(beams * depth) - beams
+    lengths = np.ones(beams * depth, int)
+    by_beam = np.where(np.arange(beams * depth) % depth, np.arange(beams * depth) - 1, -1)
+    assert masks.prefix_tree(by_beam, lengths).num_bands == beams
+    assert masks.prefix_tree(np.maximum(-1, interleaved), lengths).num_bands == beams * 6
+    monkeypatch.setattr(_tree, "_MAX_BANDS", beams * 6 - 1)
+    with pytest.raises(NotImplementedError, match=r"300000 segments need more than 599999 bands"):
+        masks.prefix_tree(np.maximum(-1, interleaved), lengths)
+
+
 @pytest.mark.parametrize("kv_range", [None, 1, 2, 3, 100])
 def test_video(kv_range: int | None, rng: np.random.Generator) -> None:
     chunks, tokens = rng.integers(0, 7, 2).tolist()
@@ -147,6 +233,11 @@ def test_video(kv_range: int | None, rng: np.random.Generator) -> None:
         (lambda: masks.chunked_causal(8, -3), r"chunk must be between 1 .* but it is -3"),
         (lambda: masks.prefix_lm(8, 9), r"prefix must be between 0 and 8, but it is 9"),
         (lambda: masks.shared_prefix(2, [1, -1]), r"branches\[1\] = -1 is negative"),
+        (lambda: masks.prefix_tree([-1, 0], [1, 2, 3]), r"must have one length, but they have 2 and 3"),
+        (lambda: masks.prefix_tree([-1, 1, 2], [1, 1, 1]), r"parents\[1\] = 1 is neither .* 1 more: 2"),
+        (lambda: masks.prefix_tree([-2], [1]), r"parents\[0\] = -2 is neither -1 nor .* before segment 0"),
+        (lambda: masks.prefix_tree(_any([-1.0]), [1]), r"parents must hold integers, .* float64"),
+        (lambda: masks.prefix_tree([-1, 0], [3, -1]), r"lengths\[1\] = -1 is negative"),
         (lambda: masks.video(3, 4, 0), r"kv_range must be between 1 .* but it is 0"),
     ],
 )

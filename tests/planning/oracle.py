@@ -29,6 +29,7 @@ def builder_masks() -> dict[str, AttnMask]:
         "block_causal": masks.block_causal(250, 48),
         "prefix_lm": masks.prefix_lm(200, 61),
         "shared_prefix": masks.shared_prefix(50, [30, 41, 8]),
+        "prefix_tree": masks.prefix_tree([-1, 0, 1, 1, 0, 2, -1, 6], [40, 21, 9, 30, 17, 25, 33, 12]),
         "chunked_causal": masks.chunked_causal(222, 50),
         "video": masks.video(6, 33, kv_range=3),
         "batch": AttnMask.concatenate([masks.causal(80), masks.full(41), masks.sliding_window(90, 8)]),
