@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Int, Int32
 
 from .._checks import integer
 from . import _validation, geometry
+from ._intersection import intersection
 from .geometry import UNBOUNDED
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _MIN_CAPACITY = 8
 
 type _Integers = Sequence[Sequence[int]] | Sequence[int]
+type _Range = slice | tuple[int, int] | None
 
 
 class MaskType(enum.IntEnum):
@@ -48,6 +50,9 @@ class AttnMask:
     of `jaxmagi.masks` or by the constructors of this class. Then they go through ``jax.jit`` like any array;
     masks with the same lengths and the same capacity share one compilation. The initialiser itself checks
     nothing: use the constructors.
+
+    Masks make masks: ``a & b`` is what both let through, ``a | b`` unites two that share no cell, `crop` cuts
+    a part out, `shift` places it in a larger mask, `concatenate` lines masks up and `stack` makes a batch.
 
     Attributes:
         bands: int32 ``[S, 6]``, or ``[B, S, 6]`` for per-example masks (see `stack`). Unused rows are all
@@ -180,6 +185,106 @@ class AttnMask:
         capacity = max(len(array) for array in arrays)
         return cls(np.stack([_pad(array, capacity) for array in arrays]), *sizes[0])
 
+    def __and__(self, other: "AttnMask") -> "AttnMask":
+        """Returns the mask where a query sees a key if it does in both masks, in closed form.
+
+        A cell that several bands of a mask cover (``check=False``) counts once for each pair of bands.
+
+        Raises:
+            ValueError: the lengths of the masks differ, or one is traced or stacked.
+            NotImplementedError: more than 2**22 pairs of bands have rows in common, and as many have keys.
+
+        >>> from jaxmagi import masks
+        >>> (masks.sliding_window(4, 1) & masks.documents([2, 2], "full")).to_dense().astype(int)
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [0, 0, 1, 0],
+               [0, 0, 1, 1]])
+        """
+        if not isinstance(other, AttnMask):
+            return NotImplemented
+        bands = intersection(*_bands_of_two(self, other, "&"))
+        return AttnMask.from_bands(bands, q_len=self.q_len, kv_len=self.kv_len, check=False)
+
+    def __or__(self, other: "AttnMask") -> "AttnMask":
+        """Returns the mask where a query sees a key if it does in one of two masks that share no cell.
+
+        Raises:
+            ValueError: a query sees a key in both masks, or twice in one of them, the lengths of the masks
+                differ, or one is traced or stacked.
+
+        >>> from jaxmagi import masks
+        >>> sink = masks.full(5, 1).shift(kv_len=5)  # everybody sees the first key, besides a window
+        >>> (sink | masks.sliding_window(5, 1).crop(keys=(1, 5)).shift(keys=1)).to_dense().astype(int)
+        array([[1, 0, 0, 0, 0],
+               [1, 1, 0, 0, 0],
+               [1, 1, 1, 0, 0],
+               [1, 0, 1, 1, 0],
+               [1, 0, 0, 1, 1]])
+        """
+        if not isinstance(other, AttnMask):
+            return NotImplemented
+        first, second = _bands_of_two(self, other, "|")
+        _validation.check_disjoint(first, second)
+        bands = np.concatenate([first, second])
+        return AttnMask.from_bands(bands, q_len=self.q_len, kv_len=self.kv_len, check=False)
+
+    def crop(self, queries: _Range = None, keys: _Range = None) -> "AttnMask":
+        """Returns the part of the mask for a range of queries and of keys, which count from 0 in it.
+
+        Args:
+            queries: a slice or ``(begin, end)`` inside the mask; by default all queries.
+            keys: the same of keys.
+
+        Raises:
+            ValueError: a range is reversed or not inside the mask (slices are not cut, and negative numbers
+                do not count from the end), or the mask is traced or stacked.
+
+        >>> from jaxmagi import masks
+        >>> masks.causal(4).crop(queries=slice(2, None), keys=(1, 4)).to_dense().astype(int)
+        array([[1, 1, 0],
+               [1, 1, 1]])
+        """
+        (bands,) = _single_bands([self], "crop")
+        q0, q1 = _validation.token_range(queries, "queries", self.q_len)
+        k0, k1 = _validation.token_range(keys, "keys", self.kv_len)
+        part = geometry.shift(geometry.crop(bands, q0, q1, k0, k1), -q0, -k0)
+        return AttnMask.from_bands(part, q_len=q1 - q0, kv_len=k1 - k0, check=False)
+
+    def shift(
+        self, queries: int = 0, keys: int = 0, *, q_len: int | None = None, kv_len: int | None = None
+    ) -> "AttnMask":
+        """Returns the mask moved down by ``queries`` and right by ``keys``, in a mask of any lengths.
+
+        What query ``q`` sees at key ``k``, query ``q + queries`` sees at key ``k + keys``; nothing else is
+        visible. Either may be negative.
+
+        Args:
+            queries: added to the positions of queries.
+            keys: added to the positions of keys.
+            q_len: the number of queries of the result; by default that of the mask and ``queries``.
+            kv_len: the number of keys of the result; by default that of the mask and ``keys``.
+
+        Raises:
+            ValueError: a visible cell would leave the result (`crop` first), a length is out of bounds, or
+                the mask is traced or stacked.
+
+        >>> from jaxmagi import masks
+        >>> masks.full(1, 2).shift(1, 1, kv_len=4).to_dense().astype(int)
+        array([[0, 0, 0, 0],
+               [0, 1, 1, 0]])
+        """
+        (bands,) = _single_bands([self], "shift")
+        farthest = UNBOUNDED - 1
+        queries = integer(queries, "queries", minimum=-farthest, maximum=farthest)
+        keys = integer(keys, "keys", minimum=-farthest, maximum=farthest)
+        return AttnMask.from_bands(
+            geometry.shift(geometry.tighten(bands), queries, keys),
+            q_len=self.q_len + queries if q_len is None else q_len,
+            kv_len=self.kv_len + keys if kv_len is None else kv_len,
+            check=False,
+        )
+
     @property
     def num_bands(self) -> int:
         """Returns the number of bands that have a cell (summed over the examples of a stacked mask)."""
@@ -244,6 +349,16 @@ def _single_bands(masks: Sequence[AttnMask], purpose: str) -> list[np.ndarray]:
                 f"{purpose} takes masks with bands [S, 6], but those of mask {i} are {array.shape}."
             )
     return arrays
+
+
+def _bands_of_two(first: AttnMask, second: AttnMask, operator: str) -> list[np.ndarray]:
+    """Returns the bands of two masks; raises ValueError unless they have the same lengths."""
+    sizes = [(mask.q_len, mask.kv_len) for mask in (first, second)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"{operator} needs masks of one (q_len, kv_len), but they have {sizes[0]} and {sizes[1]}."
+        )
+    return _single_bands([first, second], operator)
 
 
 def _bucket(count: int) -> int:

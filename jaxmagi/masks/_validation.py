@@ -80,6 +80,42 @@ def check_overlap(bands: np.ndarray) -> None:
     )
 
 
+def check_disjoint(first: np.ndarray, second: np.ndarray) -> None:
+    """Raises ValueError, with a cell and two bands, when the bands of two masks cover a cell twice."""
+    overlap = find_overlap(np.concatenate([first, second]))
+    if overlap is None:
+        return
+    a, b, q, k = overlap
+    bands = (*first.tolist(), *second.tolist())
+    if a < len(first) <= b:
+        owners = "both masks"
+    else:
+        owners = f"two bands of the {'first' if b < len(first) else 'second'} mask"
+    raise ValueError(
+        f"{owners} let query {q} see key {k}, which would count twice: "
+        f"(q0, q1, k0, k1, lo, hi) = {tuple(bands[a])} and {tuple(bands[b])}."
+    )
+
+
+def token_range(value: Any, name: str, length: int) -> tuple[int, int]:
+    """Returns the beginning and the end of a slice, of a pair, or of all when None.
+
+    Raises:
+        ValueError: the range is none of these, is reversed, or is not inside ``[0, length)``.
+    """
+    if value is None:
+        return 0, length
+    if isinstance(value, slice) and value.step in (None, 1):
+        value = 0 if value.start is None else value.start, length if value.stop is None else value.stop
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ValueError(f"{name} must be a slice without a step or (begin, end), but it is {value!r}.")
+    begin = integer(value[0], f"the beginning of {name}", maximum=length)
+    end = integer(value[1], f"the end of {name}", maximum=length)
+    if begin > end:
+        raise ValueError(f"{name} ({begin}, {end}) end before they begin.")
+    return begin, end
+
+
 def reject(bad: np.ndarray, message: Callable[[int], str]) -> None:
     """Raises ValueError with the message of the first bad index, and the indices of a few more."""
     indices = np.flatnonzero(bad)

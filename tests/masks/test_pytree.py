@@ -55,6 +55,7 @@ def test_device_masks_have_host_methods() -> None:
     assert isinstance(mask.bands, jax.Array)
     assert (mask.area(), mask.num_bands) == (21, 2)
     assert AttnMask.concatenate([mask, mask]).area() == 42
+    assert (mask & mask.crop().shift()).area() == 21
     np.testing.assert_array_equal(mask.pad_to(2).to_dense(), masks.documents([3, 5]).to_dense())
 
 
@@ -68,10 +69,17 @@ def test_device_masks_have_host_methods() -> None:
         lambda mask: mask.pad_to(9),
         lambda mask: AttnMask.concatenate([mask, mask]),
         lambda mask: AttnMask.stack([mask]),
+        lambda mask: mask & masks.full(4),
+        lambda mask: masks.full(4) | mask,
+        lambda mask: mask.crop((0, 2)),
+        lambda mask: masks.full(4).crop(keys=(0, mask.bands[0, 1])),
+        lambda mask: mask.shift(1),
+        lambda mask: masks.full(4).shift(mask.bands[0, 1]),
         lambda mask: AttnMask.from_bands(mask.bands, q_len=4, kv_len=4),
         lambda mask: masks.documents(mask.bands[:, 0]),
         lambda mask: masks.full(mask.bands[0, 0]),
         lambda mask: masks.documents([1, mask.bands[0, 1]]),
+        lambda mask: masks.prefix_tree(mask.bands[:, 0], [1] * 8),
         lambda mask: masks.from_segment_ids([mask.bands[0, 0]]),
         lambda mask: AttnMask.from_bands([[0, 1, 0, 1, 0, mask.bands[0, 5]]], q_len=4, kv_len=4),
     ],
