@@ -49,7 +49,7 @@ def tree_bands(parents: np.ndarray, lengths: np.ndarray, depth: np.ndarray) -> n
 
 
 def _join_keys(ranges: np.ndarray) -> np.ndarray:
-    """Joins ``(q0, q1, k0, k1)`` of the same rows whose keys follow one another.
+    """Joins ``(q0, q1, k0, k1)`` of the same rows whose keys follow one another, and sorts them by rows.
 
     Rows that begin with the keys themselves (on the diagonal) count as the same when they end together.
     """
@@ -59,7 +59,8 @@ def _join_keys(ranges: np.ndarray) -> np.ndarray:
     ranges, top = ranges[order], top[order]
     same_rows = (top[1:] == top[:-1]) & (ranges[1:, 1] == ranges[:-1, 1])
     first, last = _runs(~same_rows | (ranges[1:, 2] != ranges[:-1, 3]))
-    return np.column_stack([ranges[first, :3], ranges[last, 3]])
+    joined = np.column_stack([ranges[first, :3], ranges[last, 3]])
+    return joined[np.lexsort((joined[:, 2], joined[:, 0]))]
 
 
 def _runs(is_cut: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

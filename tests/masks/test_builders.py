@@ -177,6 +177,11 @@ def test_bands_of_a_prefix_tree(parents: list[int], lengths: list[int], bands: i
     assert mask.num_bands == bands
 
 
+def test_prefix_tree_of_one_level_is_a_shared_prefix() -> None:
+    tree, group = masks.prefix_tree([-1, 0, 0, 0], [4, 2, 0, 3]), masks.shared_prefix(4, [2, 0, 3])
+    np.testing.assert_array_equal(tree.bands, group.bands)
+
+
 def test_depth_of_a_prefix_tree() -> None:
     """Chains from the root count, whether their segments have tokens or not."""
     chain = np.arange(-1, 64)
