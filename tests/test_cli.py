@@ -33,6 +33,13 @@ def lengths(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.fixture
+def parents(tmp_path: Path) -> str:
+    path = tmp_path / "parents.txt"
+    path.write_text("-1\n0, 0\n2\n-1\n")
+    return str(path)
+
+
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Returns what a command prints, which must succeed."""
     assert main(arguments) == 0
@@ -88,6 +95,7 @@ def check_printed(printed: str, plan: ContextPlan, cost: CostModel = CostModel()
 TOKENS = ["--tokens", "700"]
 VIDEO = ["--num-chunks", "7", "--tokens-per-chunk", "100"]
 PREFIX = ["--prefix", "200", "--lengths", "FILE"]
+TREE = ["--parents", "PARENTS", "--lengths", "FILE"]
 DRAWN = ["--lengths", HISTOGRAM, "--tokens", "5000"]
 MASKS = {
     "causal": (TOKENS, masks.causal(700)),
@@ -97,15 +105,18 @@ MASKS = {
     "video": (VIDEO, masks.video(7, 100)),
     "video range": ([*VIDEO, "--kv-range", "2"], masks.video(7, 100, 2)),
     "shared-prefix": (PREFIX, masks.shared_prefix(200, [300, 20, 100, 0, 92])),
+    "prefix-tree": (TREE, masks.prefix_tree([-1, 0, 0, 2, -1], [300, 20, 100, 0, 92])),
     "documents": (["--lengths", "FILE"], masks.documents([300, 20, 100, 0, 92])),
     "documents drawn": (DRAWN, masks.documents(document_lengths(5000))),
 }
 
 
 @pytest.mark.parametrize("case", MASKS)
-def test_plan_prints_the_report(case: str, lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_the_report(
+    case: str, lengths: str, parents: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     options, mask = MASKS[case]
-    options = [lengths if option == "FILE" else option for option in options]
+    options = [{"FILE": lengths, "PARENTS": parents}.get(option, option) for option in options]
     printed = run(capsys, "plan", "--mask", case.split()[0], *options, "--cp", "4", "--num-stages", "2")
     plan = plan_context(mask, 4, num_stages=2)
     assert set(rows(printed)) >= {"0", "1", "2", "3"}
@@ -242,6 +253,7 @@ INVALID = [
     ([*WINDOW, "--left", "1", "--right", "-2"], "argument --right: '-2'"),
     (["--mask", "video"], "--mask video needs --num-chunks"),
     (["--mask", "shared-prefix", "--lengths", HISTOGRAM], "--mask shared-prefix needs --prefix"),
+    (["--mask", "prefix-tree", "--lengths", HISTOGRAM], "--mask prefix-tree needs --parents"),
     (["--mask", "documents", "--lengths", "/no/such/file"], "/no/such/file"),
     (["--cost", "/no/such/file"], "/no/such/file"),
     (["--out", HISTOGRAM], HISTOGRAM),
@@ -278,6 +290,25 @@ def test_bad_files_of_lengths(
     path.write_text(content, errors="surrogateescape")
     documents = ["plan", "--mask", "documents", "--lengths", str(path), "--cp", "2"]
     check_error([*documents, *options], message, capsys)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "has no parents"),
+        ("-1\n0, -2\n", "line 2: '-2' is not an integer from -1"),
+        ("\udcff\udcfe12", "is not text"),
+        ("-1, 0", "parents and lengths must have one length, but they have 2 and 5"),
+        ("-1, 0, 1, 3, 0", "parents[3] = 3 is neither -1 nor the index of a segment before segment 3"),
+    ],
+)
+def test_bad_files_of_parents(
+    content: str, message: str, lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.txt"
+    path.write_text(content, errors="surrogateescape")
+    tree = ["plan", "--mask", "prefix-tree", "--lengths", lengths, "--parents", str(path), "--cp", "2"]
+    check_error(tree, message, capsys)
 
 
 def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:

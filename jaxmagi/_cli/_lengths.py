@@ -1,4 +1,4 @@
-"""Reads numbers of tokens from options, and lengths of documents from files."""
+"""Reads numbers of tokens from options, and lengths of documents and parents of segments from files."""
 
 import argparse
 import csv
@@ -35,16 +35,13 @@ def read_lengths(path: str, tokens: int | None) -> list[int]:
         ValueError: the file has no lengths or an invalid one, or is a histogram and ``tokens`` is None.
         OSError: the file cannot be read.
     """
-    try:
-        text = Path(path).read_text()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--lengths {path} is not text: {error}") from error
+    text = _read_text("lengths", path)
     if text.lstrip().startswith("range,"):
         lengths, numbers = _read_histogram(path, text)
         if tokens is None:
             raise ValueError(f"--lengths {path} is a histogram: give --tokens, to draw lengths from it")
     else:
-        lengths = _read_list(path, text)
+        lengths = np.array(_read_list("lengths", path, text, minimum=0))
         numbers = np.ones(len(lengths))
     if tokens is None:
         return lengths.tolist()
@@ -53,17 +50,34 @@ def read_lengths(path: str, tokens: int | None) -> list[int]:
     return _draw(lengths, numbers / numbers.sum(), tokens)
 
 
-def _read_list(path: str, text: str) -> np.ndarray:
-    lengths = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        cells = [cell.strip() for cell in line.split(",")]
+def read_parents(path: str) -> list[int]:
+    """Returns the parents in a file, indices or -1, separated by commas or lines.
+
+    Raises:
+        ValueError: the file has no parents or an invalid one.
+        OSError: the file cannot be read.
+    """
+    return _read_list("parents", path, _read_text("parents", path), minimum=-1)
+
+
+def _read_text(name: str, path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--{name} {path} is not text: {error}") from error
+
+
+def _read_list(name: str, path: str, text: str, minimum: int) -> list[int]:
+    numbers = []
+    for line, content in enumerate(text.splitlines(), start=1):
+        cells = [cell.strip() for cell in content.split(",")]
         try:
-            lengths += [_integer(cell, 0) for cell in cells if cell]
+            numbers += [_integer(cell, minimum) for cell in cells if cell]
         except ValueError as error:
-            raise ValueError(f"--lengths {path}, line {number}: {error}") from error
-    if not lengths:
-        raise ValueError(f"--lengths {path} has no lengths")
-    return np.array(lengths)
+            raise ValueError(f"--{name} {path}, line {line}: {error}") from error
+    if not numbers:
+        raise ValueError(f"--{name} {path} has no {name}")
+    return numbers
 
 
 def _read_histogram(path: str, text: str) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .. import masks
 from ..masks import AttnMask
-from ._lengths import at_least, read_lengths
+from ._lengths import at_least, read_lengths, read_parents
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,20 @@ _BUILDERS = {
         needs=("prefix", "lengths"),
         allows=("tokens",),
     ),
+    "prefix-tree": _Builder(
+        lambda options: masks.prefix_tree(read_parents(options.parents), read_lengths(options.lengths, None)),
+        needs=("parents", "lengths"),
+    ),
 }
 
 
 _LENGTHS_HELP = (
-    "documents, shared-prefix: tokens of each document or branch, separated by commas or lines; or a "
-    "histogram, a csv with the columns range ([from, to]) and number"
+    "documents, shared-prefix, prefix-tree: tokens of each document, branch or segment, separated by commas "
+    "or lines; or, except for prefix-tree, a histogram, a csv with the columns range ([from, to]) and number"
+)
+_PARENTS_HELP = (
+    "prefix-tree: the index of each segment's parent, which comes before it, or -1 for a root, separated by "
+    "commas or lines"
 )
 _TOKENS_HELP = (
     "causal, full, sliding-window: tokens of the sequence. documents, shared-prefix: lengths are drawn from "
@@ -68,6 +76,7 @@ def add_mask_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("mask")
     group.add_argument("--mask", required=True, choices=_BUILDERS)
     group.add_argument("--lengths", metavar="FILE", help=_LENGTHS_HELP)
+    group.add_argument("--parents", metavar="FILE", help=_PARENTS_HELP)
     for option, minimum, text in _NUMBERS:
         group.add_argument(option, type=at_least(minimum), metavar="N", help=text)
 
