@@ -161,7 +161,7 @@ def test_prefix_tree(seed: int) -> None:
     [
         ([], [], 0),
         ([-1, 0, 0], [0, 0, 0], 0),
-        ([-1, 0, 1, 2], [3, 1, 0, 2], 1),  # a chain is one sequence
+        ([-1, 0, 1, 2, 3], [3, 1, 0, 2, 1], 1),  # a chain is one sequence
         ([-1, -1, -1], [3, 1, 2], 3),  # packed documents
         ([-1, 0, 0, 0], [5, 2, 3, 4], 4),  # a shared prefix
         ([-1, 0, 1, 1, 0, 4, 4], [1] * 7, 7),  # a binary tree in depth-first order
