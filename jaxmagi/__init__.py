@@ -14,6 +14,7 @@ from .collectives import (
 from .context import (
     context_attention as context_attention,
     dispatch as dispatch,
+    roll as roll,
     undispatch as undispatch,
 )
 from .masks import AttnMask as AttnMask, MaskType as MaskType

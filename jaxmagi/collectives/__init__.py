@@ -20,6 +20,7 @@ from ._options import (
     check_options as check_options,
     check_wire_dtype as check_wire_dtype,
 )
+from ._portable import last_at_most as last_at_most
 from ._primitives import group_cast_p as group_cast_p, group_reduce_p as group_reduce_p
 from ._process import finalize as finalize, set_timeout as set_timeout
 from ._statistics import Statistics as Statistics, statistics as statistics

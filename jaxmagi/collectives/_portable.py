@@ -24,13 +24,13 @@ def _expand(start: jax.Array, length: jax.Array, value: jax.Array, count: int) -
     """
     start = jnp.where(length > 0, start, count)
     place = jnp.arange(count, dtype=jnp.int32)
-    entry = _last_at_most(start, place)
+    entry = last_at_most(start, place)
     offset = place - start[entry]
     covered = (entry >= 0) & (offset < length[entry])
     return jnp.where(covered, value[entry] + offset, NONE)
 
 
-def _last_at_most(sorted_: jax.Array, values: jax.Array) -> jax.Array:
+def last_at_most(sorted_: jax.Array, values: jax.Array) -> jax.Array:
     """Returns the last index with ``sorted_[i] <= value``, -1 where there is none.
 
     It bisects by itself because ``jnp.searchsorted`` fails in a shard_map that leaves some axes to the

@@ -2,3 +2,4 @@
 
 from ._api import context_attention as context_attention
 from ._dispatch import dispatch as dispatch, undispatch as undispatch
+from ._roll import roll as roll

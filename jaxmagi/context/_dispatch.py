@@ -16,7 +16,8 @@ from ..attention import axis_names
 from ..planning import ContextPlan
 from ._validation import check_plan
 
-_PADDING = -1
+PADDING = -1
+"""Stands in a token order where there is no token."""
 
 
 @overload
@@ -83,7 +84,7 @@ def undispatch(
     if _on_host(x, order):
         order = np.asarray(order)
         positions = np.zeros(plan.length, np.int32)
-        positions[order[order != _PADDING]] = np.flatnonzero(order != _PADDING)
+        positions[order[order != PADDING]] = np.flatnonzero(order != PADDING)
         return _take(np, x, positions, axis, 0)
     order = _replicated(order)
     place = jnp.arange(order.shape[0], dtype=jnp.int32)
@@ -135,7 +136,7 @@ def _take(xp: Any, x: Any, order: Any, axis: int, pad_value: ArrayLike) -> Any:
     if x.shape[0] == 0:
         taken = xp.full((*order.shape, *x.shape[1:]), pad_value, x.dtype)
     else:
-        padding = (order == _PADDING).reshape(-1, *[1] * (x.ndim - 1))
+        padding = (order == PADDING).reshape(-1, *[1] * (x.ndim - 1))
         taken = xp.where(padding, xp.asarray(pad_value, x.dtype), x[xp.maximum(order, 0)])
     return xp.moveaxis(taken, 0, axis)
 

@@ -35,6 +35,15 @@ def check_batch(query: jax.Array, plan: ContextPlan) -> None:
         )
 
 
+def check_ranks(plan: ContextPlan, axis_name: str, size: int) -> None:
+    """Raises ValueError unless the plan is for as many ranks as the mesh axis has."""
+    if plan.cp_size != size:
+        raise ValueError(
+            f"The plan is for cp_size={plan.cp_size}, but mesh axis {axis_name!r} has size {size}: build it "
+            f"with jaxmagi.plan_context(mask, {size})."
+        )
+
+
 def check_lengths(
     query: jax.Array,
     key: jax.Array,
@@ -46,11 +55,7 @@ def check_lengths(
     inside: bool,
 ) -> None:
     """Raises ValueError unless the plan is for this mesh axis and the arrays have its lengths."""
-    if plan.cp_size != size:
-        raise ValueError(
-            f"The plan is for cp_size={plan.cp_size}, but mesh axis {axis_name!r} has size {size}: build it "
-            f"with jaxmagi.plan_context(mask, {size})."
-        )
+    check_ranks(plan, axis_name, size)
     expected = plan.shard_length if inside else plan.shard_length * size
     what = "the shards inside shard_map" if inside else "the global arrays outside of shard_map"
     for name, x in (("query", query), ("key", key), ("value", value)):
