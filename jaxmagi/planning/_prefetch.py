@@ -1,10 +1,13 @@
 """Plans the next batches in a background thread while the step of the last one runs."""
 
+import atexit
 import collections
+import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from typing import Any, Self
 
 import jax
@@ -13,6 +16,8 @@ from .._checks import integer
 from ._plan import ContextPlan
 
 THREAD_NAME = "jaxmagi.prefetch_plans"
+
+_PATIENCE = 5.0  # seconds for a current call to end, after an error and at the exit of the program
 
 
 def prefetch_plans[Batch, Plan](
@@ -67,18 +72,22 @@ class PlanPrefetcher[Batch, Plan]:
     `close`, and at the end of a ``with`` block. When the prefetcher is garbage, and at the exit of the
     program, it ends after its current call. ``batches`` and ``make_plan`` should not refer to the prefetcher,
     for the thread keeps them alive.
+
+    A call of the source that never returns keeps neither an error from its reader nor the program from its
+    exit: after an error, in a ``with`` block too, and at the exit the thread is waited for no longer than
+    five seconds.
     """
 
     def __init__(
         self, pairs: Iterator[tuple[Batch, Plan]], depth: int, fits: Callable[[Batch, Plan], bool] | None
     ):
-        self._pairs, self._fits, self._taken = pairs, fits, 0
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=THREAD_NAME)
-        self._lock, self._closed = threading.Lock(), threading.Event()
-        self._ahead = collections.deque(self._submit() for _ in range(depth))
-        # Any line of any thread may collect the prefetcher, even one that holds a lock of the executor. So
-        # this only sets a flag, and the executor ends its thread when the last queued call has let it go.
-        weakref.finalize(self, self._closed.set)
+        self._fits, self._taken = fits, 0
+        self._thread = _PlanThread(pairs)
+        self._thread.start()
+        self._lock = threading.Lock()
+        self._ahead = collections.deque(self._thread.submit() for _ in range(depth))
+        # Any line of any thread may collect the prefetcher, so this waits for nothing.
+        weakref.finalize(self, self._thread.stop)
 
     def __iter__(self) -> Self:
         return self
@@ -93,10 +102,10 @@ class PlanPrefetcher[Batch, Plan]:
                 )
             with self._lock:
                 self._taken += 1
-                if not self._closed.is_set():
-                    self._ahead.append(self._submit())
+                if not self._thread.is_stopped():
+                    self._ahead.append(self._thread.submit())
         except BaseException:  # KeyboardInterrupt too: a pair may be lost, so none may follow
-            self.close()
+            self._end(_PATIENCE)
             raise
         return batch, plan
 
@@ -105,24 +114,21 @@ class PlanPrefetcher[Batch, Plan]:
         try:
             return self._next_future().result()
         except CancelledError:
-            if self._closed.is_set():
+            if self._thread.is_stopped():
                 raise StopIteration from None
             raise
 
     def _next_future(self) -> Future[tuple[Batch, Plan]]:
         with self._lock:
-            if self._closed.is_set():
+            if self._thread.is_stopped():
                 raise StopIteration
             return self._ahead.popleft()
-
-    def _submit(self) -> Future[tuple[Batch, Plan]]:
-        return self._thread.submit(_next_pair, self._pairs, self._closed, self._thread)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._end(None if error is None else _PATIENCE)
 
     def close(self) -> None:
         """Ends the thread and waits for its current call of the source or of ``make_plan``.
@@ -130,22 +136,65 @@ class PlanPrefetcher[Batch, Plan]:
         Plans made ahead are dropped. A consumer that waits in another thread gets the pair of that call, or
         the end of the iteration. Closing again does nothing.
         """
+        self._end(None)
+
+    def _end(self, timeout: float | None) -> None:
         with self._lock:
-            self._closed.set()
+            self._thread.stop()
             self._ahead.clear()
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.join(timeout)
+
+
+class _PlanThread[Pair](threading.Thread):
+    """Takes pairs from an iterator, one for each future that is submitted.
+
+    It is a daemon, as Python waits for other threads without a limit before it exits.
+    """
+
+    def __init__(self, pairs: Iterator[Pair]):
+        super().__init__(name=THREAD_NAME, daemon=True)
+        self._pairs = pairs
+        self._stopped = threading.Event()
+        self._futures: queue.SimpleQueue[Future[Pair] | None] = queue.SimpleQueue()
+
+    def submit(self) -> Future[Pair]:
+        """Returns the future of the next pair, which is cancelled if the thread is stopped before."""
+        future = Future[Pair]()
+        self._futures.put(future)
+        return future
+
+    def stop(self) -> None:
+        """Has the thread end after its current call. Safe in a collection of garbage."""
+        self._stopped.set()
+        self._futures.put(None)
+
+    def is_stopped(self) -> bool:
+        """Returns whether the thread ends after its current call, or has ended."""
+        return self._stopped.is_set()
+
+    def run(self) -> None:
+        """Does the work of the thread."""
+        while (future := self._futures.get()) is not None:
+            if self.is_stopped():
+                future.cancel()
+                continue
+            try:
+                future.set_result(next(self._pairs))
+            except BaseException as error:
+                future.set_exception(error)
+            del future  # its pair is the consumer's now
         self._pairs = iter(())  # drops the source
 
 
-def _next_pair[Pair](pairs: Iterator[Pair], closed: threading.Event, thread: ThreadPoolExecutor) -> Pair:
-    """Returns the next pair. Raises CancelledError if the prefetcher is closed or the program exits."""
-    try:
-        thread.submit(int)  # does nothing, but is refused as soon as the program exits
-    except RuntimeError:
-        raise CancelledError("a plan is not made, because the program exits") from None
-    if closed.is_set():
-        raise CancelledError
-    return next(pairs)
+@atexit.register
+def _end_threads() -> None:
+    """Waits for current calls, for a while: a thread that returns from native code after the exit aborts."""
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, _PlanThread)]
+    for thread in threads:
+        thread.stop()
+    end = time.monotonic() + _PATIENCE
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def _lengths(plans: Any) -> list[int]:

@@ -244,12 +244,47 @@ assert next(pairs)[1].length == 1000
 """)
 
 
-def run_program(program: str) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", program],
+BLOCKED = """
+import itertools, jaxmagi, threading
+def batches():
+    yield 0
+    threading.Event().wait()
+pairs = jaxmagi.prefetch_plans(batches(), lambda batch: batch)
+"""
+
+INTERRUPT = """
+import os, signal
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "shown"),
+    [
+        ("next(pairs)", ""),
+        ("next(pairs)\nraise OSError('disk')", "OSError: disk"),
+        ("with pairs:\n    next(pairs)\n    raise OSError('disk')", "OSError: disk"),
+        (f"{INTERRUPT}list(pairs)", "KeyboardInterrupt"),
+        (f"{INTERRUPT}next(pairs)\npairs.close()", "KeyboardInterrupt"),
+    ],
+    ids=["end", "error", "error in with", "interrupt", "interrupt of close"],
+)
+def test_a_source_that_never_returns_does_not_keep_the_program(end: str, shown: str) -> None:
+    run = program(BLOCKED + end)
+    assert (run.returncode == 0) == (shown == "")
+    assert run.stderr.splitlines()[-1:] == ([shown] if shown else [])
+
+
+def run_program(text: str) -> None:
+    run = program(text)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def program(text: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", text],
         env=os.environ | {"JAX_PLATFORMS": "nowhere"},
         capture_output=True,
         text=True,
         timeout=PATIENCE,
     )
-    assert (run.returncode, run.stderr) == (0, "")
