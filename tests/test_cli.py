@@ -1,5 +1,6 @@
 """The commands of ``python -m jaxmagi``: numbers against `ContextPlan.report`, pictures, errors."""
 
+import os
 import re
 import subprocess
 import sys
@@ -406,9 +407,32 @@ def test_doctor_judges_gpus(
     assert len(re.findall(r'"xla" on cuda +runs\n', printed)) == 2
 
 
+def test_commands_without_the_device_that_jax_is_told_to_use() -> None:
+    """JAX passes over "cuda" where there is no GPU and fails without words, or says why it cannot start."""
+    hidden = {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    message = (
+        "(JAX finds no device on the platforms of JAX_PLATFORMS=cuda|Unable to initialize backend 'cuda')"
+    )
+    result = run_program("doctor", **hidden)
+    assert (result.returncode, result.stderr) == (1, "")
+    assert re.search(rf"^Devices\n  error  {message}", result.stdout, flags=re.MULTILINE)
+    result = run_program("calibrate", **hidden)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert re.match(f"python -m jaxmagi calibrate: {message}", result.stderr)
+
+
+def run_program(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "jaxmagi", command],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
 def test_doctor_as_a_program() -> None:
-    command = [sys.executable, "-m", "jaxmagi", "doctor"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    result = run_program("doctor")
     assert result.returncode == 0, result.stderr
     for package in ("jaxmagi", "jax", "jaxlib", "python"):
         assert re.search(rf"^  {package} +\d+\.\d+", result.stdout, flags=re.MULTILINE)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ..attention import DTYPES
 from ..calibration import calibrate
+from ._backends import backends
 from ._cost import HEADS, add_cost_argument, cost_of, write_cost
 
 HELP = "measure the speeds of this machine for the planner"
@@ -33,6 +34,7 @@ def run(options: argparse.Namespace) -> int:
         RuntimeError: JAX finds no device, or no speed explains the measured times.
     """
     heads = cost_of(options)
+    backends()
     cost = calibrate(
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.extend.backend
 
 from .. import _native
 from ..attention._lowering import unsupported_reason as attention_unsupported_reason
 from ..collectives._support import unsupported_reason as collectives_unsupported_reason
+from ._backends import backends
 
 HELP = "what is installed, which implementations can run, and why not"
 DESCRIPTION = (
@@ -112,7 +112,7 @@ def _module(name: str) -> str:
 
 def _devices() -> dict[str, list[Any]]:
     """Returns the devices of each platform of JAX, by XLA's name of the platform."""
-    return {name: jax.local_devices(backend=name) for name in jax.extend.backend.backends()}
+    return {name: jax.local_devices(backend=name) for name in backends()}
 
 
 def _device_lines(devices: dict[str, list[Any]]) -> Iterator[_Line]:
