@@ -1,5 +1,6 @@
 """Static sizes of a plan, rounded up so that different masks share one compilation."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,15 @@ SAME_STAGES = "give plan_context num_stages=plan.stage_counts of one of them, or
 
 SAME_LEVELS = "give plan_context two_levels=plan.two_levels of one of them, and the same cost.ranks_per_host"
 """The advice for plans of which only some have transfers in two steps, or for different hosts."""
+
+MAX_RANKS = 4096
+"""The most ranks of a plan: its tables have an entry for about every pair of ranks that exchange rows."""
+
+MAX_STAGES = 256
+"""The most attention calls of a rank in a pass: each is compiled, and has tables of its own."""
+
+MAX_TABLE_BYTES = 2**32
+"""The most bytes that the tables of a plan may be padded to."""
 
 type StageCounts = int | tuple[int, int]
 """Attention calls of a rank: in both passes, or in the forward and in the backward pass."""
@@ -41,8 +51,8 @@ class PlanCapacity:
         ranks_per_host: the plans' `ContextPlan.ranks_per_host`, with ``across`` only. None matches any.
 
     Raises:
-        ValueError: a size is not an integer from 0 to 2**30, ``num_stages`` is neither None nor such an
-            integer above zero or pair, ``backward`` has a ``backward`` or ``num_stages``, ``across`` has
+        ValueError: a size is not an integer from 0 to 2**30, ``num_stages`` is neither None nor an integer
+            from 1 to 256 or a pair of such, ``backward`` has a ``backward`` or ``num_stages``, ``across`` has
             anything but sizes, or ``ranks_per_host`` is there without ``across`` or no integer above zero.
     """
 
@@ -104,6 +114,29 @@ class PlanCapacity:
         if short:
             raise ValueError(f"capacity is too small: {', '.join(short)}.")
 
+    def check_tables(self, cp_size: int, passes: Sequence[int], plans: int = 1) -> None:
+        """Raises ValueError if tables of these sizes take more than 2**32 bytes.
+
+        Args:
+            cp_size: the number of ranks.
+            passes: the number of stages of both passes, or of each.
+            plans: how many plans are stacked.
+        """
+        parts = (self, self.backward or self)
+        numbers = [part._numbers_of_rank(count) for part, count in zip(parts, passes, strict=False)]
+        taken = 4 * plans * cp_size * sum(numbers)
+        if taken > MAX_TABLE_BYTES:
+            raise ValueError(
+                f"capacity is too large: with {self}, the tables of {cp_size} ranks and num_stages="
+                f"{passes[0] if len(passes) == 1 else tuple(passes)} take {taken} bytes, more than "
+                f"{MAX_TABLE_BYTES}."
+            )
+
+    def _numbers_of_rank(self, num_stages: int) -> int:
+        """Returns how many numbers the tables of a rank and pass have."""
+        copies = self.copies + (self.across.copies if self.across else 0)
+        return num_stages * self.bands * 6 + max(1, num_stages - 1) * copies * 9
+
     def _shortages(self, needed: "PlanCapacity", prefix: str) -> list[str]:
         needed_sizes, needed_parts = needed._sizes(), needed._parts()
         short = [
@@ -144,8 +177,17 @@ def counts_of_passes(num_stages: Any, name: str) -> list[int]:
     """Returns one integer for both passes, or one for each of them."""
     if isinstance(num_stages, tuple) and len(num_stages) == 2:
         pairs = zip(num_stages, ("forward", "backward"), strict=True)
-        return [integer(count, f"{name} of the {direction} pass", minimum=1) for count, direction in pairs]
-    return [integer(num_stages, name, minimum=1)]
+        return [_stage_count(count, f"{name} of the {direction} pass") for count, direction in pairs]
+    return [_stage_count(num_stages, name)]
+
+
+def _stage_count(count: Any, name: str) -> int:
+    return integer(count, name, minimum=1, maximum=MAX_STAGES)
+
+
+def checked_ranks(cp_size: Any) -> int:
+    """Returns the number of ranks as an int; ValueError unless it is one from 1 to 4096."""
+    return integer(cp_size, "cp_size", minimum=1, maximum=MAX_RANKS)
 
 
 def _check_part(name: str, part: Any, without: tuple[str, ...]) -> None:

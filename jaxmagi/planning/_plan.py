@@ -1,6 +1,7 @@
 """The plan of one mask over a mesh axis, as arrays in a pytree."""
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from .._checks import is_traced
-from ._capacity import SAME_LEVELS, SAME_STAGES, PlanCapacity, StageCounts, frozen
+from ._capacity import SAME_LEVELS, SAME_STAGES, PlanCapacity, StageCounts, counts_of_passes, frozen
 from ._cost import CostModel
 from ._draw import draw_plan
 from ._plan_stages import PlanStages
@@ -154,11 +155,15 @@ class ContextPlan:
         Sizes may also shrink, down to what the plan uses.
 
         Raises:
-            ValueError: a size is smaller than what the plan uses, ``capacity`` is for plans with other
-                numbers of stages, other levels or other hosts, or the plan is traced.
+            ValueError: a size is smaller than what the plan uses, the tables would take more than 2**32
+                bytes, ``capacity`` is for plans with other numbers of stages, other levels or other hosts, or
+                the plan is traced.
         """
         _reject_traced(self, "pad_to")
         self.capacity.union(capacity)  # raises where stages differ
+        passes = counts_of_passes(self.stage_counts, "num_stages")
+        *stack, ranks = self.bands.shape[:-3]
+        capacity.check_tables(ranks, passes, plans=math.prod(stack))
         forward = self.forward_stages.pad_to(capacity)
         backward = self.backward and capacity.backward and self.backward.pad_to(capacity.backward)
         return replace(self, bands=forward.bands, transfers=forward.transfers, backward=backward)

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from jaxtyping import Int32, Integer
 
-from .._checks import integer, is_traced
+from .._checks import is_traced
 from ..masks import AttnMask
 from ._balance import WeightedBands
-from ._capacity import PlanCapacity, bucket, frozen
+from ._capacity import PlanCapacity, bucket, checked_ranks, frozen
 from ._choices import Choices, NumStages, TwoLevels, fastest, require_type
 from ._compiled import planner
 from ._cost import CostModel
@@ -48,7 +48,7 @@ def plan_context(
     Args:
         mask: a self-attention mask (``q_len == kv_len``) with bands ``[S, 6]``. A batch is folded into one
             sequence with `AttnMask.concatenate`.
-        cp_size: the number of ranks.
+        cp_size: the number of ranks, at most 4096. Ranks that get no token are allowed, but only wait.
         chunk_size: for ``layout="balanced"``, the tokens of a chunk, the unit that is assigned to ranks. By
             default the multiple of 128 with 10 to 16 chunks per rank that needs least padding, or a half or a
             quarter of it where areas need that; smaller for short sequences. At most a rank's share of the
@@ -67,13 +67,13 @@ def plan_context(
             the global index of the token at each position (-1 for padding), ranks one after the other: the
             ``token_order`` of another plan, or an order of your own (in runs of consecutive tokens that are
             not too short: each rank's mask is cut at the ends of runs).
-        num_stages: attention calls of a rank (see `jaxmagi.ContextPlan`). ``"auto"`` takes, for the forward
-            and for the backward pass, the number from 1 to 4 with the smallest time that ``cost`` predicts,
-            the smaller one of equals; with a plan's ``capacity``, the numbers of that plan. They are part of
-            what is compiled: plans that are to share a compilation, or to be stacked, take an integer, for
-            both passes, a pair of them, or the ``stage_counts`` of one plan. With three or four stages
-            each gets the part of the received keys with which the slowest rank is predicted to be done first.
-            Predictions have transfers run beside attention, all from the beginning; on GPUs each begins with
+        num_stages: attention calls of a rank (see `jaxmagi.ContextPlan`), at most 256. ``"auto"`` takes, for
+            the forward and for the backward pass, the number from 1 to 4 with the smallest time that ``cost``
+            predicts, the smaller one of equals; with a plan's ``capacity``, the numbers of that plan. They
+            are part of what is compiled: plans that are to share a compilation, or to be stacked, take an
+            integer, for both passes, a pair of them, or the ``stage_counts`` of one plan. With three or four
+            stages each gets the part of the received keys with which the slowest rank is predicted to be done
+            first. Predictions have transfers run beside attention, all from the beginning; on GPUs each begins with
             the attention call before the one that needs its rows. Between GPUs of one host 1 is faster.
         two_levels: whether a row that several ranks of another host need crosses the network once, to one of
             that host's ranks, which sends it on inside the host (see `jaxmagi.ContextPlan.by_host`).
@@ -83,13 +83,13 @@ def plan_context(
             compilation, or to be stacked, take the ``two_levels`` of one plan.
         cost: the machine, and the attention, that the plan is for.
         capacity: static sizes to build the plan with; by default just enough, rounded up to an eighth of an
-            octave.
+            octave. Tables of these sizes take at most 2**32 bytes.
 
     Raises:
         ValueError: the mask is traced, stacked or not square, another argument is out of range, ``layout`` is
             not a permutation of the tokens and padding, ``two_levels`` is True and ``cp_size`` no multiple of
-            ``cost.ranks_per_host``, or ``capacity`` is too small, for another ``num_stages``, other levels or
-            other hosts, or without a ``num_stages`` for ``"auto"``.
+            ``cost.ranks_per_host``, or ``capacity`` is too small, too large, for another ``num_stages``,
+            other levels or other hosts, or without a ``num_stages`` for ``"auto"``.
         NotImplementedError: the layout cuts a rank's mask into more than 2**22 pieces.
 
     A stream of masks under one compilation: ``"auto"`` decides once, and capacities only grow.
@@ -103,9 +103,11 @@ def plan_context(
     ...     plan = plan.pad_to(capacity)
     """
     bands = merge(mask_bands(mask))
-    cp_size = integer(cp_size, "cp_size", minimum=1)
+    cp_size = checked_ranks(cp_size)
     require_type(cost, CostModel, "cost")
     choices = Choices.of(num_stages, two_levels, capacity, cp_size, cost)
+    if capacity is not None:
+        capacity.check_tables(cp_size, [count for [count] in choices.passes])
     token_order = make_layout([WeightedBands(bands, 1)], mask.q_len, cp_size, layout, chunk_size, cost)
     return plan_layout(bands, mask.q_len, token_order, cp_size, choices, cost, capacity)
 

@@ -6,7 +6,7 @@ from typing import Any
 from .._checks import integer
 from ..masks import AttnMask
 from ._balance import WeightedBands
-from ._capacity import StageCounts
+from ._capacity import StageCounts, checked_ranks
 from ._choices import Choices, NumStages, TwoLevels, require_type
 from ._cost import CostModel
 from ._layout import make_layout
@@ -35,7 +35,7 @@ def plan_contexts(
 
     Args:
         masks: the masks of the layers, for one sequence, each as for `jaxmagi.plan_context`.
-        cp_size: the number of ranks.
+        cp_size: the number of ranks, at most 4096.
         weights: how many layers have each mask; by default one.
         chunk_size: see `jaxmagi.plan_context`.
         num_stages: see `jaxmagi.plan_context`; a list has one for each mask. ``"auto"`` may choose another
@@ -61,7 +61,7 @@ def plan_contexts(
     True
     """
     layers = _weighted_masks(list(masks), weights)
-    cp_size = integer(cp_size, "cp_size", minimum=1)
+    cp_size = checked_ranks(cp_size)
     require_type(cost, CostModel, "cost")
     options = zip(
         _per_mask(num_stages, "num_stages", len(masks)),

@@ -1,5 +1,6 @@
 """Specs of group casts, in one step or in two: tables of row ranges, as arrays in pytrees."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -105,9 +106,13 @@ class GroupCastSpec:
         """Returns the same transfer with other static sizes.
 
         Raises:
-            ValueError: a size is smaller than what the transfer uses.
+            ValueError: a size is smaller than what the transfer uses, or the tables would take more than
+                2**32 bytes.
         """
-        PlanCapacity(0, copies, pair_rows, output_rows).require(self.used)
+        sizes = PlanCapacity(0, copies, pair_rows, output_rows)
+        sizes.require(self.used)
+        *stack, ranks = self.sends.shape[:-2]
+        sizes.check_tables(ranks, [1], plans=math.prod(stack))
         return replace(
             self,
             sends=resize_axis(np.asarray(self.sends), copies, -2),
@@ -184,7 +189,8 @@ class RelayedSpec:
         """Returns the same transfer with other static sizes; ``across`` sizes the step across all ranks.
 
         Raises:
-            ValueError: a size is smaller than what the transfer uses.
+            ValueError: a size is smaller than what the transfer uses, or the tables of a step would take more
+                than 2**32 bytes.
         """
         sizes = PlanCapacity(0, copies, pair_rows, output_rows, across=across)
         sizes.require(self.used)

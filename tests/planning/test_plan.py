@@ -258,6 +258,7 @@ def _redundant_with_one_more(plan: ContextPlan, send: list[int]) -> int:
     ("backward", "num_stages", "message"),
     [
         (None, 0, "num_stages must be between 1 .* it is 0"),
+        (None, 257, "num_stages must be between 1 and 256, but it is 257"),
         (None, (1, 2), r"a pair with backward .* num_stages=\(1, 2\) and backward=None"),
         (PlanCapacity(8, 8, 8, 8), 2, r"num_stages=2 and backward=PlanCapacity\(bands=8"),
         (PlanCapacity(8, 8, 8, 8), (1, 0), "num_stages of the backward pass .* it is 0"),

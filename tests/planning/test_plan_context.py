@@ -1,5 +1,6 @@
 """Plans compute every visible cell once and receive every needed row once."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -201,6 +202,39 @@ def test_capacity_too_small(name: str) -> None:
         plan_context(masks.causal(500), 4, chunk_size=16, num_stages=2, capacity=capacity)
 
 
+HUGE = PlanCapacity(2**30, 8, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "num_stages", "taken"),
+    [
+        (HUGE, 1, 2 * 4 * (2**30 * 6 + 8 * 9)),
+        (PlanCapacity(8, 2**30, 8, 8), 3, 2 * 4 * (3 * 8 * 6 + 2 * 2**30 * 9)),
+        (replace(HUGE, bands=8, backward=HUGE), (1, 2), 2 * 4 * (3 * 8 * 9 - 8 * 9 + 8 * 6 + 2**31 * 6)),
+        (replace(HUGE, bands=8, across=replace(HUGE, bands=0, copies=2**30)), 1, 8 * (48 + 9 * (8 + 2**30))),
+    ],
+)
+def test_capacity_too_large(capacity: PlanCapacity, num_stages: Any, taken: int) -> None:
+    """The last is that of plans with two levels."""
+    stages = re.escape(f"num_stages={num_stages} take {taken} bytes, more than 4294967296")
+    cost = CostModel(ranks_per_host=1)
+    with pytest.raises(ValueError, match=f"capacity is too large: .* the tables of 2 ranks and {stages}"):
+        plan_context(masks.causal(4), 2, num_stages=num_stages, capacity=capacity, cost=cost)
+    plan = plan_context(
+        masks.causal(4), 2, num_stages=num_stages, two_levels=capacity.across is not None, cost=cost
+    )
+    with pytest.raises(ValueError, match=f"capacity is too large: .* {stages}"):
+        plan.pad_to(capacity)
+
+
+def test_stacked_plans_count_together() -> None:
+    plan = plan_context(masks.causal(4), 2, num_stages=1)
+    capacity = PlanCapacity(2**24, 8, 8, 8)
+    capacity.check_tables(2, [1])
+    with pytest.raises(ValueError, match="capacity is too large"):
+        ContextPlan.stack([plan] * 6).pad_to(capacity)
+
+
 def bad_layout(*tokens: int) -> dict:
     return {"layout": np.array(tokens, np.int32)}
 
@@ -208,7 +242,10 @@ def bad_layout(*tokens: int) -> dict:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"cp_size": 0}, "cp_size must be between 1 and 1073741824, but it is 0"),
+        ({"cp_size": 0}, "cp_size must be between 1 and 4096, but it is 0"),
+        ({"cp_size": 2**30}, "cp_size must be between 1 and 4096, but it is 1073741824"),
+        ({"num_stages": 10**6}, r'num_stages \(if not "auto"\) must be between 1 and 256, but it is 1000000'),
+        ({"num_stages": (1, 257)}, "num_stages .* of the backward pass must be between 1 and 256, .* 257"),
         ({"cp_size": 2.0}, "cp_size .* 2.0"),
         ({"num_stages": 0}, "num_stages .* 0"),
         ({"num_stages": "best"}, "num_stages .* 'best'"),

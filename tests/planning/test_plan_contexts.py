@@ -111,6 +111,7 @@ def test_examples_of_docstrings(function: Any) -> None:
         ([masks.causal(4, 8)], {}, "q_len=4 and kv_len=8"),
         ([masks.causal(8)], {"num_stages": [1, 2]}, r"num_stages=\[1, 2\] for 1 masks"),
         ([masks.causal(8)], {"num_stages": [0]}, "num_stages .* 0"),
+        ([masks.causal(8)], {"num_stages": 257}, "num_stages .* between 1 and 256, but it is 257"),
         ([masks.causal(8)], {"chunk_size": 9}, "chunk_size .* 9"),
         ([masks.causal(8)], {"cost": 3}, "cost must be a CostModel, but it is 3"),
     ],
@@ -118,3 +119,8 @@ def test_examples_of_docstrings(function: Any) -> None:
 def test_bad_arguments(several: list[AttnMask], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_contexts(several, 2, **options)
+
+
+def test_too_many_ranks() -> None:
+    with pytest.raises(ValueError, match="cp_size must be between 1 and 4096, but it is 4097"):
+        plan_contexts([masks.causal(8)], 4097)
