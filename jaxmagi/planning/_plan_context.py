@@ -73,8 +73,9 @@ def plan_context(
             are part of what is compiled: plans that are to share a compilation, or to be stacked, take an
             integer, for both passes, a pair of them, or the ``stage_counts`` of one plan. With three or four
             stages each gets the part of the received keys with which the slowest rank is predicted to be done
-            first. Predictions have transfers run beside attention, all from the beginning; on GPUs each begins with
-            the attention call before the one that needs its rows. Between GPUs of one host 1 is faster.
+            first. Predictions have transfers run beside attention, all from the beginning; on GPUs each
+            begins with the attention call before the one that needs its rows. Between GPUs of one host 1 is
+            faster.
         two_levels: whether a row that several ranks of another host need crosses the network once, to one of
             that host's ranks, which sends it on inside the host (see `jaxmagi.ContextPlan.by_host`).
             ``"auto"`` does so where ``cost`` predicts that both passes take at least 1 % less time together,
