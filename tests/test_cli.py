@@ -258,6 +258,10 @@ INVALID = [
     (["--mask", "documents", "--lengths", "/no/such/file"], "/no/such/file"),
     (["--cost", "/no/such/file"], "/no/such/file"),
     (["--out", HISTOGRAM], HISTOGRAM),
+    (["--out", ""], "argument --out: the path is empty"),
+    (["--cost", ""], "argument --cost: the path is empty"),
+    (["--mask", "documents", "--lengths", ""], "argument --lengths: the path is empty"),
+    (["--cp", str(2**30)], "cp_size must be between 1 and 4096, but it is"),
     (["--tok", "3"], "unrecognized arguments: --tok 3"),
 ]
 
@@ -279,6 +283,19 @@ def test_bad_options_are_named(options: list[str], message: str, capsys: pytest.
         ("range,number\n7,5\n", [], "a row of the histogram is"),
         ('range,number\n"[0, 10]",x\n', [], "a row of the histogram is"),
         ('range,count\n"[0, 10]",5\n', [], "a row of the histogram is"),
+        *(
+            (f'range,number\n"{bad}",5\n', [], f"'{bad}' is not [from, to] with integers 0 <= from <= to <=")
+            for bad in (
+                "[20, 10]",
+                "[-20, -10]",
+                "[0, 1e20]",
+                "[0, 1e400]",
+                "[0, 1.5]",
+                "[true, 3]",
+                "[0, NaN]",
+            )
+        ),
+        ('range,number\n"[1, 2, 3]",5\n', [], "a row of the histogram is"),
         (f"{2**30}\n{2**30}", [], "the sum of lengths must be between"),
         ("0", ["--tokens", "9"], "has no length above 0"),
         ("\udcff\udcfe12", [], "is not text"),
@@ -316,6 +333,7 @@ def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     check_error([], "COMMAND", capsys)
     check_error(["diagnose"], "'diagnose'", capsys)
     check_error(["plan", "--mask", "causal", "--tokens", "9"], "--cp", capsys)
+    check_error(["calibrate", "--out", ""], "argument --out: the path is empty", capsys)
 
 
 def check_error(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,12 @@
 """``calibrate``: measures this machine for the planner."""
 
 import argparse
-from pathlib import Path
 
 from ..attention import DTYPES
 from ..calibration import calibrate
 from ._backends import backends
 from ._cost import HEADS, add_cost_argument, cost_of, write_cost
+from ._paths import path
 
 HELP = "measure the speeds of this machine for the planner"
 DESCRIPTION = (
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option, name, text in HEADS:
         add_cost_argument(group, option, name, text)
     group.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of all operands (bfloat16)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write it for `plan --cost`, too")
+    parser.add_argument("--out", type=path, metavar="FILE", help="where to write it for `plan --cost`, too")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
-def read_lengths(path: str, tokens: int | None) -> list[int]:
+def read_lengths(path: Path, tokens: int | None) -> list[int]:
     """Returns the lengths in a file or, with ``tokens``, lengths drawn from them that sum to ``tokens``.
 
     The file has lengths separated by commas or lines, or a histogram of lengths (as in `_read_histogram`).
@@ -50,7 +50,7 @@ def read_lengths(path: str, tokens: int | None) -> list[int]:
     return _draw(lengths, numbers / numbers.sum(), tokens)
 
 
-def read_parents(path: str) -> list[int]:
+def read_parents(path: Path) -> list[int]:
     """Returns the parents in a file, indices or -1, separated by commas or lines.
 
     Raises:
@@ -60,14 +60,14 @@ def read_parents(path: str) -> list[int]:
     return _read_list("parents", path, _read_text("parents", path), minimum=-1)
 
 
-def _read_text(name: str, path: str) -> str:
+def _read_text(name: str, path: Path) -> str:
     try:
-        return Path(path).read_text()
+        return path.read_text()
     except UnicodeDecodeError as error:
         raise ValueError(f"--{name} {path} is not text: {error}") from error
 
 
-def _read_list(name: str, path: str, text: str, minimum: int) -> list[int]:
+def _read_list(name: str, path: Path, text: str, minimum: int) -> list[int]:
     numbers = []
     for line, content in enumerate(text.splitlines(), start=1):
         cells = [cell.strip() for cell in content.split(",")]
@@ -80,22 +80,30 @@ def _read_list(name: str, path: str, text: str, minimum: int) -> list[int]:
     return numbers
 
 
-def _read_histogram(path: str, text: str) -> tuple[np.ndarray, np.ndarray]:
+def _read_histogram(path: Path, text: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns the middle of each range, at least 1, and the number of documents in it.
 
-    The text is a csv with columns ``range``, as ``[from, to]``, and ``number``; other columns are ignored.
+    The text is a csv with columns ``range``, as ``[from, to]`` of integers from 0 to 2**30, and ``number``;
+    other columns are ignored.
     """
     middles, numbers = [], []
     for row in csv.DictReader(text.splitlines()):
         try:
-            low, high = json.loads(row["range"])
-            middles.append((max(int(low), 1) + int(high)) // 2)
+            low, high = _range(row["range"])
+            middles.append((max(low, 1) + high) // 2)
             numbers.append(_integer(row["number"], 0))
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"--lengths {path}: a row of the histogram is {row}: {error}") from error
     if not sum(numbers):
         raise ValueError(f"--lengths {path} has no lengths")
     return np.array(middles), np.array(numbers)
+
+
+def _range(text: str) -> tuple[int, int]:
+    low, high = ends = json.loads(text)
+    if not all(type(end) is int for end in ends) or not 0 <= low <= high <= UNBOUNDED:
+        raise ValueError(f"{text!r} is not [from, to] with integers 0 <= from <= to <= {UNBOUNDED}")
+    return low, high
 
 
 def _draw(lengths: np.ndarray, probabilities: np.ndarray, tokens: int) -> list[int]:

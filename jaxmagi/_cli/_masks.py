@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from .. import masks
 from ..masks import AttnMask
 from ._lengths import at_least, read_lengths, read_parents
+from ._paths import path
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ def add_mask_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options that `mask_of` reads."""
     group = parser.add_argument_group("mask")
     group.add_argument("--mask", required=True, choices=_BUILDERS)
-    group.add_argument("--lengths", metavar="FILE", help=_LENGTHS_HELP)
-    group.add_argument("--parents", metavar="FILE", help=_PARENTS_HELP)
+    group.add_argument("--lengths", type=path, metavar="FILE", help=_LENGTHS_HELP)
+    group.add_argument("--parents", type=path, metavar="FILE", help=_PARENTS_HELP)
     for option, minimum, text in _NUMBERS:
         group.add_argument(option, type=at_least(minimum), metavar="N", help=text)
 

@@ -2,12 +2,12 @@
 
 import argparse
 import importlib
-from pathlib import Path
 
 from ..planning import CostModel, TwoLevels, plan_context
 from ._cost import HEADS, add_cost_argument, cost_of, read_cost
 from ._lengths import at_least
 from ._masks import add_mask_arguments, mask_of
+from ._paths import path
 
 HELP = "plan a mask over ranks: balance, traffic and predicted time"
 DESCRIPTION = (
@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--two-levels", choices=_LEVELS, default="auto", help="rows cross to another host once (auto)"
     )
-    group.add_argument("--out", metavar="FOLDER", help="where to write mask.png, ranks.png and timeline.png")
+    group.add_argument(
+        "--out", type=path, metavar="FOLDER", help="where to write mask.png, ranks.png and timeline.png"
+    )
     group = parser.add_argument_group("attention and hosts, for bytes and times")
     for option, name, text in (
         *HEADS,
@@ -40,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         add_cost_argument(group, option, name, text)
     group.add_argument(
-        "--cost", type=Path, metavar="FILE", help="speeds and the above, as `calibrate --out` writes them"
+        "--cost", type=path, metavar="FILE", help="speeds and the above, as `calibrate --out` writes them"
     )
 
 
@@ -72,12 +74,12 @@ def run(options: argparse.Namespace) -> int:
     if options.out is not None:
         from ._pictures import write_pictures
 
-        pictures = write_pictures(plan, cost, Path(options.out))
+        pictures = write_pictures(plan, cost, options.out)
     from ._table import print_report
 
     print_report(plan, cost)
-    for path in pictures:
-        print(path)
+    for picture in pictures:
+        print(picture)
     return 0
 
 
