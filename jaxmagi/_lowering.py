@@ -1,4 +1,4 @@
-"""Registers how primitives are lowered: to custom calls where they fit, otherwise to plain JAX."""
+"""Registers how primitives run and are lowered: to custom calls where they fit, otherwise to plain JAX."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +24,21 @@ class Compiled(NamedTuple):
     lower: LoweringRule
     unsupported_reason: Callable[..., str | None]
     on_fallback: Callable[[], None] = lambda: None
+
+
+def run_compiled(primitive: Primitive, static: Sequence[str]) -> None:
+    """Lets a primitive outside of ``jax.jit`` run as a program of its own, also under ``jax.disable_jit``.
+
+    Args:
+        primitive: the primitive, which has lowerings alone.
+        static: the names of its parameters.
+    """
+    program = jax.jit(primitive.bind, static_argnames=static)
+
+    @primitive.def_impl
+    def run(*operands: Any, **params: Any) -> Any:
+        with jax.disable_jit(False):  # without a program the primitive would run itself, without an end
+            return program(*operands, **params)
 
 
 def register(

@@ -18,6 +18,7 @@ from jax.interpreters import ad, batching
 
 from .._checks import check_one_of
 from .._dtypes import DTYPES, accumulator_dtype, is_positive_normal
+from .._lowering import run_compiled
 from .._partitioning import can_be_partitioned
 from .._softmax import Partial
 from .._varying import vary_alike
@@ -139,7 +140,7 @@ def _primitive(name: str, types: Callable[..., tuple[Any, ...]], static: Sequenc
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(types)
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames=static))
+    run_compiled(primitive, static)
     ad.primitive_jvps[primitive] = _no_derivative
     can_be_partitioned(primitive)
     return primitive

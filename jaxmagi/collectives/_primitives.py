@@ -14,6 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from .._dtypes import accumulator_dtype
+from .._lowering import run_compiled
 from . import _cuda
 from ._batching import Axes, batch
 from ._lowering import register
@@ -128,7 +129,7 @@ def _define(
 ) -> None:
     primitive.multiple_results = True
     primitive.def_abstract_eval(types)
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames=static))
+    run_compiled(primitive, static)
     ad.primitive_jvps[primitive] = _jvp(primitive)
     ad.primitive_transposes[primitive] = transpose
     batching.primitive_batchers[primitive] = _batch(primitive)

@@ -15,7 +15,7 @@ from jaxmagi.attention import attention, attention_reference, attention_referenc
 from jaxmagi.masks import AttnMask
 from tests.cases import FP32_TOLERANCE, random_bands
 
-from .helpers import CAPACITY, KV_LEN, Q_LEN, make_inputs, max_error
+from .helpers import CAPACITY, KV_LEN, Q_LEN, assert_close, make_inputs, max_error, run, run_reference
 
 LEARNING_RATE = 0.1
 
@@ -61,6 +61,18 @@ def test_one_trace_for_many_masks(rng: np.random.Generator, implementation: str)
             assert max_error(new, old - LEARNING_RATE * gradient) <= FP32_TOLERANCE
         operands = jax.device_get(updated)
     assert traces == 1
+
+
+def test_without_jit(rng: np.random.Generator, implementation: str) -> None:
+    """The primitives are programs of their own, also for who debugs step by step."""
+    x = make_inputs(rng)
+    bands = random_bands(rng, Q_LEN, KV_LEN, CAPACITY)
+    mask = AttnMask.from_bands(bands, q_len=Q_LEN, kv_len=KV_LEN, check=False)
+    with jax.disable_jit():
+        got = run(x, mask, with_sinks=True, implementation=implementation)
+        mapped = jax.vmap(functools.partial(op(implementation), mask=mask))(x.query, x.key, x.value)
+    assert_close(got, run_reference(x, mask, with_sinks=True), FP32_TOLERANCE)
+    assert max_error(mapped, attention_reference(*x[:3], mask)[0]) <= FP32_TOLERANCE
 
 
 @pytest.mark.skipif(
