@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..masks import AttnMask
+from ..masks._validation import host_bands
 
 type _Float = NDArray[np.float64]
 
@@ -65,7 +66,8 @@ class _Problem:
     ) -> None:
         self.batched = np.ndim(query) == 4
         self.q, self.k, self.v = (self.add_batch(x) for x in (query, key, value))
-        bands = np.asarray(mask.bands if isinstance(mask, AttnMask) else mask)
+        is_mask = isinstance(mask, AttnMask)
+        bands = host_bands(mask.bands, mask.q_len, mask.kv_len) if is_mask else np.asarray(mask)
         bands = bands if bands.ndim == 3 else bands[None]
         counts = [_counts(one, self.q.shape[1], self.k.shape[1]) for one in bands]
         self.counts = counts if len(counts) > 1 else counts * self.q.shape[0]

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..masks import UNBOUNDED
+
 _MAX_BLOCK = 512
 _MIN_BLOCK = 64
 _MAX_TILE_CELLS = 2**24  # logits of one tile over all examples and heads: 64 MiB in fp32
@@ -41,6 +43,13 @@ def cut(q_len: int, kv_len: int, rows: int) -> Blocks:
     """Returns the blocks of a [q_len, kv_len] matrix, of which there are ``rows`` (batch times heads)."""
     q_size, k_size = _block_size(q_len, rows), _block_size(kv_len, rows)
     return Blocks(q_size, k_size, max(1, -(-q_len // q_size)), max(1, -(-kv_len // k_size)))
+
+
+def crop(bands: jax.Array, q_len: int, kv_len: int) -> jax.Array:
+    """Returns bands [C, 6] without what lies outside of the lengths, as compiled kernels take any bands."""
+    least = (0, 0, 0, 0, -UNBOUNDED, -UNBOUNDED)
+    most = (q_len, q_len, kv_len, kv_len, UNBOUNDED, UNBOUNDED)
+    return jnp.clip(bands, jnp.array([least], bands.dtype), jnp.array([most], bands.dtype))
 
 
 def _key_ranges(bands: jax.Array, q_begin: jax.Array, q_size: int) -> tuple[jax.Array, jax.Array]:

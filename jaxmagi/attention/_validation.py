@@ -8,6 +8,7 @@ import numpy as np
 from .._checks import check_one_of, is_traced
 from .._dtypes import DTYPES, is_positive_normal
 from ..masks import AttnMask
+from ..masks._validation import check_bands_type
 from ._primitive import IMPLEMENTATIONS
 
 
@@ -37,7 +38,7 @@ def check_mask(mask: AttnMask, query: jax.Array, key: jax.Array) -> None:
 
 def _check_mask_type(mask: Any) -> None:
     if isinstance(mask, AttnMask):
-        return
+        return check_bands_type(mask.bands)
     given = type(mask).__name__
     if hasattr(mask, "shape"):
         given = f"an array of {mask.dtype}{list(mask.shape)}"

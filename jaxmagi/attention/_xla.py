@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .._dtypes import accumulator_dtype
 from .._softmax import SoftmaxState, add_sinks_to_state, finite_or_zero, normalize, rescale
-from ._tiles import Blocks, KeyBlocks, cut, key_blocks, tile_counts
+from ._tiles import Blocks, KeyBlocks, crop, cut, key_blocks, tile_counts
 
 
 class Logits(NamedTuple):
@@ -145,6 +145,7 @@ def _forward(
     b, q_len, n, _ = q.shape
     _, kv_len, kv_heads, v_dim = v.shape
     blocks = cut(q_len, kv_len, b * n)
+    bands = crop(bands, q_len, kv_len)
     k, v = _heads_first(k, blocks), _heads_first(v, blocks)
     sinks = sinks.reshape(1, kv_heads, n // kv_heads, 1)
 
@@ -244,6 +245,7 @@ def _backward(
     b, q_len, n, _ = q.shape
     _, kv_len, kv_heads, _ = k.shape
     blocks = cut(q_len, kv_len, b * n)
+    bands = crop(bands, q_len, kv_len)
     keys, values = _heads_first(k, blocks), _heads_first(v, blocks)
     zero = functools.partial(jax.lax.full_like, fill_value=0, dtype=accumulator_dtype(q.dtype))
 

@@ -49,7 +49,8 @@ class AttnMask:
     ``k0 <= k < k1`` and ``lo <= k - q <= hi``, all in tokens. Masks are built on the host, by the builders
     of `jaxmagi.masks` or by the constructors of this class. Then they go through ``jax.jit`` like any array;
     masks with the same lengths and the same capacity share one compilation. The initialiser itself checks
-    nothing: use the constructors.
+    nothing: use the constructors. What reads a mask on the host refuses bands that no constructor makes; on
+    devices, where nobody can read their values, `jaxmagi.attention` ignores what lies outside of the lengths.
 
     Masks make masks: ``a & b`` is what both let through, ``a | b`` unites two that share no cell, `crop` cuts
     a part out, `shift` places it in a larger mask, `concatenate` lines masks up and `stack` makes a batch.
@@ -335,7 +336,7 @@ class AttnMask:
         return draw_bands(bands, self.q_len, self.kv_len, ax)
 
     def _host_bands(self) -> np.ndarray:
-        return _validation.host_array(self.bands, "the mask")
+        return _validation.host_bands(self.bands, self.q_len, self.kv_len)
 
 
 def _single_bands(masks: Sequence[AttnMask], purpose: str) -> list[np.ndarray]:

@@ -67,6 +67,29 @@ def check_ranges(ranges: np.ndarray, name: str, length: int) -> None:
     )
 
 
+def host_bands(bands: Any, q_len: Any, kv_len: Any) -> np.ndarray:
+    """Returns the bands of a mask as a numpy array; ValueError unless a constructor could have made them.
+
+    A mask is a pytree: its bands may have been cast, which rounds them, or made by hand.
+    """
+    array = host_array(bands, "the mask")
+    check_bands_type(array)
+    ranges = array.reshape(-1, 6)
+    check_ranges(ranges[:, 0:2], "query", integer(q_len, "q_len"))
+    check_ranges(ranges[:, 2:4], "key", integer(kv_len, "kv_len"))
+    return array
+
+
+def check_bands_type(bands: Any) -> None:
+    """Raises ValueError unless the bands of a mask, which may be traced, are int32 ``[..., S, 6]``."""
+    dtype, shape = getattr(bands, "dtype", type(bands).__name__), np.shape(bands)
+    if dtype != np.int32 or len(shape) < 2 or shape[-1] != 6:
+        raise ValueError(
+            f"the bands of a mask must be int32[..., S, 6], but they are {dtype}{list(shape)}: leave them as "
+            "the constructors made them, also where other arrays of a pytree are cast."
+        )
+
+
 def check_overlap(bands: np.ndarray) -> None:
     """Raises ValueError, with two bands and a cell, when two bands cover the same cell."""
     overlap = find_overlap(bands)

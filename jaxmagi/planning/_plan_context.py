@@ -10,6 +10,7 @@ from jaxtyping import Int32, Integer
 
 from .._checks import is_traced
 from ..masks import AttnMask
+from ..masks._validation import host_bands
 from ._balance import WeightedBands
 from ._capacity import PlanCapacity, bucket, checked_ranks, frozen
 from ._choices import Choices, NumStages, TwoLevels, fastest, require_type
@@ -236,4 +237,4 @@ def mask_bands(mask: AttnMask) -> Int32[np.ndarray, "S 6"]:
             f"plan_context takes self-attention masks, but q_len={mask.q_len} and "
             f"kv_len={mask.kv_len} differ."
         )
-    return np.asarray(mask.bands)
+    return host_bands(mask.bands, mask.q_len, mask.kv_len)

@@ -41,6 +41,19 @@ def test_public_masks(rng: np.random.Generator, implementation: str, case: MaskC
     assert_close(run(x, mask, implementation=implementation), run_reference(x, mask), FP32_TOLERANCE)
 
 
+def test_bands_outside(rng: np.random.Generator, implementation: str) -> None:
+    """Nothing outside of the lengths counts, whoever made the bands."""
+    far = np.iinfo(np.int32).max
+    bands = [[-70, 30, -80, 40, -9, far], [30, 600, 60, 700, -far - 1, 40], [200, 400, 0, 170, -far, far]]
+    inside = [[0, 30, 0, 40, -9, 2**30], [30, Q_LEN, 60, KV_LEN, -(2**30), 40]]
+    made = AttnMask(np.array(bands, np.int32), Q_LEN, KV_LEN)
+    mask = AttnMask.from_bands(inside, q_len=Q_LEN, kv_len=KV_LEN)
+    x = make_inputs(rng)
+    for with_sinks in (False, True):
+        got = run(x, made, with_sinks=with_sinks, implementation=implementation)
+        assert_close(got, run_reference(x, mask, with_sinks=with_sinks), FP32_TOLERANCE)
+
+
 @pytest.mark.parametrize("case", LARGE_CASES, ids=lambda case: case.name)
 def test_public_masks_of_many_blocks(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, case: MaskCase

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmagi import masks
+from jaxmagi import attention, masks, plan_context, plan_contexts
+from jaxmagi.attention import attention_reference, flops
 from jaxmagi.masks import AttnMask
 
 
@@ -89,6 +90,50 @@ def test_traced_masks_say_so(method: Callable[[AttnMask], Any]) -> None:
         ValueError, match=r"is traced: masks (and plans )?are built (and inspected )?on the host"
     ):
         jax.jit(lambda mask: method(mask) and None)(masks.causal(4))
+
+
+X = np.ones((300, 1, 1), np.float32)
+HOST_METHODS = [
+    AttnMask.area,
+    AttnMask.to_dense,
+    AttnMask.draw,
+    lambda mask: mask.num_bands,
+    lambda mask: mask.pad_to(9),
+    lambda mask: AttnMask.concatenate([masks.causal(4), mask]),
+    lambda mask: AttnMask.stack([mask]),
+    lambda mask: flops(mask, 1, 1),
+    lambda mask: attention_reference(X, X, X, mask),
+    lambda mask: plan_context(mask, 2),
+    lambda mask: plan_contexts([masks.causal(300), mask], 2),
+]
+
+
+@pytest.mark.parametrize("method", [*HOST_METHODS, lambda mask: attention(X, X, X, mask)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.int8, np.int16, np.float32, np.int64])
+def test_cast_masks_are_refused(dtype: Any, method: Callable[[AttnMask], Any]) -> None:
+    """Their numbers are rounded: 257 is 256 in bfloat16, and 1 in int8."""
+    mask = jax.tree.map(lambda x: np.asarray(x).astype(dtype), masks.documents([257, 43]))
+    message = rf"bands of a mask must be int32\[\.\.\., S, 6\], .* are {np.dtype(dtype)}\[8, 6\]"
+    with pytest.raises(ValueError, match=message):
+        method(mask)
+
+
+@pytest.mark.parametrize("method", HOST_METHODS)
+@pytest.mark.parametrize(
+    ("band", "message"),
+    [
+        ((0, 301, 0, 300, 0, 0), r"band 1: query range \(0, 301\) is not inside the 300 query tokens"),
+        ((0, 300, 299, 512, 0, 300), r"band 1: key range \(299, 512\) is not inside the 300 key tokens"),
+        ((0, 300, -1, 300, 0, 0), r"band 1: key range \(-1, 300\) is not inside"),
+        ((5, 3, 0, 300, 0, 0), r"band 1: query range \(5, 3\) ends before it begins"),
+    ],
+)
+def test_bands_outside_are_refused(
+    band: tuple[int, ...], message: str, method: Callable[[AttnMask], Any]
+) -> None:
+    mask = AttnMask(np.array([[0, 9, 0, 9, 1, 1], band], np.int32), 300, 300)
+    with pytest.raises(ValueError, match=message):
+        method(mask)
 
 
 @pytest.mark.parametrize("leaf", [None, object(), 3.5, "bands"])
