@@ -3,10 +3,11 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._checks import check_one_of, is_traced
-from .._dtypes import DTYPES, is_positive_normal
+from .._dtypes import DTYPES, accumulator_dtype, is_positive_normal
 from ..masks import AttnMask
 from ..masks._validation import check_bands_type
 from ._primitive import IMPLEMENTATIONS
@@ -25,7 +26,7 @@ def check_operands(
     """Raises ValueError, with the values, for arguments that do not fit together."""
     _check_shapes(query, key, value)
     _check_dtypes(query, key, value)
-    _check_options(scale, soft_cap, implementation)
+    _check_options(scale, soft_cap, implementation, accumulator_dtype(query.dtype))
     if sinks is not None:
         _check_sinks(sinks, query.shape[-2])
 
@@ -88,15 +89,18 @@ def _check_mask_fits(mask: AttnMask, query: jax.Array, key: jax.Array) -> None:
         )
 
 
-def _check_options(scale: float | None, soft_cap: float | None, implementation: str | None) -> None:
+def _check_options(
+    scale: float | None, soft_cap: float | None, implementation: str | None, dtype: jnp.dtype
+) -> None:
+    """Checks the static arguments, for logits of this dtype."""
     for name, number in (("scale", scale), ("logits_soft_cap", soft_cap)):
         if is_traced(number):
             raise ValueError(
                 f"{name} is static, a number that gets compiled into the program, but it is traced: "
                 f"{number}. Give a Python number, or make it a static argument of jax.jit."
             )
-    if scale is not None and not np.isfinite(scale):
-        raise ValueError(f"scale must be finite, or None for D**-0.5, but is {scale}.")
+    if scale is not None and not abs(scale) <= float(jnp.finfo(dtype).max):
+        raise ValueError(f"scale must be finite in {dtype.name}, or None for D**-0.5, but is {scale}.")
     if soft_cap is not None and not is_positive_normal(soft_cap):
         raise ValueError(
             "logits_soft_cap must be positive and a normal number of float32, or None for none, but is "

@@ -107,7 +107,8 @@ def group_reduce(
 
     Raises:
         ValueError: the axis or the op is unknown, the spec is for another number of ranks, lse is missing or
-            superfluous, shapes do not fit, or the options do not fit x or the spec.
+            superfluous, "avg" or "lse" get anything but floating-point arrays, shapes do not fit, or the
+            options do not fit x or the spec.
         NotImplementedError: as in `group_cast`.
     """
     check_one_of("op", op, _OPS)
@@ -184,6 +185,9 @@ def _reduce_lse(
         raise ValueError(
             f"op='lse' needs x [rows, N, D] and lse [rows, N], but they are {x.shape} and {lse.shape}."
         )
+    for name, dtype in (("x", x.dtype), ("lse", lse.dtype)):
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"op='lse' needs floating-point arrays, but {name} is {dtype.name}.")
     own = None
     if accumulate is not None:
         own = Partial(*map(jnp.asarray, accumulate))

@@ -42,6 +42,8 @@ GOOD: dict[str, Any] = {
         ({"query": zeros(2, 8, 4, 15)}, r"same head dimension.*\(2, 8, 4, 15\)"),
         ({"query": zeros(2, 8, 0, 16)}, r"There must be heads.*\(2, 8, 0, 16\)"),
         ({"scale": np.nan}, r"scale must be finite.*but is nan"),
+        ({"scale": 1e39}, r"scale must be finite in float32, or None for D\*\*-0\.5, but is 1e\+39"),
+        ({"scale": -1e39}, r"scale must be finite in float32.*but is -1e\+39"),
         ({"scale": -np.inf}, r"scale must be finite.*but is -inf"),
         ({"logits_soft_cap": 0.0}, r"logits_soft_cap must be positive.*0\.0"),
         ({"logits_soft_cap": -3.0}, r"logits_soft_cap must be positive.*-3\.0"),
@@ -62,6 +64,13 @@ GOOD: dict[str, Any] = {
 def test_attention(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attention(**(GOOD | change))
+
+
+def test_large_scales_in_float64(x64: None) -> None:
+    """They are within its range, though they would be infinite in float32."""
+    ones = np.ones((1, 1, 1))
+    _, lse = attention(ones, ones, ones, masks.full(1), scale=1e39, return_residual=True)
+    assert lse.item() == 1e39
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, jnp.float8_e4m3fn])

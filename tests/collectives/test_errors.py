@@ -109,6 +109,14 @@ LSE_MESSAGE = "lse goes with op='lse' and only with it, but"
             lambda x, lse, spec: reduce(x.astype(np.int32), spec, op="avg"),
             "op='avg' needs floating-point arrays, but has int32",
         ),
+        (
+            lambda x, lse, spec: reduce(x[:, None].astype(np.int32), spec, op="lse", lse=lse[:, None]),
+            "op='lse' needs floating-point arrays, but x is int32",
+        ),
+        (
+            lambda x, lse, spec: reduce(x[:, None], spec, op="lse", lse=lse[:, None].astype(np.int32)),
+            "op='lse' needs floating-point arrays, but lse is int32",
+        ),
     ],
 )
 def test_operands(call: Any, message: str) -> None:

@@ -65,7 +65,7 @@ def test_the_call_itself_is_right() -> None:
             "query, key and value must have one dtype, but have float32, bfloat16, bfloat16",
         ),
         ({"logits_soft_cap": -1.0}, "logits_soft_cap must be positive"),
-        ({"scale": np.nan}, "scale must be finite, or None for D**-0.5, but is nan"),
+        ({"scale": np.nan}, "scale must be finite in float32, or None for D**-0.5, but is nan"),
         ({"implementation": "cuda"}, "implementation must be one of"),
         ({"sinks": np.zeros(3)}, "sinks must have shape (4,)"),
     ],
