@@ -30,8 +30,10 @@ def merge_by_lse(
         receives: int32 [M, 4].
         route: the route of the cast whose transpose this is.
     """
-    rows = input_row_of_slot(sends, route)
     wide = accumulator_dtype(part.out.dtype)
+    if route.input_rows == 0:  # nothing can be looked up among no rows
+        return Partial(_no_rows(part.out.astype(wide)), _no_rows(_widen(part.lse)))
+    rows = input_row_of_slot(sends, route)
     sent = route.round(part.out), _widen(part.lse)
     out, lse = _back_to_slots(sent, sends, receives, route)
     lse = jnp.where((rows == NONE)[:, None], -jnp.inf, lse)
@@ -51,6 +53,10 @@ def merge_by_lse(
         own = Partial(own.out.astype(out.dtype), own.lse.astype(row_max.dtype))
         state = add_states(state, rescale(to_state(own), row_max))
     return normalize(state)
+
+
+def _no_rows(x: jax.Array) -> jax.Array:
+    return jax.lax.full_like(x, 0, shape=(0, *x.shape[1:]), sharding=jax.typeof(x).sharding)
 
 
 def _widen(x: jax.Array) -> jax.Array:

@@ -22,6 +22,8 @@ def _expand(start: jax.Array, length: jax.Array, value: jax.Array, count: int) -
 
     Ranges are sorted by ``start``, and those of length 0 come last.
     """
+    if start.shape[0] == 0:  # nothing can be looked up in an empty table
+        return jax.lax.full_like(start, NONE, shape=(count,))
     start = jnp.where(length > 0, start, count)
     place = jnp.arange(count, dtype=jnp.int32)
     entry = last_at_most(start, place)
@@ -120,7 +122,7 @@ def add_in_order(x: jax.Array, rows: jax.Array, route: Route) -> jax.Array:
         part = part.astype(total.dtype)
         return place.add(part, mode="drop", wrap_negative_indices=False, out_sharding=sharding), None
 
-    rows = rows.reshape(-1, route.pair_rows)
+    rows = rows.reshape(route.peers, route.pair_rows)
     by_peer = x.reshape(*rows.shape, *x.shape[1:])
     shape = (route.input_rows, *x.shape[1:])
     start = jax.lax.full_like(x, 0, accumulator_dtype(x.dtype), shape, sharding=jax.typeof(x).sharding)

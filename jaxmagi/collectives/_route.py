@@ -23,9 +23,14 @@ class Route(NamedTuple):
     group_size: int | None = None  # consecutive ranks that exchange rows; None: the whole axis
 
     @property
+    def peers(self) -> int:
+        """Returns the number of ranks that exchange rows with one of them, itself included."""
+        return self.group_size or jax.lax.axis_size(self.axis_name)
+
+    @property
     def slots(self) -> int:
         """Returns the number of slots of a rank for all of its peers."""
-        return (self.group_size or jax.lax.axis_size(self.axis_name)) * self.pair_rows
+        return self.peers * self.pair_rows
 
     @property
     def groups(self) -> list[list[int]] | None:

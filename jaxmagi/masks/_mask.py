@@ -298,11 +298,10 @@ class AttnMask:
     def to_dense(self) -> Bool[np.ndarray, "*batch q_len kv_len"]:
         """Returns which cells are visible."""
         bands = self._host_bands()
-        dense = [
-            geometry.to_dense(one, self.q_len, self.kv_len) > 0
-            for one in bands.reshape(-1, *bands.shape[-2:])
-        ]
-        return np.reshape(dense, (*bands.shape[:-2], self.q_len, self.kv_len))
+        dense = np.zeros((*bands.shape[:-2], self.q_len, self.kv_len), bool)
+        for example in np.ndindex(bands.shape[:-2]):
+            dense[example] = geometry.to_dense(bands[example], self.q_len, self.kv_len) > 0
+        return dense
 
     def pad_to(self, capacity: int) -> "AttnMask":
         """Returns the mask with room for exactly ``capacity`` bands, so that masks share a compilation.
@@ -311,7 +310,8 @@ class AttnMask:
             ValueError: ``capacity`` is smaller than the number of rows that the bands take.
         """
         bands = self._host_bands()
-        used = 1 + np.flatnonzero(bands.any(axis=-1).reshape(-1, bands.shape[-2]).any(axis=0)).max(initial=-1)
+        examples = tuple(range(bands.ndim - 2))
+        used = 1 + np.flatnonzero(bands.any(axis=(*examples, -1))).max(initial=-1)
         capacity = integer(capacity, "capacity")
         if capacity < used:
             raise ValueError(f"capacity {capacity} is too small: the mask's bands take {used} rows.")

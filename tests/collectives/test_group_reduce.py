@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -103,6 +104,25 @@ def test_merge_of_a_row_sent_twice_to_one_rank(rng: np.random.Generator) -> None
     np.testing.assert_allclose(out[0, 0], expected, rtol=1e-5)
     np.testing.assert_allclose(out_lse[0, 0], np.log(weights.sum(0)), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(out[0, 1], y[0, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("with_start", [True, False])
+@pytest.mark.parametrize("op", ["sum", "avg", "lse"])
+@pytest.mark.parametrize("empty", ["input_rows", "output_rows", "copies", "pair_rows"])
+def test_nothing_to_reduce(op: Any, empty: str, with_start: bool) -> None:
+    """A transfer without rows, of which some array or all are empty, leaves what is there already."""
+    sizes = {"input_rows": 3, "output_rows": 4, "copies": 8, "pair_rows": 8} | {empty: 0}
+    copies = sizes.pop("copies")
+    spec = GroupCastSpec(np.zeros((2, copies, 5), np.int32), np.zeros((2, copies, 4), np.int32), **sizes)
+    x, lse = np.ones((2, spec.output_rows, 2, 4), np.float32), np.zeros((2, spec.output_rows, 2), np.float32)
+    shape = (2, spec.input_rows, 2, 4)
+    start = np.full(shape, 2.0, np.float32), np.full(shape[:-1], 3.0, np.float32)
+    nothing = np.zeros_like(start[0]), np.full_like(start[1], -np.inf)
+    expected = start if with_start else nothing
+    if op != "lse":
+        start, expected = start[0], expected[0]
+    out = reduce_function(2, op)(x, spec, lse if op == "lse" else None, start if with_start else None)
+    jax.tree.map(np.testing.assert_array_equal, out, expected)
 
 
 def test_row_sent_twice_to_one_rank(rng: np.random.Generator) -> None:

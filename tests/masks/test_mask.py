@@ -200,6 +200,18 @@ def test_pad_to() -> None:
     assert masks.full(0).pad_to(0).bands.shape == (0, 6)
 
 
+def test_no_rows_of_bands() -> None:
+    """Nothing sees anything, whether there is room for bands or not."""
+    one = AttnMask.from_bands([], q_len=4, kv_len=5).pad_to(0)
+    for mask, examples in ((one, ()), (AttnMask.stack([one] * 3), (3,))):
+        assert mask.bands.shape == (*examples, 0, 6)
+        assert (mask.num_bands, mask.area()) == (0, 0)
+        np.testing.assert_array_equal(mask.to_dense(), np.zeros((*examples, 4, 5), bool))
+        np.testing.assert_array_equal(mask.pad_to(0).bands, mask.bands)
+        np.testing.assert_array_equal(mask.pad_to(2).bands, np.zeros((*examples, 2, 6)))
+    assert AttnMask.concatenate([one, masks.full(2)]).area() == 4
+
+
 def test_examples() -> None:
     result = doctest.testmod(_mask)
     assert result.attempted > 0 and result.failed == 0
