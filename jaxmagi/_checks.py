@@ -5,6 +5,7 @@ from collections.abc import Collection
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 
 MAX_LENGTH = 2**30  # of a sequence, so that the sum of two positions fits into an int32
@@ -29,6 +30,35 @@ def integer(value: Any, name: str, *, minimum: int = 0, maximum: int = MAX_LENGT
     if not minimum <= number <= maximum:
         raise ValueError(f"{name} must be between {minimum} and {maximum}, but it is {number}.")
     return number
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a value is a real number of Python or numpy, which no boolean and no string is."""
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def number(value: Any, name: str) -> float:
+    """Returns ``value``, a real number or an array that holds one, as a float; ValueError for others."""
+    plain = value.item() if hasattr(value, "item") and np.ndim(value) == 0 else value
+    if not is_number(plain):
+        raise ValueError(f"{name} must be a number, but it is {value!r}.")
+    return float(plain)
+
+
+def flag(value: Any, name: str) -> bool:
+    """Returns ``value`` as a bool; ValueError unless it is one, as strings would all be true."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} must be True or False, but it is {value!r}.")
+    return bool(value)
+
+
+def check_unmasked(tree: Any, name: str) -> None:
+    """Raises ValueError for a masked array of numpy in the pytree, of which an array has all entries."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise ValueError(
+                f"{name} must not be a masked array, whose mask would be lost, but it is {leaf!r}: fill it."
+            )
 
 
 def check_one_of(name: str, value: Any, allowed: Collection[Any]) -> None:

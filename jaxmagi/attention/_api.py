@@ -8,7 +8,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from .._checks import integer
+from .._checks import check_unmasked, flag, integer
 from .._dtypes import accumulator_dtype
 from .._hopper import MAX_SMS
 from .._softmax import Partial, row_delta, sink_gradient
@@ -134,6 +134,8 @@ def attention(
         NotImplementedError: for "ffi" where it does not fit, for second derivatives, and when lowered for
             an ``sm_margin`` where the kernels for GPUs do not run.
     """
+    for name, x in (("query", query), ("key", key), ("value", value), ("sinks", sinks)):
+        check_unmasked(x, name)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     sinks = None if sinks is None else jnp.asarray(sinks)
     check_operands(
@@ -149,7 +151,7 @@ def attention(
     options = _Options(
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         soft_cap=float(logits_soft_cap or 0),
-        deterministic=bool(deterministic),
+        deterministic=flag(deterministic, "deterministic"),
         implementation=implementation,
         sm_margin=integer(sm_margin, "sm_margin", maximum=MAX_SMS - 1),
     )

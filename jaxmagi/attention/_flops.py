@@ -2,7 +2,9 @@
 
 from typing import Literal
 
+from .._checks import integer
 from ..masks import AttnMask
+from ._validation import check_mask_type
 
 
 def flops(mask: AttnMask, num_heads: int, head_dim: int, *, mode: Literal["fwd", "bwd"] = "fwd") -> int:
@@ -18,9 +20,13 @@ def flops(mask: AttnMask, num_heads: int, head_dim: int, *, mode: Literal["fwd",
         mode: "fwd" or "bwd".
 
     Raises:
-        ValueError: for another mode.
+        ValueError: for another mode, what is no mask, or numbers that are no integers above zero.
     """
     products = {"fwd": 2, "bwd": 5}
     if mode not in products:
         raise ValueError(f'mode must be "fwd" or "bwd", but is {mode!r}.')
-    return products[mode] * 2 * mask.area() * num_heads * head_dim
+    check_mask_type(mask)
+    heads, dim = (
+        integer(value, name, minimum=1) for value, name in ((num_heads, "num_heads"), (head_dim, "head_dim"))
+    )
+    return products[mode] * 2 * mask.area() * heads * dim

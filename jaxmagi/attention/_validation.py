@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import check_one_of, is_traced
+from .._checks import check_one_of, is_traced, number
 from .._dtypes import DTYPES, accumulator_dtype, is_positive_normal
 from ..masks import AttnMask
 from ..masks._validation import check_bands_type
@@ -33,11 +33,12 @@ def check_operands(
 
 def check_mask(mask: AttnMask, query: jax.Array, key: jax.Array) -> None:
     """Raises ValueError unless ``mask`` is an `AttnMask` for these lengths."""
-    _check_mask_type(mask)
+    check_mask_type(mask)
     _check_mask_fits(mask, query, key)
 
 
-def _check_mask_type(mask: Any) -> None:
+def check_mask_type(mask: Any) -> None:
+    """Raises ValueError unless ``mask`` is an `AttnMask`, with bands of their dtype."""
     if isinstance(mask, AttnMask):
         return check_bands_type(mask.bands)
     given = type(mask).__name__
@@ -93,12 +94,14 @@ def _check_options(
     scale: float | None, soft_cap: float | None, implementation: str | None, dtype: jnp.dtype
 ) -> None:
     """Checks the static arguments, for logits of this dtype."""
-    for name, number in (("scale", scale), ("logits_soft_cap", soft_cap)):
-        if is_traced(number):
+    for name, given in (("scale", scale), ("logits_soft_cap", soft_cap)):
+        if is_traced(given):
             raise ValueError(
                 f"{name} is static, a number that gets compiled into the program, but it is traced: "
-                f"{number}. Give a Python number, or make it a static argument of jax.jit."
+                f"{given}. Give a Python number, or make it a static argument of jax.jit."
             )
+        if given is not None:
+            number(given, name)
     if scale is not None and not abs(scale) <= float(jnp.finfo(dtype).max):
         raise ValueError(f"scale must be finite in {dtype.name}, or None for D**-0.5, but is {scale}.")
     if soft_cap is not None and not is_positive_normal(soft_cap):

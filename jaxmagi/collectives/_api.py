@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree, Shaped
 
-from .._checks import check_one_of
+from .._checks import check_one_of, check_unmasked
 from .._dtypes import accumulator_dtype
 from .._softmax import Partial
 from ..planning import GroupCastSpec, RelayedSpec
@@ -54,6 +54,7 @@ def group_cast[Tree](
             spec by `GroupCastSpec.by_host`.
     """
     transfer = make_transfer(spec, axis_name, options)
+    check_unmasked(x, "x")
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, x))
     check_rows("x", leaves, transfer.input_rows)
     for leaf in leaves:
@@ -112,6 +113,8 @@ def group_reduce(
         NotImplementedError: as in `group_cast`.
     """
     check_one_of("op", op, _OPS)
+    for name, tree in (("x", x), ("lse", lse), ("accumulate", accumulate)):
+        check_unmasked(tree, name)
     if (lse is None) == (op == "lse"):
         given = "None" if lse is None else f"an array of shape {jnp.shape(lse)}"
         raise ValueError(f"lse goes with op='lse' and only with it, but op={op!r} and lse is {given}.")

@@ -71,6 +71,7 @@ def make_transfer(spec: Any, axis_name: str, options: CollectiveOptions) -> Tran
     """
     check_options("options", options)
     if not isinstance(spec, RelayedSpec):
+        _check_hosts(axis_name, options.ranks_per_host)
         return _one_step(spec, "spec", axis_name, options)
     _check_relayed(spec, axis_name, options)
     hosts = spec.ranks_per_host
@@ -108,6 +109,16 @@ def _check_spec(spec: Any, what: str) -> None:
             )
         if table.shape[-1] != columns:
             raise ValueError(f"{what}.{name} must be [cp, M, {columns}], but has shape {table.shape}.")
+
+
+def _check_hosts(axis_name: str, ranks_per_host: int | None) -> None:
+    """Raises ValueError for an axis over several hosts that do not have as many ranks each."""
+    size = axis_size(axis_name)
+    if ranks_per_host is not None and size > ranks_per_host and size % ranks_per_host:
+        raise ValueError(
+            f"ranks_per_host={ranks_per_host} must divide the size {size} of mesh axis {axis_name!r}, or be "
+            "larger."
+        )
 
 
 def _check_relayed(spec: RelayedSpec, axis_name: str, options: CollectiveOptions) -> None:

@@ -4,9 +4,9 @@ import math
 from typing import Any
 
 import jax
-import numpy as np
 
 from .. import _hopper, _native
+from .._checks import is_number
 
 _LONGEST = 10**6  # seconds, more than eleven days
 _timeout_ms = 300_000
@@ -36,8 +36,7 @@ def set_timeout(seconds: float) -> None:
 
 def check_seconds(seconds: Any) -> float:
     """Returns a time limit as a float; ValueError unless it is a number in range."""
-    is_number = isinstance(seconds, int | float | np.integer | np.floating) and not isinstance(seconds, bool)
-    if not is_number or not 1e-3 <= seconds <= _LONGEST:
+    if not is_number(seconds) or not 1e-3 <= seconds <= _LONGEST:
         raise ValueError(f"the time limit must be between 0.001 and {_LONGEST} seconds, but it is {seconds}.")
     return float(seconds)
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from .._checks import check_unmasked, flag
 from .._varying import vary_alike
 from ..attention import MeshAxes, accumulator_dtype, check_operands
 from ..collectives import CollectiveOptions
@@ -124,6 +125,8 @@ def context_attention(
         NotImplementedError: an explicit implementation, of attention or of transfers, does not fit, or a
             second derivative is taken.
     """
+    for name, x in (("query", query), ("key", key), ("value", value), ("sinks", sinks)):
+        check_unmasked(x, name)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     sinks = None if sinks is None else jnp.asarray(sinks)
     check_plan(plan)
@@ -145,7 +148,7 @@ def context_attention(
         axis_name=axis_name,
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         soft_cap=float(logits_soft_cap or 0),
-        deterministic=bool(deterministic),
+        deterministic=flag(deterministic, "deterministic"),
         implementation=implementation,
         collectives=collectives,
     )

@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 from jaxtyping import Array, Shaped
 
+from .._checks import check_unmasked
 from ..attention import axis_names
 from ..planning import ContextPlan
-from ._validation import check_plan
+from ._validation import check_pad_value, check_plan
 
 PADDING = -1
 """Stands in a token order where there is no token."""
@@ -39,16 +40,18 @@ def dispatch(
         x: array with the ``plan.length`` tokens of the sequence at ``axis``.
         plan: a whole plan.
         axis: where the tokens are.
-        pad_value: the value at padding positions.
+        pad_value: the value at padding positions, one that the dtype of x has.
 
     Returns:
         The array with ``T_padded`` tokens at ``axis``: numpy for numpy, unless the plan is traced.
 
     Raises:
-        ValueError: the number of tokens differs, or the plan is stacked or a part.
+        ValueError: the number of tokens differs, x cannot hold ``pad_value``, or the plan is stacked or a
+            part.
     """
     order = _whole_order(plan, "dispatch")
     _check_tokens("dispatch", x, axis, plan.length, "plan.length")
+    check_pad_value(pad_value, x.dtype if hasattr(x, "dtype") else np.result_type(x))
     if _on_host(x, order):
         return _take(np, x, np.asarray(order), axis, pad_value)
     return _take_sharded(jnp.asarray(x), _replicated(order), axis, pad_value)
@@ -117,6 +120,7 @@ def _whole_order(plan: ContextPlan, name: str) -> Any:
 
 
 def _check_tokens(name: str, x: Any, axis: int, expected: int, what: str) -> None:
+    check_unmasked(x, "x")
     if not -np.ndim(x) <= axis < np.ndim(x):
         raise ValueError(f"{name}: axis {axis} is out of bounds for shape {np.shape(x)}.")
     if np.shape(x)[axis] != expected:

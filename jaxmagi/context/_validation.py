@@ -4,7 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from .._checks import is_traced
 from ..attention import accumulator_dtype
 from ..collectives import check_options, check_wire_dtype
 from ..planning import ContextPlan
@@ -17,6 +19,28 @@ def check_plan(plan: Any) -> None:
             f"plan must be a jaxmagi.ContextPlan, but it is {type(plan).__name__}: build one with "
             "jaxmagi.plan_context(mask, cp_size)."
         )
+
+
+def check_pad_value(pad_value: Any, dtype: jnp.dtype) -> None:
+    """Raises ValueError unless padding of this dtype can have the value, but for rounding to floats."""
+    if is_traced(pad_value) or not _is_numeric(dtype):
+        return
+    given = np.asarray(pad_value)
+    if not _is_numeric(given.dtype):
+        fits = False
+    elif jnp.issubdtype(dtype, np.inexact):
+        fits = jnp.issubdtype(dtype, np.complexfloating) or not np.iscomplexobj(given)
+    else:
+        with np.errstate(invalid="ignore"):  # casts NaN, which equals nothing
+            fits = bool((given.astype(dtype) == given).all())
+    if not fits:
+        raise ValueError(
+            f"pad_value must be a number that {jnp.dtype(dtype).name} has, but it is {pad_value!r}."
+        )
+
+
+def _is_numeric(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, np.bool_) or jnp.issubdtype(dtype, np.number)
 
 
 def check_collectives(collectives: Any, dtype: jnp.dtype) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Int
 
-from .._checks import integer
+from .._checks import flag, integer
 from ._mask import AttnMask
 from ._tree import depths, tree_bands
 from ._validation import integer_array, lengths as checked_lengths, reject
@@ -118,6 +118,7 @@ def from_segment_ids(
            [1, 0, 1, 0],
            [0, 0, 0, 0]])
     """
+    causal = flag(causal, "causal")
     ids = integer_array(segment_ids, "segment_ids")
     integer(len(ids), "the length of segment_ids")
     padding_id = integer(padding_id, "padding_id", minimum=-(2**63), maximum=2**63 - 1)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
-from .._checks import integer
+from .._checks import flag, integer
 from . import _validation, geometry
 from ._intersection import intersection
 from .geometry import UNBOUNDED
@@ -145,7 +145,7 @@ class AttnMask:
         _validation.check_ranges(array[:, 0:2], "query", q_len)
         _validation.check_ranges(array[:, 2:4], "key", kv_len)
         array[:, 4:] = np.clip(array[:, 4:], -UNBOUNDED, UNBOUNDED)
-        if check:
+        if flag(check, "check"):
             _validation.check_overlap(array)
         array = array[~geometry.is_empty(array)].astype(np.int32)
         return cls(_pad(array, _bucket(len(array))), q_len, kv_len)

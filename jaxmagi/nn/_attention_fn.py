@@ -9,6 +9,7 @@ import numpy as np
 from flax.nnx.nn import dtypes
 from jaxtyping import Array, Float
 
+from jaxmagi._checks import check_unmasked, flag, number
 from jaxmagi.attention import MeshAxes, attention
 from jaxmagi.collectives import CollectiveOptions
 from jaxmagi.context import context_attention
@@ -105,15 +106,20 @@ def attention_fn(
         module=module,
         **kwargs,
     )
-    if dropout_rate > 0.0 and not deterministic:
+    if not 0 <= number(dropout_rate, "dropout_rate") <= 1:
+        raise ValueError(f"dropout_rate must be between 0 and 1, but it is {dropout_rate}.")
+    if dropout_rate > 0.0 and not flag(deterministic, "deterministic"):
         raise NotImplementedError(f"attention_fn has no dropout on attention weights, got {dropout_rate=}")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_unmasked(x, name)
+    is_causal = flag(is_causal, "is_causal")
     query, key, value = dtypes.promote_dtype((query, key, value), dtype=dtype)
     mask = _resolve_mask(mask, is_causal, query.shape[-3], key.shape[-3])
     options = {
         "scale": scale,
         "logits_soft_cap": logits_soft_cap,
         "sinks": sinks,
-        "deterministic": deterministic_gradients,
+        "deterministic": flag(deterministic_gradients, "deterministic_gradients"),
         "implementation": implementation,
     }
     if isinstance(mask, ContextPlan):

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .._checks import is_number
+
 _ACCUMULATOR_BYTES = 4
 _MAY_BE_ZERO = ("latency_us", "network_latency_us")
 _MOST_PACKED_HEADS = 16
@@ -93,8 +95,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-            if not number or not (1e-12 <= value <= 1e12 or (value == 0 and name in _MAY_BE_ZERO)):
+            if not is_number(value) or not (1e-12 <= value <= 1e12 or (value == 0 and name in _MAY_BE_ZERO)):
                 raise ValueError(f"CostModel.{name} must be from 1e-12 to 1e12, but it is {value!r}.")
         for name in (field.name for field in fields(self) if field.type is int):
             value = getattr(self, name)

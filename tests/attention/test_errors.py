@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmagi import masks
-from jaxmagi.attention import attention, attention_backward, attention_forward
+from jaxmagi.attention import attention, attention_backward, attention_forward, flops
 from jaxmagi.masks import AttnMask
 
 
@@ -45,6 +45,17 @@ GOOD: dict[str, Any] = {
         ({"scale": 1e39}, r"scale must be finite in float32, or None for D\*\*-0\.5, but is 1e\+39"),
         ({"scale": -1e39}, r"scale must be finite in float32.*but is -1e\+39"),
         ({"scale": -np.inf}, r"scale must be finite.*but is -inf"),
+        ({"scale": True}, r"scale must be a number, but it is True"),
+        ({"scale": "0.5"}, r"scale must be a number, but it is '0\.5'"),
+        ({"scale": np.ones(1)}, r"scale must be a number, but it is array\(\[1\.\]\)"),
+        ({"logits_soft_cap": True}, r"logits_soft_cap must be a number, but it is True"),
+        ({"logits_soft_cap": "30"}, r"logits_soft_cap must be a number, but it is '30'"),
+        ({"deterministic": "False"}, r"deterministic must be True or False, but it is 'False'"),
+        ({"deterministic": None}, r"deterministic must be True or False, but it is None"),
+        ({"query": np.ma.zeros((2, 8, 4, 16))}, r"query must not be a masked array, .* masked_array"),
+        ({"key": np.ma.zeros((2, 9, 2, 16))}, r"key must not be a masked array"),
+        ({"value": np.ma.zeros((2, 9, 2, 12))}, r"value must not be a masked array"),
+        ({"sinks": np.ma.zeros(4)}, r"sinks must not be a masked array"),
         ({"logits_soft_cap": 0.0}, r"logits_soft_cap must be positive.*0\.0"),
         ({"logits_soft_cap": -3.0}, r"logits_soft_cap must be positive.*-3\.0"),
         ({"logits_soft_cap": np.inf}, r"logits_soft_cap must be positive.*inf"),
@@ -89,6 +100,30 @@ def test_per_example_mask_without_batch() -> None:
 def test_errors_come_while_tracing() -> None:
     with pytest.raises(ValueError, match="must be a multiple"):
         jax.eval_shape(lambda q: attention(**(GOOD | {"query": q})), zeros(2, 8, 3, 16))
+
+
+@pytest.mark.parametrize("kind", [float, np.float32, np.float64, jnp.float32, jnp.bfloat16, np.array])
+def test_kinds_of_numbers(kind: Any) -> None:
+    ones = np.ones((1, 1, 1), np.float32)
+    for options in ({"scale": kind(0.5)}, {"scale": 0.5, "logits_soft_cap": kind(2)}):
+        _, lse = attention(ones, ones, ones, masks.full(1), return_residual=True, **options)
+        want = 2 * np.tanh(0.25) if "logits_soft_cap" in options else 0.5
+        np.testing.assert_allclose(lse.item(), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_heads": "8"}, r"num_heads must be an integer, but it is '8'"),
+        ({"num_heads": -8}, r"num_heads must be between 1 and 1073741824, but it is -8"),
+        ({"head_dim": np.nan}, r"head_dim must be an integer, but it is nan"),
+        ({"head_dim": 64.0}, r"head_dim must be an integer, but it is 64\.0"),
+        ({"mask": None}, r"mask must be an AttnMask, but is NoneType"),
+    ],
+)
+def test_flops(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        flops(**({"mask": masks.causal(4), "num_heads": 8, "head_dim": 64} | arguments))
 
 
 @pytest.mark.parametrize("name", ["scale", "logits_soft_cap"])

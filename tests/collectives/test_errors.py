@@ -182,6 +182,15 @@ def test_options_that_do_not_fit(function: Any, what: str, dtype: Any, options: 
         run(lambda x, lse, spec: function(x.astype(dtype), spec, axis_name=AXIS, options=options))
 
 
+@pytest.mark.parametrize("function", [group_cast, group_reduce])
+def test_hosts_and_masked_arrays(function: Any) -> None:
+    uneven = CollectiveOptions(ranks_per_host=3)
+    with pytest.raises(ValueError, match="ranks_per_host=3 must divide the size 4 of mesh axis 'context'"):
+        run(lambda x, lse, spec: function(x, spec, axis_name=AXIS, options=uneven), cp_size=4)
+    with pytest.raises(ValueError, match="x must not be a masked array"):
+        run(lambda x, lse, spec: function([x, np.ma.zeros((2, 3))], spec, axis_name=AXIS))
+
+
 def test_wire_dtype_and_integers() -> None:
     """They may be cast, as they have no gradient, but not be added up after rounding."""
     run(lambda x, lse, spec: group_cast([x, x.astype(int)], spec, axis_name=AXIS, options=NARROW)[0])

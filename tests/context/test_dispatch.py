@@ -33,6 +33,45 @@ def test_position_ids_are_dispatched_positions() -> None:
     np.testing.assert_array_equal(dispatch(np.arange(LENGTH), PLAN), PLAN.position_ids)
 
 
+@pytest.mark.parametrize("xp", [np, jnp])
+@pytest.mark.parametrize(
+    ("dtype", "pad_value"),
+    [
+        (np.int32, 1.5),
+        (np.int32, np.nan),
+        (np.int32, 2**40),
+        (np.uint8, -1),
+        (np.bool_, 2),
+        (np.float32, 1j),
+        (jnp.bfloat16, None),
+        (np.float32, "1"),
+        (np.int32, "1"),
+        (np.float32, [0, None]),
+    ],
+)
+def test_values_that_padding_cannot_have(xp: Any, dtype: Any, pad_value: Any) -> None:
+    message = f"pad_value must be a number that {np.dtype(dtype)} has, but it is {pad_value!r}."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dispatch(xp.zeros(LENGTH, dtype), PLAN, pad_value=pad_value)
+
+
+@pytest.mark.parametrize("xp", [np, jnp])
+@pytest.mark.parametrize(
+    ("dtype", "pad_value"),
+    [(np.int32, 3.0), (np.int32, True), (np.bool_, 1), (jnp.bfloat16, 3), (np.float16, -np.inf)],
+)
+def test_values_that_padding_can_have(xp: Any, dtype: Any, pad_value: Any) -> None:
+    out = dispatch(xp.zeros(LENGTH, dtype), PLAN, pad_value=pad_value)
+    assert out.dtype == dtype
+    np.testing.assert_array_equal(out, np.where(PLAN.token_order < 0, np.asarray(pad_value, dtype), 0))
+
+
+def test_masked_arrays() -> None:
+    for function, length in ((dispatch, LENGTH), (undispatch, PADDED)):
+        with pytest.raises(ValueError, match="x must not be a masked array, whose mask would be lost"):
+            function(np.ma.zeros(length), PLAN)
+
+
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_jax_under_jit(axis: int, rng: np.random.Generator) -> None:
     x = np.moveaxis(rng.normal(size=(LENGTH, 3, 2)).astype(np.float32), 0, axis)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from jaxmagi import ContextPlan, context_attention, masks, plan_context
+from jaxmagi import CollectiveOptions, ContextPlan, context_attention, masks, plan_context
 
 from .harness import AXIS, make_mesh
 
@@ -66,6 +66,13 @@ def test_the_call_itself_is_right() -> None:
         ),
         ({"logits_soft_cap": -1.0}, "logits_soft_cap must be positive"),
         ({"scale": np.nan}, "scale must be finite in float32, or None for D**-0.5, but is nan"),
+        ({"scale": True}, "scale must be a number, but it is True"),
+        ({"deterministic": "no"}, "deterministic must be True or False, but it is 'no'"),
+        ({"sinks": np.ma.zeros(4)}, "sinks must not be a masked array"),
+        (
+            {"collectives": CollectiveOptions(ranks_per_host=3)},
+            "ranks_per_host=3 must divide the size 4 of mesh axis 'context', or be larger",
+        ),
         ({"implementation": "cuda"}, "implementation must be one of"),
         ({"sinks": np.zeros(3)}, "sinks must have shape (4,)"),
     ],

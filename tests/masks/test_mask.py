@@ -3,7 +3,7 @@
 import contextlib
 import doctest
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -109,6 +109,33 @@ def test_bad_bands(bands: Any, message: str) -> None:
 def test_bad_slices(q: Any, k: Any, types: Any, lengths: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AttnMask.from_slices(q, k, types, **lengths)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: AttnMask.from_bands([_ROW], q_len=4, kv_len=4, check=cast("Any", "no")),
+            "check must be True or False, but it is 'no'",
+        ),
+        (
+            lambda: AttnMask.from_slices([(0, 4)], [(0, 4)], [0], check=cast("Any", None)),
+            "check must be True or False, but it is None",
+        ),
+        (
+            lambda: masks.from_segment_ids([1, 1], causal=cast("Any", "False")),
+            "causal must be True or False, but it is 'False'",
+        ),
+        (
+            lambda: masks.from_segment_ids(np.ma.array([1, 1], mask=[False, True])),
+            "segment_ids must not be a masked array, whose mask would be lost",
+        ),
+        (lambda: masks.documents(np.ma.array([1, 1])), "lengths must not be a masked array"),
+    ],
+)
+def test_flags_and_masked_arrays(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_unchecked_overlaps_count_per_band() -> None:

@@ -202,6 +202,20 @@ PLAN = jaxmagi.plan_context(masks.causal(LENGTH), 4, chunk_size=4, num_stages=1)
             ValueError,
             "num_sms=7.* goes with a ContextPlan",
         ),
+        ({"dropout_rate": np.nan}, ValueError, "dropout_rate must be between 0 and 1, but it is nan"),
+        ({"dropout_rate": -0.1}, ValueError, "dropout_rate must be between 0 and 1, but it is -0.1"),
+        ({"dropout_rate": "0.1"}, ValueError, "dropout_rate must be a number, but it is '0.1'"),
+        (
+            {"dropout_rate": 0.1, "deterministic": "no"},
+            ValueError,
+            "deterministic must be True or False, but it is 'no'",
+        ),
+        ({"is_causal": "no"}, ValueError, "is_causal must be True or False, but it is 'no'"),
+        (
+            {"deterministic_gradients": 2},
+            ValueError,
+            "deterministic_gradients must be True or False, but it is 2",
+        ),
         ({"mask": PLAN, "sm_margin": 9}, ValueError, "sm_margin=9 goes with an AttnMask"),
         ({"mask": masks.full(LENGTH - 1)}, ValueError, f"{LENGTH - 1}.*{LENGTH}|{LENGTH}.*{LENGTH - 1}"),
     ],
@@ -209,6 +223,13 @@ PLAN = jaxmagi.plan_context(masks.causal(LENGTH), 4, chunk_size=4, num_stages=1)
 def test_unsupported_arguments_raise(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         jaxmagi.nn.attention_fn(QKV, QKV, QKV, **arguments)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_masked_arrays_raise(name: str) -> None:
+    operands: Any = dict.fromkeys(("query", "key", "value"), QKV) | {name: np.ma.array(QKV)}
+    with pytest.raises(ValueError, match=f"{name} must not be a masked array"):
+        jaxmagi.nn.attention_fn(**operands)
 
 
 def test_causal_without_a_mask_needs_equal_lengths() -> None:
