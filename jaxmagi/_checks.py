@@ -5,10 +5,12 @@ from collections.abc import Collection
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 MAX_LENGTH = 2**30  # of a sequence, so that the sum of two positions fits into an int32
+_LONGEST_SHOWN = 80
 
 
 def is_traced(tree: Any) -> bool:
@@ -57,11 +59,58 @@ def check_unmasked(tree: Any, name: str) -> None:
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, np.ma.MaskedArray):
             raise ValueError(
-                f"{name} must not be a masked array, whose mask would be lost, but it is {leaf!r}: fill it."
+                f"{name} must not be a masked array, whose mask would be lost, but is {_shown(leaf)}."
             )
+
+
+def require_type(value: Any, kind: type, name: str) -> None:
+    """Raises ValueError unless ``value`` is of a kind."""
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise ValueError(f"{name} must be {article} {kind.__name__}, but it is {_shown(value)}.")
+
+
+def as_list(value: Any, name: str) -> list[Any]:
+    """Returns what an iterable yields; ValueError if it is none."""
+    try:
+        return list(value)
+    except TypeError as error:
+        raise ValueError(f"{name} must be a list, but it is {_shown(value)}.") from error
+
+
+def list_of[Kind](value: Any, kind: type[Kind], name: str) -> list[Kind]:
+    """Returns what an iterable yields; ValueError unless all of it is of a kind."""
+    items = as_list(value, name)
+    for i, item in enumerate(items):
+        require_type(item, kind, f"{name}[{i}]")
+    return items
+
+
+def numpy_array(value: Any, name: str) -> np.ndarray:
+    """Returns ``value`` as a numpy array; ValueError if it is masked, or nothing that numpy takes."""
+    check_unmasked(value, name)
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be an array, but numpy cannot make one of it: {error}") from error
+
+
+def jax_array(value: Any, name: str) -> jax.Array:
+    """Returns ``value`` as a jax array; ValueError if it is masked, or nothing that jax takes."""
+    check_unmasked(value, name)
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be an array, but jax cannot make one of it: {error}") from error
 
 
 def check_one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
     """Raises ValueError unless ``value`` is one of those allowed."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {allowed}, but it is {value!r}.")
+
+
+def _shown(value: Any) -> str:
+    """Returns a value for a message, or only its type where the value takes more than a line."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN and "\n" not in text else type(value).__name__

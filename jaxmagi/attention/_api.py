@@ -8,7 +8,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from .._checks import check_unmasked, flag, integer
+from .._checks import flag, integer, jax_array
 from .._dtypes import accumulator_dtype
 from .._hopper import MAX_SMS
 from .._softmax import Partial, row_delta, sink_gradient
@@ -134,10 +134,8 @@ def attention(
         NotImplementedError: for "ffi" where it does not fit, for second derivatives, and when lowered for
             an ``sm_margin`` where the kernels for GPUs do not run.
     """
-    for name, x in (("query", query), ("key", key), ("value", value), ("sinks", sinks)):
-        check_unmasked(x, name)
-    query, key, value = (jnp.asarray(x) for x in (query, key, value))
-    sinks = None if sinks is None else jnp.asarray(sinks)
+    query, key, value = (jax_array(x, name) for name, x in (("query", query), ("key", key), ("value", value)))
+    sinks = None if sinks is None else jax_array(sinks, "sinks")
     check_operands(
         query,
         key,

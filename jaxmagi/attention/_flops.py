@@ -23,7 +23,7 @@ def flops(mask: AttnMask, num_heads: int, head_dim: int, *, mode: Literal["fwd",
         ValueError: for another mode, what is no mask, or numbers that are no integers above zero.
     """
     products = {"fwd": 2, "bwd": 5}
-    if mode not in products:
+    if mode not in tuple(products):
         raise ValueError(f'mode must be "fwd" or "bwd", but is {mode!r}.')
     check_mask_type(mask)
     heads, dim = (

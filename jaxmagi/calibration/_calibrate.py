@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from .._checks import require_type
 from .._dtypes import accumulator_dtype
 from ..attention import DTYPES
 from ..planning import CostModel
@@ -125,6 +126,7 @@ def _ranks(mesh: Mesh | None, axis_name: str | None, ranks_per_host: int | None)
     """Returns the ranks to measure; raises ValueError if the mesh does not fit."""
     if mesh is None:
         mesh = mesh_of(len(jax.devices()))
+    require_type(mesh, Mesh, "mesh")
     if axis_name is None and len(mesh.axis_names) == 1:
         axis_name = mesh.axis_names[0]
     if axis_name is None or axis_name not in mesh.axis_names:

@@ -2,11 +2,10 @@
 
 from typing import Literal, overload
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._checks import check_unmasked, flag
+from .._checks import flag, jax_array
 from .._varying import vary_alike
 from ..attention import MeshAxes, accumulator_dtype, check_operands
 from ..collectives import CollectiveOptions
@@ -125,10 +124,8 @@ def context_attention(
         NotImplementedError: an explicit implementation, of attention or of transfers, does not fit, or a
             second derivative is taken.
     """
-    for name, x in (("query", query), ("key", key), ("value", value), ("sinks", sinks)):
-        check_unmasked(x, name)
-    query, key, value = (jnp.asarray(x) for x in (query, key, value))
-    sinks = None if sinks is None else jnp.asarray(sinks)
+    query, key, value = (jax_array(x, name) for name, x in (("query", query), ("key", key), ("value", value)))
+    sinks = None if sinks is None else jax_array(sinks, "sinks")
     check_plan(plan)
     check_operands(
         query,

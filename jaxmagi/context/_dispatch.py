@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 from jaxtyping import Array, Shaped
 
-from .._checks import check_unmasked
+from .._checks import MAX_LENGTH, check_unmasked, integer
 from ..attention import axis_names
 from ..planning import ContextPlan
 from ._validation import check_pad_value, check_plan
@@ -121,6 +121,7 @@ def _whole_order(plan: ContextPlan, name: str) -> Any:
 
 def _check_tokens(name: str, x: Any, axis: int, expected: int, what: str) -> None:
     check_unmasked(x, "x")
+    integer(axis, "axis", minimum=-MAX_LENGTH)
     if not -np.ndim(x) <= axis < np.ndim(x):
         raise ValueError(f"{name}: axis {axis} is out of bounds for shape {np.shape(x)}.")
     if np.shape(x)[axis] != expected:

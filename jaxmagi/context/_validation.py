@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._checks import is_traced
+from .._checks import is_traced, numpy_array
 from ..attention import accumulator_dtype
 from ..collectives import check_options, check_wire_dtype
 from ..planning import ContextPlan
@@ -25,7 +25,7 @@ def check_pad_value(pad_value: Any, dtype: jnp.dtype) -> None:
     """Raises ValueError unless padding of this dtype can have the value, but for rounding to floats."""
     if is_traced(pad_value) or not _is_numeric(dtype):
         return
-    given = np.asarray(pad_value)
+    given = numpy_array(pad_value, "pad_value")
     if not _is_numeric(given.dtype):
         fits = False
     elif jnp.issubdtype(dtype, np.inexact):

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
-from .._checks import flag, integer
+from .._checks import flag, integer, list_of
 from . import _validation, geometry
 from ._intersection import intersection
 from .geometry import UNBOUNDED
@@ -159,6 +159,7 @@ class AttnMask:
         Raises:
             ValueError: there is no mask, or one is traced or holds per-example bands.
         """
+        masks = list_of(masks, AttnMask, "masks")
         arrays = _single_bands(masks, "concatenate")
         q_ends, k_ends = (
             np.cumsum(sizes) for sizes in zip(*((m.q_len, m.kv_len) for m in masks), strict=True)
@@ -179,6 +180,7 @@ class AttnMask:
         Raises:
             ValueError: there is no mask, their lengths differ, or one is traced or already stacked.
         """
+        masks = list_of(masks, AttnMask, "masks")
         arrays = _single_bands(masks, "stack")
         sizes = sorted({(mask.q_len, mask.kv_len) for mask in masks})
         if len(sizes) > 1:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._checks import check_unmasked, integer, is_traced
+from .._checks import integer, is_traced, numpy_array
 from ._overlap import find_overlap
 from .geometry import UNBOUNDED
 
@@ -19,8 +19,7 @@ def host_array(value: Any, name: str) -> np.ndarray:
         raise ValueError(
             f"{name} is traced: masks are built and inspected on the host, outside jit, grad and vmap."
         )
-    check_unmasked(value, name)
-    return np.asarray(value)
+    return numpy_array(value, name)
 
 
 def integer_array(value: Any, name: str, *, columns: int | None = None) -> np.ndarray:

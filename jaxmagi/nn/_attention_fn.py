@@ -112,6 +112,8 @@ def attention_fn(
         raise NotImplementedError(f"attention_fn has no dropout on attention weights, got {dropout_rate=}")
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_unmasked(x, name)
+        if np.ndim(x) < 3:
+            raise ValueError(f"{name} must be [*batch, T, N, D], but it has shape {np.shape(x)}")
     is_causal = flag(is_causal, "is_causal")
     query, key, value = dtypes.promote_dtype((query, key, value), dtype=dtype)
     mask = _resolve_mask(mask, is_causal, query.shape[-3], key.shape[-3])

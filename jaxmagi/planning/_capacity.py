@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .._checks import integer
+from .._checks import integer, require_type
 
 _MINIMUM = 8
 _SIZES = ("bands", "copies", "pair_rows", "output_rows")
@@ -149,6 +149,7 @@ class PlanCapacity:
         return short
 
     def _check_same_kind(self, other: "PlanCapacity") -> None:
+        require_type(other, PlanCapacity, "other")
         if self.num_stages and other.num_stages and self.num_stages != other.num_stages:
             raise ValueError(
                 f"plans of num_stages={self.num_stages} and num_stages={other.num_stages} share no "

@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from .._checks import require_type
 from ._capacity import PlanCapacity, StageCounts, counts_of_passes
 from ._cost import CostModel
 from ._overlap import OverlapSolver, StagingCandidate
@@ -41,11 +42,6 @@ class Choices(NamedTuple):
             require_type(capacity, PlanCapacity, "capacity")
         levels = _levels_to_try(two_levels, capacity, cp_size, cost.ranks_per_host)
         return cls(_stages_to_try(num_stages, capacity), levels)
-
-
-def require_type(value: Any, kind: type, name: str) -> None:
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} must be a {kind.__name__}, but it is {value!r}.")
 
 
 def fastest(

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
-from .._checks import check_unmasked, integer, is_traced
+from .._checks import integer, is_traced, numpy_array
 from ..masks.geometry import UNBOUNDED
 from ._balance import WeightedBands, balanced_owners
 from ._compiled import planner
@@ -104,8 +104,7 @@ def _user_order(layout: Any, length: int, cp_size: int) -> np.ndarray:
     """Returns the user's order as int32; ValueError unless it is a permutation of tokens and padding."""
     if is_traced(layout):
         raise ValueError("layout is traced, but plan_context needs host data: plan outside jit.")
-    check_unmasked(layout, "layout")
-    order = np.array(layout)
+    order = numpy_array(layout, "layout")
     if order.dtype.kind not in "iu" or order.ndim != 1:
         raise ValueError(f"layout must be integers [T_padded], but it is {order.dtype} {list(order.shape)}.")
     if order.size == 0 or order.size % cp_size:

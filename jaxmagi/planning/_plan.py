@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Int32
 
-from .._checks import is_traced
+from .._checks import is_traced, list_of, require_type
 from ._capacity import SAME_LEVELS, SAME_STAGES, PlanCapacity, StageCounts, counts_of_passes, frozen
 from ._cost import CostModel
 from ._draw import draw_plan
@@ -138,6 +138,7 @@ class ContextPlan:
             ValueError: there is no plan, or lengths, ranks, shard lengths, numbers of stages or ranks per
                 host differ.
         """
+        plans = list_of(plans, ContextPlan, "plans")
         if not plans:
             raise ValueError("ContextPlan.stack needs at least one plan.")
         hosts = [_on_host(plan, "ContextPlan.stack") for plan in plans]
@@ -160,6 +161,7 @@ class ContextPlan:
                 the plan is traced.
         """
         _reject_traced(self, "pad_to")
+        require_type(capacity, PlanCapacity, "capacity")
         self.capacity.union(capacity)  # raises where stages differ
         passes = counts_of_passes(self.stage_counts, "num_stages")
         *stack, ranks = self.bands.shape[:-3]
@@ -180,6 +182,7 @@ class ContextPlan:
             ValueError: the plan is traced, stacked or a part.
         """
         plan = _on_host(self, "report")
+        require_type(cost, CostModel, "cost")
         return report_plan(np.asarray(plan.token_order), plan.forward_stages, plan.backward, cost)
 
     def draw(self, ax: "Axes | None" = None) -> "Axes":

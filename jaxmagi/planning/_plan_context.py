@@ -8,12 +8,12 @@ import jax
 import numpy as np
 from jaxtyping import Int32, Integer
 
-from .._checks import is_traced
+from .._checks import is_traced, require_type
 from ..masks import AttnMask
 from ..masks._validation import host_bands
 from ._balance import WeightedBands
 from ._capacity import PlanCapacity, bucket, checked_ranks, frozen
-from ._choices import Choices, NumStages, TwoLevels, fastest, require_type
+from ._choices import Choices, NumStages, TwoLevels, fastest
 from ._compiled import planner
 from ._cost import CostModel
 from ._layout import make_layout

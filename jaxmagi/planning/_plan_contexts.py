@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .._checks import integer
+from .._checks import as_list, integer, list_of, require_type
 from ..masks import AttnMask
 from ._balance import WeightedBands
 from ._capacity import StageCounts, checked_ranks
-from ._choices import Choices, NumStages, TwoLevels, require_type
+from ._choices import Choices, NumStages, TwoLevels
 from ._cost import CostModel
 from ._layout import make_layout
 from ._merge import merge
@@ -60,7 +60,8 @@ def plan_contexts(
     >>> bool((full.token_order == window.token_order).all())
     True
     """
-    layers = _weighted_masks(list(masks), weights)
+    masks = list_of(masks, AttnMask, "masks")
+    layers = _weighted_masks(masks, weights)
     cp_size = checked_ranks(cp_size)
     require_type(cost, CostModel, "cost")
     options = zip(
@@ -92,7 +93,7 @@ def _weighted_masks(masks: list[AttnMask], weights: Sequence[int] | None) -> lis
         raise ValueError(
             f"plan_contexts takes masks of one length, at least one, but their lengths are {lengths}."
         )
-    weights = [1] * len(masks) if weights is None else list(weights)
+    weights = [1] * len(masks) if weights is None else as_list(weights, "weights")
     if len(weights) != len(masks):
         raise ValueError(f"plan_contexts got {len(weights)} weights for {len(masks)} masks.")
     layers = [

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._checks import integer
+from .._checks import as_list, integer
 from ..masks.geometry import UNBOUNDED
 from ._ranges import meet
 
@@ -57,11 +57,10 @@ def _nested(value: Any, name: str, *, depth: int, maximum: int) -> Any:
     """Returns lists in lists, ``depth`` deep, of integers from 0 to ``maximum``."""
     if depth == 0:
         return integer(value, name, maximum=maximum)
-    try:
-        items = list(value)
-    except TypeError as error:
-        raise ValueError(f"{name} must be a list, but it is {value!r}.") from error
-    return [_nested(item, f"{name}[{i}]", depth=depth - 1, maximum=maximum) for i, item in enumerate(items)]
+    return [
+        _nested(item, f"{name}[{i}]", depth=depth - 1, maximum=maximum)
+        for i, item in enumerate(as_list(value, name))
+    ]
 
 
 def _split_copies(

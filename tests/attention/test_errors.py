@@ -52,10 +52,13 @@ GOOD: dict[str, Any] = {
         ({"logits_soft_cap": "30"}, r"logits_soft_cap must be a number, but it is '30'"),
         ({"deterministic": "False"}, r"deterministic must be True or False, but it is 'False'"),
         ({"deterministic": None}, r"deterministic must be True or False, but it is None"),
-        ({"query": np.ma.zeros((2, 8, 4, 16))}, r"query must not be a masked array, .* masked_array"),
+        ({"query": np.ma.zeros((2, 8, 4, 16))}, r"query must not be a masked .* is MaskedArray\."),
         ({"key": np.ma.zeros((2, 9, 2, 16))}, r"key must not be a masked array"),
         ({"value": np.ma.zeros((2, 9, 2, 12))}, r"value must not be a masked array"),
         ({"sinks": np.ma.zeros(4)}, r"sinks must not be a masked array"),
+        ({"query": None}, r"query must be an array, but jax cannot make one of it: None is not"),
+        ({"value": "x"}, r"value must be an array, but jax cannot make one of it: Value 'x'"),
+        ({"sinks": [[1], [1, 2]]}, r"sinks must be an array, but jax cannot .* inhomogeneous"),
         ({"logits_soft_cap": 0.0}, r"logits_soft_cap must be positive.*0\.0"),
         ({"logits_soft_cap": -3.0}, r"logits_soft_cap must be positive.*-3\.0"),
         ({"logits_soft_cap": np.inf}, r"logits_soft_cap must be positive.*inf"),
@@ -119,6 +122,7 @@ def test_kinds_of_numbers(kind: Any) -> None:
         ({"head_dim": np.nan}, r"head_dim must be an integer, but it is nan"),
         ({"head_dim": 64.0}, r"head_dim must be an integer, but it is 64\.0"),
         ({"mask": None}, r"mask must be an AttnMask, but is NoneType"),
+        ({"mode": []}, r'mode must be "fwd" or "bwd", but is \[\]'),
     ],
 )
 def test_flops(arguments: dict[str, Any], message: str) -> None:

@@ -154,6 +154,7 @@ def test_float64_is_measured_as_such(x64: None, monkeypatch: pytest.MonkeyPatch)
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"axis_name": "batch"}, r"axis_name must be one of \('ranks',\), but it is 'batch'"),
     ({"mesh": (2, 4)}, r"one of \('data', 'context'\), but it is None"),
+    ({"mesh": "mesh"}, "mesh must be a Mesh, but it is 'mesh'"),
     ({"num_heads": 5}, "num_heads=5 is no multiple of num_kv_heads=2"),
     ({"head_dim": 0}, "head_dim .* 0"),
     ({"ranks_per_host": 0}, "ranks_per_host .* 0"),
@@ -164,7 +165,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("options", "message"), BAD)
 def test_bad_arguments_are_named(options: dict[str, Any], message: str) -> None:
-    if "mesh" in options:
+    if isinstance(options.get("mesh"), tuple):
         options = {"mesh": mesh_of(*options["mesh"])}
     with pytest.raises(ValueError, match=message):
         calibrate(**(HEADS | options))

@@ -66,6 +66,13 @@ def test_values_that_padding_can_have(xp: Any, dtype: Any, pad_value: Any) -> No
     np.testing.assert_array_equal(out, np.where(PLAN.token_order < 0, np.asarray(pad_value, dtype), 0))
 
 
+@pytest.mark.parametrize("function", [dispatch, undispatch])
+@pytest.mark.parametrize("axis", ["0", None, 0.0])
+def test_axes_that_are_none(function: Any, axis: Any) -> None:
+    with pytest.raises(ValueError, match=f"axis must be an integer, but it is {axis!r}"):
+        function(np.zeros(LENGTH), PLAN, axis=axis)
+
+
 def test_masked_arrays() -> None:
     for function, length in ((dispatch, LENGTH), (undispatch, PADDED)):
         with pytest.raises(ValueError, match="x must not be a masked array, whose mask would be lost"):

@@ -84,6 +84,7 @@ _ROW = (0, 4, 0, 4, -UNBOUNDED, UNBOUNDED)
         (np.zeros((5, 0), int), r"but its shape is \(5, 0\)"),
         (np.zeros((1, 2, 6), int), r"but its shape is \(1, 2, 6\)"),
         ([[2**70] * 6], r"bands must fit into int64, but it holds 1180591620717411303424"),
+        ([[0, 1], [0]], r"bands must be an array, but numpy cannot make one of it: .* inhomogeneous"),
         ([[0, 1, 0, 1, 2**63, 2**63]], r"bands must fit into int64, but it holds 9223372036854775808"),
     ],
 )
@@ -202,6 +203,20 @@ def test_concatenate_is_block_diagonal(rng: np.random.Generator) -> None:
 def test_bad_parts(function: Any, parts: list[AttnMask], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         function(parts)
+
+
+@pytest.mark.parametrize("function", [AttnMask.concatenate, AttnMask.stack])
+def test_kinds_of_parts(function: Any) -> None:
+    parts = [masks.causal(4), masks.full(4)]
+    np.testing.assert_array_equal(function(part for part in parts).bands, function(parts).bands)
+    for given, message in (
+        ([1], r"masks\[0\] must be an AttnMask, but it is 1"),
+        ([parts[0], None], r"masks\[1\] must be an AttnMask, but it is None"),
+        (None, r"masks must be a list, but it is None"),
+        (parts[0], r"masks must be a list, but it is AttnMask\."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            function(given)
 
 
 def test_stack() -> None:

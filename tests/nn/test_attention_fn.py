@@ -232,6 +232,13 @@ def test_masked_arrays_raise(name: str) -> None:
         jaxmagi.nn.attention_fn(**operands)
 
 
+@pytest.mark.parametrize("shape", [(), (LENGTH,), (LENGTH, HEADS)])
+def test_too_few_axes_raise(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"must be [*batch, T, N, D], but it has shape {shape}")):
+        x = np.zeros(shape, np.float32)
+        jaxmagi.nn.attention_fn(x, x, x)
+
+
 def test_causal_without_a_mask_needs_equal_lengths() -> None:
     with pytest.raises(NotImplementedError, match="48 queries and 47 keys"):
         jaxmagi.nn.attention_fn(QKV, QKV[:, 1:], QKV[:, 1:], is_causal=True)

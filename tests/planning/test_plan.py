@@ -4,7 +4,7 @@ import builtins
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import matplotlib
@@ -152,6 +152,29 @@ def test_stack_errors() -> None:
             ContextPlan.stack([plan, other])
     with pytest.raises(ValueError, match="stacked or a part"):
         ContextPlan.stack([ContextPlan.stack([plan])])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda plan: ContextPlan.stack([plan, cast("Any", masks.full(4))]),
+            r"plans\[1\] must be a ContextPlan, .* Attn",
+        ),
+        (lambda plan: ContextPlan.stack(plan), "plans must be a list, but it is ContextPlan"),
+        (lambda plan: plan.pad_to(None), "capacity must be a PlanCapacity, but it is None"),
+        (lambda plan: plan.capacity.union(None), "other must be a PlanCapacity, but it is None"),
+        (lambda plan: plan.capacity.require(8), "other must be a PlanCapacity, but it is 8"),
+        (lambda plan: plan.report({}), "cost must be a CostModel, but it is {}"),
+        (
+            lambda plan: plan_context(masks.full(2), 1, layout=cast("Any", [[1], [1, 2]])),
+            "layout must be an array, but numpy",
+        ),
+    ],
+)
+def test_wrong_types_are_named(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(plan_context(masks.causal(64), 4, num_stages=1))
 
 
 @pytest.mark.parametrize("method", ["report", "draw"])

@@ -99,6 +99,13 @@ def test_examples_of_docstrings(function: Any) -> None:
     assert result.attempted > 1 and result.failed == 0
 
 
+def test_iterators_of_masks_and_weights() -> None:
+    several = [masks.causal(64), masks.sliding_window(64, 5)]
+    plans = plan_contexts((mask for mask in several), 2, weights=(n for n in (1, 5)))  # pyright: ignore[reportArgumentType]
+    for plan, expected in zip(plans, plan_contexts(several, 2, weights=[1, 5]), strict=True):
+        assert_same(plan, expected)
+
+
 @pytest.mark.parametrize(
     ("several", "options", "message"),
     [
@@ -113,10 +120,13 @@ def test_examples_of_docstrings(function: Any) -> None:
         ([masks.causal(8)], {"num_stages": [0]}, "num_stages .* 0"),
         ([masks.causal(8)], {"num_stages": 257}, "num_stages .* between 1 and 256, but it is 257"),
         ([masks.causal(8)], {"chunk_size": 9}, "chunk_size .* 9"),
+        ([masks.causal(8), 1], {}, r"masks\[1\] must be an AttnMask, but it is 1"),
+        (None, {}, "masks must be a list, but it is None"),
+        ([masks.causal(8)], {"weights": 3}, "weights must be a list, but it is 3"),
         ([masks.causal(8)], {"cost": 3}, "cost must be a CostModel, but it is 3"),
     ],
 )
-def test_bad_arguments(several: list[AttnMask], options: dict[str, Any], message: str) -> None:
+def test_bad_arguments(several: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_contexts(several, 2, **options)
 
