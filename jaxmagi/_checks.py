@@ -1,7 +1,7 @@
 """Checks of arguments that several parts of the package share."""
 
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -88,20 +88,20 @@ def list_of[Kind](value: Any, kind: type[Kind], name: str) -> list[Kind]:
 
 def numpy_array(value: Any, name: str) -> np.ndarray:
     """Returns ``value`` as a numpy array; ValueError if it is masked, or nothing that numpy takes."""
-    check_unmasked(value, name)
-    try:
-        return np.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} must be an array, but numpy cannot make one of it: {error}") from error
+    return _array(np.asarray, "numpy", value, name)
 
 
 def jax_array(value: Any, name: str) -> jax.Array:
     """Returns ``value`` as a jax array; ValueError if it is masked, or nothing that jax takes."""
+    return _array(jnp.asarray, "jax", value, name)
+
+
+def _array[A](make: Callable[[Any], A], library: str, value: Any, name: str) -> A:
     check_unmasked(value, name)
     try:
-        return jnp.asarray(value)
+        return make(value)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} must be an array, but jax cannot make one of it: {error}") from error
+        raise ValueError(f"{name} must be an array, but {library} cannot make one of it: {error}") from error
 
 
 def check_one_of(name: str, value: Any, allowed: Collection[Any]) -> None:

@@ -254,6 +254,7 @@ pairs = jaxmagi.prefetch_plans(batches(), lambda batch: batch)
 
 INTERRUPT = """
 import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a program in the background ignores
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 """
 
