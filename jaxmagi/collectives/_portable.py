@@ -124,9 +124,12 @@ def add_in_order(x: jax.Array, rows: jax.Array, route: Route) -> jax.Array:
 
     rows = rows.reshape(route.peers, route.pair_rows)
     by_peer = x.reshape(*rows.shape, *x.shape[1:])
+    return jax.lax.scan(add_peer, _no_sum(x, route), (rows, by_peer))[0]
+
+
+def _no_sum(x: jax.Array, route: Route) -> jax.Array:
     shape = (route.input_rows, *x.shape[1:])
-    start = jax.lax.full_like(x, 0, accumulator_dtype(x.dtype), shape, sharding=jax.typeof(x).sharding)
-    return jax.lax.scan(add_peer, start, (rows, by_peer))[0]
+    return jax.lax.full_like(x, 0, accumulator_dtype(x.dtype), shape, sharding=jax.typeof(x).sharding)
 
 
 def reduce_sum(
@@ -137,6 +140,11 @@ def reduce_sum(
     out_dtypes: Sequence[jnp.dtype],
 ) -> list[jax.Array]:
     """Adds up [G, output_rows, ...] → [G, input_rows, ...] in accumulator dtype; it transposes `cast`."""
+    if sends.shape[-2] == 0:  # no entries, and XLA fails at additions to rows that all are known to be none
+        return [
+            jax.vmap(functools.partial(_no_sum, route=route))(x).astype(dtype)
+            for x, dtype in zip(xs, out_dtypes, strict=True)
+        ]
     rows = jax.vmap(functools.partial(input_row_of_slot, route=route))(sends)
     places = jax.vmap(functools.partial(_output_row_of_slot, route=route))(receives)
     received = _exchange([jax.vmap(_take)(x, places) for x in xs], route)  # unused slots hold anything

@@ -15,7 +15,7 @@ from jaxtyping import Array, Shaped
 from .._checks import MAX_LENGTH, check_unmasked, integer
 from ..attention import axis_names
 from ..planning import ContextPlan
-from ._validation import check_pad_value, check_plan
+from ._validation import check_fill, check_plan
 
 PADDING = -1
 """Stands in a token order where there is no token."""
@@ -51,7 +51,7 @@ def dispatch(
     """
     order = _whole_order(plan, "dispatch")
     _check_tokens("dispatch", x, axis, plan.length, "plan.length")
-    check_pad_value(pad_value, x.dtype if hasattr(x, "dtype") else np.result_type(x))
+    check_fill(pad_value, x.dtype if hasattr(x, "dtype") else np.result_type(x), "pad_value")
     if _on_host(x, order):
         return _take(np, x, np.asarray(order), axis, pad_value)
     return _take_sharded(jnp.asarray(x), _replicated(order), axis, pad_value)

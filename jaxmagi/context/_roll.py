@@ -9,12 +9,12 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Shaped
 
-from .._checks import MAX_LENGTH, integer, is_traced
+from .._checks import MAX_LENGTH, integer, is_traced, jax_array
 from .._varying import vary_alike
 from ..collectives import axis_size, last_at_most, on_this_rank
 from ..planning import ContextPlan
 from ._dispatch import PADDING
-from ._validation import check_plan, check_ranks
+from ._validation import check_fill, check_plan, check_ranks
 
 _RUNS_PER_ROUND = 16  # of consecutive tokens; the planner gives a rank about as many chunks
 
@@ -26,14 +26,15 @@ def roll(
     *,
     axis_name: str,
     segment_ids: Int[Array | np.ndarray, " tokens_per_rank"] | None = None,
+    padding_id: int = 0,
     fill: ArrayLike = 0,
 ) -> Shaped[Array, "tokens_per_rank ..."]:
     """Rolls dispatched tokens along the sequence, without undispatching. Call it inside ``jax.shard_map``.
 
     The token at position ``p`` moves to ``p + shift``, as in ``jnp.roll``, but nothing wraps around: the
     result is the dispatched form of a rolled global array, with ``fill`` at positions that nothing reaches
-    and at padding. Targets of next-token prediction are ``roll(tokens, plan, -1, ...)``, those of the token
-    after that take -2.
+    and at the plan's padding. Targets of next-token prediction are ``roll(tokens, plan, -1, ...)``, those of
+    the token after that take -2.
 
     Ranks send each other only rows that leave their rank, ``abs(shift)`` for each run of consecutive tokens
     if runs are longer than that, and every rank gets those of all others. They go in rounds, most often one,
@@ -45,17 +46,19 @@ def roll(
     ``jax.vmap``, over x, the plan (`ContextPlan.stack`) or both.
 
     Args:
-        x: this rank's part of a dispatched array, of any dtype.
+        x: this rank's part of a dispatched array, of any numeric dtype or boolean.
         plan: a plan by `jaxmagi.plan_context`, whole or sharded by ``PartitionSpec(axis_name)``.
         shift: positions to move by, from -2**30 to 2**30. Static.
         axis_name: mesh axis over which the tokens are spread.
         segment_ids: this rank's part of the dispatched ids of documents, as for
             `jaxmagi.masks.from_segment_ids`. A value only moves to a position with the id of its own, so that
-            targets do not cross documents with different ids. A mask does not say where documents end: the
-            branches of `jaxmagi.masks.shared_prefix` are joined by what all of them see. Lengths do, but
-            their number changes from step to step, and with it what is compiled;
-            ``numpy.repeat(numpy.arange(len(lengths)), lengths)`` makes ids of them.
-        fill: the value where nothing arrives, such as the label that a loss ignores. It gets no gradient.
+            targets do not cross documents with different ids; they fit into int32. A mask does not say where
+            documents end: the branches of `jaxmagi.masks.shared_prefix` are joined by what all of them see.
+            Lengths do, but their number changes from step to step, and with it what is compiled;
+            ``numpy.repeat(1 + numpy.arange(len(lengths)), lengths)`` makes ids of them.
+        padding_id: the id of padding inside the sequence, where nothing arrives. With ``segment_ids`` only.
+        fill: the value where nothing arrives, such as the label that a loss ignores, one that the dtype of x
+            has. It gets no gradient.
 
     Returns:
         This rank's part of the rolled array.
@@ -63,7 +66,7 @@ def roll(
     Raises:
         ValueError: the axis is not mapped over by a surrounding shard_map, the plan is for another number of
             ranks or stacked, x or ``segment_ids`` has another number of tokens, ``segment_ids`` are no
-            integers, ``fill`` is no scalar, or ``shift`` is no integer in its range.
+            integers, x cannot hold ``fill``, or ``shift`` is no integer in its range.
 
     >>> plan = plan_context(masks.causal(64), cp_size=jax.device_count())
     >>> mesh = jax.make_mesh((jax.device_count(),), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -79,10 +82,12 @@ def roll(
     size = axis_size(axis_name)
     check_ranks(plan, axis_name, size)
     order = _order_of_rank(plan, axis_name)
-    x = jnp.asarray(x)
+    x = jax_array(x, "x")
     _check_tokens("x", x, plan)
     if np.ndim(fill):
         raise ValueError(f"fill must be a scalar, but it has shape {np.shape(fill)}.")
+    check_fill(fill, x.dtype, "fill")
+    padding_id = integer(padding_id, "padding_id", minimum=-(2**31), maximum=2**31 - 1)
     x, order = vary_alike((x, order))
     way = _Way(shift, plan.length, axis_name, size)
     source = order - shift
@@ -90,7 +95,7 @@ def roll(
     if segment_ids is not None:
         ids = _checked_ids(segment_ids, plan)
         x, order, ids, reached = vary_alike((x, order, ids, reached))
-        reached &= _move(ids, order, way) == ids
+        reached &= (_move(ids, order, way) == ids) & (ids != padding_id)
     reached = reached.reshape(-1, *[1] * (x.ndim - 1))
     move = _move_differentiably if jnp.issubdtype(x.dtype, jnp.inexact) else _move
     return jnp.where(reached, move(x, order, way), jax.lax.stop_gradient(jnp.asarray(fill, x.dtype)))
@@ -201,7 +206,7 @@ def _checked_shift(shift: Any) -> int:
 
 
 def _checked_ids(segment_ids: Any, plan: ContextPlan) -> jax.Array:
-    ids = jnp.asarray(segment_ids)
+    ids = jax_array(segment_ids, "segment_ids")
     _check_tokens("segment_ids", ids, plan)
     if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(

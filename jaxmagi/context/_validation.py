@@ -21,11 +21,11 @@ def check_plan(plan: Any) -> None:
         )
 
 
-def check_pad_value(pad_value: Any, dtype: jnp.dtype) -> None:
-    """Raises ValueError unless padding of this dtype can have the value, but for rounding to floats."""
+def check_fill(pad_value: Any, dtype: jnp.dtype, name: str) -> None:
+    """Raises ValueError unless an array of this dtype can have the value, but for rounding to floats."""
     if is_traced(pad_value) or not _is_numeric(dtype):
         return
-    given = numpy_array(pad_value, "pad_value")
+    given = numpy_array(pad_value, name)
     if not _is_numeric(given.dtype):
         fits = False
     elif jnp.issubdtype(dtype, np.inexact):
@@ -35,7 +35,7 @@ def check_pad_value(pad_value: Any, dtype: jnp.dtype) -> None:
             fits = bool((given.astype(dtype) == given).all())
     if not fits:
         raise ValueError(
-            f"pad_value must be a number that {jnp.dtype(dtype).name} has, but it is {pad_value!r}."
+            f"{name} must be a number that {jnp.dtype(dtype).name} has, but it is {pad_value!r}."
         )
 
 

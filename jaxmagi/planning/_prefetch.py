@@ -17,7 +17,7 @@ from ._plan import ContextPlan
 
 THREAD_NAME = "jaxmagi.prefetch_plans"
 
-_PATIENCE = 5.0  # seconds for a current call to end, after an error and at the exit of the program
+_PATIENCE = 5.0  # seconds for a current call of the source, after an error and at the exit of the program
 
 
 def prefetch_plans[Batch, Plan](
@@ -61,8 +61,9 @@ def prefetch_plans[Batch, Plan](
     [([3, 5], 8), ([8], 8)]
     """
     depth = integer(depth, "depth", minimum=1)
-    pairs = ((batch, make_plan(batch)) for batch in batches)
-    return PlanPrefetcher(pairs, depth, fits)
+    source = _Source(batches)
+    pairs = ((batch, make_plan(batch)) for batch in source)
+    return PlanPrefetcher(_PlanThread(source, pairs), depth, fits)
 
 
 class PlanPrefetcher[Batch, Plan]:
@@ -74,15 +75,18 @@ class PlanPrefetcher[Batch, Plan]:
     for the thread keeps them alive.
 
     A call of the source that never returns keeps neither an error from its reader nor the program from its
-    exit: after an error, in a ``with`` block too, and at the exit the thread is waited for no longer than
-    five seconds.
+    exit: after an error, in a ``with`` block too, and at the exit such a call is waited for no longer than
+    five seconds in all. A call of ``make_plan`` is always waited for.
     """
 
     def __init__(
-        self, pairs: Iterator[tuple[Batch, Plan]], depth: int, fits: Callable[[Batch, Plan], bool] | None
+        self,
+        thread: "_PlanThread[tuple[Batch, Plan]]",
+        depth: int,
+        fits: Callable[[Batch, Plan], bool] | None,
     ):
         self._fits, self._taken = fits, 0
-        self._thread = _PlanThread(pairs)
+        self._thread = thread
         self._thread.start()
         self._lock = threading.Lock()
         self._ahead = collections.deque(self._thread.submit() for _ in range(depth))
@@ -105,7 +109,7 @@ class PlanPrefetcher[Batch, Plan]:
                 if not self._thread.is_stopped():
                     self._ahead.append(self._thread.submit())
         except BaseException:  # KeyboardInterrupt too: a pair may be lost, so none may follow
-            self._end(_PATIENCE)
+            self._end(is_patient=False)
             raise
         return batch, plan
 
@@ -128,7 +132,7 @@ class PlanPrefetcher[Batch, Plan]:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self._end(None if error is None else _PATIENCE)
+        self._end(is_patient=error is None)
 
     def close(self) -> None:
         """Ends the thread and waits for its current call of the source or of ``make_plan``.
@@ -136,13 +140,34 @@ class PlanPrefetcher[Batch, Plan]:
         Plans made ahead are dropped. A consumer that waits in another thread gets the pair of that call, or
         the end of the iteration. Closing again does nothing.
         """
-        self._end(None)
+        self._end(is_patient=True)
 
-    def _end(self, timeout: float | None) -> None:
+    def _end(self, *, is_patient: bool) -> None:
         with self._lock:
             self._thread.stop()
             self._ahead.clear()
-        self._thread.join(timeout)
+        if is_patient:
+            self._thread.join()
+        else:
+            self._thread.wait_for_source()
+
+
+class _Source[Batch]:
+    """An iterator that says whether a call of it is under way."""
+
+    def __init__(self, batches: Iterable[Batch]):
+        self._batches = iter(batches)
+        self.is_busy = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        self.is_busy = True
+        try:
+            return next(self._batches)
+        finally:
+            self.is_busy = False
 
 
 class _PlanThread[Pair](threading.Thread):
@@ -151,9 +176,11 @@ class _PlanThread[Pair](threading.Thread):
     It is a daemon, as Python waits for other threads without a limit before it exits.
     """
 
-    def __init__(self, pairs: Iterator[Pair]):
+    def __init__(self, source: _Source[Any], pairs: Iterator[Pair]):
         super().__init__(name=THREAD_NAME, daemon=True)
+        self._source: _Source[Any] | None = source
         self._pairs = pairs
+        self._patience_ends: float | None = None
         self._stopped = threading.Event()
         self._futures: queue.SimpleQueue[Future[Pair] | None] = queue.SimpleQueue()
 
@@ -183,18 +210,30 @@ class _PlanThread[Pair](threading.Thread):
             except BaseException as error:
                 future.set_exception(error)
             del future  # its pair is the consumer's now
-        self._pairs = iter(())  # drops the source
+        self._source, self._pairs = None, iter(())  # drops the source
+
+    def wait_for_source(self) -> None:
+        """Waits for the current call: without a limit for a plan, and all in all five seconds for the source.
+
+        A plan comes to its end, and a thread that returns from native code after the exit aborts the program.
+        """
+        if self._patience_ends is None:
+            self._patience_ends = time.monotonic() + _PATIENCE
+        while self.is_alive():
+            self.join(0.02)
+            source = self._source
+            if source and source.is_busy and time.monotonic() > self._patience_ends:
+                return
 
 
 @atexit.register
 def _end_threads() -> None:
-    """Waits for current calls, for a while: a thread that returns from native code after the exit aborts."""
+    """Waits for current calls."""
     threads = [thread for thread in threading.enumerate() if isinstance(thread, _PlanThread)]
     for thread in threads:
         thread.stop()
-    end = time.monotonic() + _PATIENCE
     for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
+        thread.wait_for_source()
 
 
 def _lengths(plans: Any) -> list[int]:

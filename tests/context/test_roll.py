@@ -38,11 +38,11 @@ def plan_of(layout: str, cp_size: int) -> ContextPlan:
 
 
 def rolled(x: np.ndarray, shift: int, fill: Any = 0, ids: np.ndarray | None = None) -> np.ndarray:
-    """Rolls a global array, value by value."""
+    """Rolls a global array, value by value; the id 0 is that of padding."""
     out = np.full_like(x, fill)
     for source in range(len(x)):
         place = source + shift
-        if 0 <= place < len(x) and (ids is None or ids[source] == ids[place]):
+        if 0 <= place < len(x) and (ids is None or ids[source] == ids[place] != 0):
             out[place] = x[source]
     return out
 
@@ -222,6 +222,11 @@ PLAN = plan_of("balanced", 4)
         (np.zeros(16), {"shift": 2**30 + 1}, "shift must be between -1073741824 and 1073741824"),
         (np.zeros(16), {"shift": jnp.int32}, "shift is traced"),
         (np.zeros(16), {"fill": np.zeros(3)}, "fill must be a scalar, but it has shape (3,)"),
+        (np.zeros(16, int), {"fill": 1.5}, "fill must be a number that int32 has, but it is 1.5"),
+        (np.zeros(16, np.int8), {"fill": 300}, "fill must be a number that int8 has, but it is 300"),
+        (np.zeros(16), {"fill": None}, "fill must be a number that float32 has, but it is None"),
+        (np.ma.zeros(16), {}, "x must not be a masked array"),
+        (np.zeros(16), {"padding_id": 2**31}, "padding_id must be between -2147483648 and 2147483647"),
         (np.zeros(16), {"segment_ids": np.zeros(15, int)}, "segment_ids must have the 16 tokens of a rank"),
         (np.zeros(16), {"segment_ids": np.zeros(16)}, "segment_ids must be integers [16], but are float32"),
         (np.zeros(16), {"segment_ids": np.zeros((16, 2), int)}, "but are int32 (16, 2)"),

@@ -276,6 +276,23 @@ def test_a_source_that_never_returns_does_not_keep_the_program(end: str, shown: 
     assert run.stderr.splitlines()[-1:] == ([shown] if shown else [])
 
 
+def test_the_exit_waits_for_a_plan() -> None:
+    """The thread would abort the program if it returned from native code behind the exit."""
+    text = """
+import threading, time, jaxmagi, jaxmagi.planning._prefetch as prefetch
+prefetch._PATIENCE = 0.1
+begun = threading.Event()
+def make_plan(batch):
+    begun.set()
+    time.sleep(1)
+    print("made", flush=True)
+pairs = jaxmagi.prefetch_plans([0], make_plan)
+begun.wait()
+"""
+    run = program(text)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "made\n", "")
+
+
 def run_program(text: str) -> None:
     run = program(text)
     assert (run.returncode, run.stderr) == (0, "")
