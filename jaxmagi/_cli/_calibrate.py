@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         RuntimeError: JAX finds no device, or no speed explains the measured times.
     """
     heads = cost_of(options)
-    backends()
+    backends()  # before calibrate, for its error
     cost = calibrate(
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,

@@ -83,7 +83,7 @@ def roll(
     check_ranks(plan, axis_name, size)
     order = _order_of_rank(plan, axis_name)
     x = jax_array(x, "x")
-    _check_tokens("x", x, plan)
+    _check_shard("x", x, plan)
     if np.ndim(fill):
         raise ValueError(f"fill must be a scalar, but it has shape {np.shape(fill)}.")
     check_fill(fill, x.dtype, "fill")
@@ -207,7 +207,7 @@ def _checked_shift(shift: Any) -> int:
 
 def _checked_ids(segment_ids: Any, plan: ContextPlan) -> jax.Array:
     ids = jax_array(segment_ids, "segment_ids")
-    _check_tokens("segment_ids", ids, plan)
+    _check_shard("segment_ids", ids, plan)
     if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
             f"segment_ids must be integers [{plan.shard_length}], but are {ids.dtype.name} {ids.shape}."
@@ -215,7 +215,7 @@ def _checked_ids(segment_ids: Any, plan: ContextPlan) -> jax.Array:
     return ids
 
 
-def _check_tokens(name: str, x: jax.Array, plan: ContextPlan) -> None:
+def _check_shard(name: str, x: jax.Array, plan: ContextPlan) -> None:
     if x.ndim == 0 or x.shape[0] != plan.shard_length:
         raise ValueError(
             f"{name} must have the {plan.shard_length} tokens of a rank along its first axis, but has shape "

@@ -97,27 +97,28 @@ def check_overlap(bands: np.ndarray) -> None:
         return
     a, b, q, k = overlap
     raise ValueError(
-        f"bands {a} and {b} both cover query {q}, key {k}, which would count twice: "
-        f"(q0, q1, k0, k1, lo, hi) = {tuple(bands[a].tolist())} and {tuple(bands[b].tolist())}. "
+        f"bands {a} and {b} both cover query {q}, key {k}, {_counting_twice(bands, a, b)} "
         "Pass check=False if that is intended."
     )
 
 
 def check_disjoint(first: np.ndarray, second: np.ndarray) -> None:
     """Raises ValueError, with a cell and two bands, when the bands of two masks cover a cell twice."""
-    overlap = find_overlap(np.concatenate([first, second]))
+    bands = np.concatenate([first, second])
+    overlap = find_overlap(bands)
     if overlap is None:
         return
     a, b, q, k = overlap
-    bands = (*first.tolist(), *second.tolist())
     if a < len(first) <= b:
         owners = "both masks"
     else:
         owners = f"two bands of the {'first' if b < len(first) else 'second'} mask"
-    raise ValueError(
-        f"{owners} let query {q} see key {k}, which would count twice: "
-        f"(q0, q1, k0, k1, lo, hi) = {tuple(bands[a])} and {tuple(bands[b])}."
-    )
+    raise ValueError(f"{owners} let query {q} see key {k}, {_counting_twice(bands, a, b)}")
+
+
+def _counting_twice(bands: np.ndarray, a: int, b: int) -> str:
+    first, second = (tuple(bands[i].tolist()) for i in (a, b))
+    return f"which would count twice: (q0, q1, k0, k1, lo, hi) = {first} and {second}."
 
 
 def token_range(value: Any, name: str, length: int) -> tuple[int, int]:

@@ -181,7 +181,7 @@ class _PlanThread[Pair](threading.Thread):
         self._source: _Source[Any] | None = source
         self._pairs = pairs
         self._patience_ends: float | None = None
-        self._stopped = threading.Event()
+        self._is_ending = False  # no event: its lock may be held where garbage is collected
         self._futures: queue.SimpleQueue[Future[Pair] | None] = queue.SimpleQueue()
 
     def submit(self) -> Future[Pair]:
@@ -192,12 +192,12 @@ class _PlanThread[Pair](threading.Thread):
 
     def stop(self) -> None:
         """Has the thread end after its current call. Safe in a collection of garbage."""
-        self._stopped.set()
+        self._is_ending = True
         self._futures.put(None)
 
     def is_stopped(self) -> bool:
         """Returns whether the thread ends after its current call, or has ended."""
-        return self._stopped.is_set()
+        return self._is_ending
 
     def run(self) -> None:
         """Does the work of the thread."""
