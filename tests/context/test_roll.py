@@ -15,6 +15,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jaxmagi
 from jaxmagi import ContextPlan, dispatch, masks, plan_context, roll, undispatch
 
+from . import harness
 from .harness import AXIS, make_mesh, make_plan
 
 LENGTH = 61
@@ -71,6 +72,26 @@ def test_against_the_host(cp_size: int, layout: str, shift: int) -> None:
         expected = dispatch(rolled(tokens, shift, -100, ids), plan, pad_value=-100)
         np.testing.assert_array_equal(out, expected)
         assert out.dtype == tokens.dtype
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cp_size", [1, 2, 4], indirect=True)
+@pytest.mark.parametrize("layout", ["balanced", "contiguous", "scattered"])
+def test_on_gpus(cp_size: int, layout: str, rng: np.random.Generator) -> None:
+    """Two features in bfloat16, and the gradient of them, for shifts of one round and of several."""
+    plan = plan_of(layout, cp_size)
+    ids = dispatch(IDS, plan)
+    x, weights = (rng.normal(size=(LENGTH, 2)).astype(jnp.bfloat16) for _ in range(2))
+
+    def both(mapped: Any, x: jax.Array, weights: jax.Array, plan: ContextPlan, ids: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda x: mapped(x, plan, ids), x)
+        return out, *pull(weights)
+
+    for shift in (-1, 3, -40):
+        run = jax.jit(functools.partial(both, compiled(cp_size, shift, 7)))
+        out, gradient = map(harness.whole, run(dispatch(x, plan), dispatch(weights, plan), plan, ids))
+        np.testing.assert_array_equal(out, dispatch(rolled(x, shift, 7, IDS), plan, pad_value=7))
+        np.testing.assert_array_equal(gradient, dispatch(rolled(weights, -shift, 0, IDS), plan))
 
 
 @pytest.mark.parametrize(
