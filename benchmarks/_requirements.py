@@ -26,6 +26,9 @@ class Requirement:
 _D128 = ("full 8k D128", "causal 8k D128", "full 32k D128", "causal 32k D128")
 _D64, _D256 = (tuple(f"{kind} 16k D{dim}" for kind in ("full", "causal")) for dim in (64, 256))
 _SEQUENCES = ("documents causal", "documents full", "documents 16x2048 causal", "window 1023")
+_SHORT = tuple(f"causal {length} D128" for length in ("1k", "2k", "4k"))
+_FLEX = ("FlexAttention", "FlexAttention FLASH")
+_ALL_MASKS = (*MASKS, SHORT_DOCUMENTS, "causal 8k D128", "causal 32k D128")
 
 REQUIREMENTS: dict[Direction, tuple[Requirement, ...]] = {
     "forward": (
@@ -34,6 +37,8 @@ REQUIREMENTS: dict[Direction, tuple[Requirement, ...]] = {
         Requirement("required", "cuDNN", ("causal 16k D256",), at_least=1.04),
         Requirement("required", "cuDNN", ("causal 1k D128", "causal 2k D128"), at_least=1 / 1.15),
         Requirement("required", "FlexAttention", tuple(MASKS), at_least=1.35),
+        *(Requirement("required", flex, _ALL_MASKS, at_least=1.05) for flex in _FLEX),
+        *(Requirement("goal", flex, _ALL_MASKS, at_least=1.2) for flex in _FLEX),
         *(Requirement("required", ours_on(other), (name,), 0.95) for name, other in HELD_AGAINST.items()),
         Requirement("goal", "FlashAttention-4", _D128, at_least=1.03),
         Requirement("goal", "FlashAttention-4", (*_D64, "causal 16k D256", *_SEQUENCES), at_least=1.0),
@@ -42,9 +47,16 @@ REQUIREMENTS: dict[Direction, tuple[Requirement, ...]] = {
         Requirement("required", "cuDNN", (*_D128, *_D64), at_least=1.05),
         Requirement("required", "cuDNN", _D256, at_least=0.95),
         Requirement("goal", "cuDNN", _D256, at_least=1.05),
-        Requirement("required", "FlexAttention", tuple(MASKS), at_least=1.3),
-        Requirement("goal", "FlashAttention-4", (*_D128, *_D64, *_SEQUENCES), at_least=1.0),
-        Requirement("required", DETERMINISTIC, (*_D128, *_D64, *_D256, *MASKS, SHORT_DOCUMENTS), at_most=1.4),
+        Requirement("required", "cuDNN", _SHORT, at_least=1.0),
+        *(Requirement("required", flex, _ALL_MASKS, at_least=1.05) for flex in _FLEX),
+        *(Requirement("goal", flex, _ALL_MASKS, at_least=1.2) for flex in _FLEX),
+        Requirement("required", "FlashAttention-4", ("causal 8k D128",), at_least=0.97),
+        Requirement("required", "FlashAttention-4", ("full 8k D128", *_D128[2:], *_D64), at_least=1.0),
+        Requirement("required", "FlashAttention-4", (*_D256, *_SEQUENCES, SHORT_DOCUMENTS), at_least=1.0),
+        Requirement("goal", "FlashAttention-4", (*_D128, *_D64, *_D256, *_SEQUENCES), at_least=1.05),
+        Requirement(
+            "required", DETERMINISTIC, (*_D128, *_D64, *_D256, *MASKS, SHORT_DOCUMENTS), at_most=1.25
+        ),
     ),
 }
 

@@ -158,8 +158,11 @@ def _mask_mod(pattern: Pattern) -> Callable[..., Any]:
             return lambda b, h, i, j: j // size <= i // size
 
 
-def flex(workload: Workload) -> Attend:
-    """Returns compiled FlexAttention; the block mask is made before (uncompiled, which is quicker once)."""
+def flex(workload: Workload, backend: str) -> Attend:
+    """Returns compiled FlexAttention on a backend; the block mask is made before (uncompiled, quicker once).
+
+    The backends are "TRITON" and, with the kernels of FlashAttention-4, "FLASH".
+    """
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -170,7 +173,12 @@ def flex(workload: Workload) -> Attend:
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def attend(*operands: Any) -> Any:
-        return compiled(*map(_heads_first, operands), block_mask=block_mask, enable_gqa=True)
+        return compiled(
+            *map(_heads_first, operands),
+            block_mask=block_mask,
+            enable_gqa=True,
+            kernel_options={"BACKEND": backend},
+        )
 
     return attend
 
@@ -199,9 +207,16 @@ def _output(result: Any) -> Any:
 
 
 def candidates(workload: Workload, direction: Direction) -> dict[str, MakeWork]:
-    """Returns what can express the workload, by name. FlexAttention is for the masks that cuDNN lacks."""
-    dense = isinstance(workload.pattern, Full | Causal)
-    found = {"cuDNN": cudnn} if dense else {"FlexAttention": flex}
+    """Returns what can express the workload, by name.
+
+    FlexAttention is for the masks that cuDNN lacks, and for the causal one.
+    """
+    found: dict[str, MakeAttend] = {}
+    if isinstance(workload.pattern, Full | Causal):
+        found["cuDNN"] = cudnn
+    if not isinstance(workload.pattern, Full):
+        found["FlexAttention"] = functools.partial(flex, backend="TRITON")
+        found["FlexAttention FLASH"] = functools.partial(flex, backend="FLASH")
     if not isinstance(workload.pattern, SharedPrefix | Video):
         found["FlashAttention-4"] = flash_attention_4
     run = _forward if direction == "forward" else _backward

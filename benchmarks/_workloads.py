@@ -118,7 +118,7 @@ class Workload:
     @property
     def is_short(self) -> bool:
         """Says that a pass takes so little time that the host has to be kept out of it."""
-        return self.pattern.length <= 2048
+        return self.pattern.length <= 4096
 
     def query_bytes(self) -> int:
         """Returns the bytes of the queries of a layer in bfloat16."""
@@ -147,18 +147,15 @@ def _short_documents() -> Documents:
     return Documents(tuple(np.diff(ends, prepend=0).tolist()), causal=True)
 
 
-def workloads(direction: Direction) -> list[Workload]:
-    """Returns all rows of the benchmark of attention; last those that nothing is required of.
-
-    The backward pass has short documents too, since sums in a fixed order wait for each other there.
-    """
+def workloads() -> list[Workload]:
+    """Returns all rows of the benchmark of attention; last those that nothing is required of."""
     rows = [_dense(kind, 8192) for kind in (Full, Causal)]
-    rows += [_dense(Causal, length) for length in (1024, 2048)]
+    rows += [_dense(Causal, length) for length in (1024, 2048, 4096)]
     rows += [_dense(kind, 16_384, dim) for dim in (64, 256) for kind in (Full, Causal)]
     rows += [Workload(name, pattern()) for name, pattern in MASKS.items()]
+    rows.append(Workload(SHORT_DOCUMENTS, _short_documents()))
+    rows += [Workload(f"{name} D64", pattern(), 64, 64) for name, pattern in MASKS.items()]
     rows += [_dense(kind, 32_768) for kind in (Full, Causal)]
-    if direction == "backward":
-        rows.append(Workload(SHORT_DOCUMENTS, _short_documents()))
     others = ((96, 96), (192, 192), (192, 128))
     return rows + [_dense(kind, 16_384, *dims) for dims in others for kind in (Full, Causal)]
 
@@ -168,7 +165,7 @@ def held_against(workload: Workload, direction: Direction) -> Workload | None:
     name = HELD_AGAINST.get(workload.name) if direction == "forward" else None
     if name is None:
         return None
-    return next(other for other in workloads(direction) if other.name == name)
+    return next(other for other in workloads() if other.name == name)
 
 
 def shuffled_documents(rng: np.random.Generator, length: int, count: int) -> NDArray[np.int32]:

@@ -162,7 +162,7 @@ def run(direction: Direction, rows: str, peers: str, repeats: int, out: Path | N
     )
     if re.search(rows, PLAN):
         report.add([measure_plan(direction, repeats)])
-    for workload in workloads(direction):
+    for workload in workloads():
         if re.search(rows, workload.name):
             report.add(measure(direction, workload, peers, repeats))
             release_memory()

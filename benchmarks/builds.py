@@ -118,7 +118,7 @@ def main() -> None:
     report = Report(
         f"builds_{arguments.direction}", arguments.out, about, functools.partial(checks, arguments.direction)
     )
-    for workload in workloads(arguments.direction):
+    for workload in workloads():
         if re.search(arguments.rows, workload.name):
             report.add(measure(arguments.direction, workload, arguments.repeats))
             for cached in (_jax_attention.inputs, _jax_attention.operands):
