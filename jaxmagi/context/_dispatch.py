@@ -68,8 +68,12 @@ def undispatch(
 ) -> Shaped[Array | np.ndarray, "..."]:
     """Puts the tokens of a dispatched array back into their global order, without the padding.
 
-    This is the inverse of `dispatch`. It works on the host and under ``jax.jit``, and is differentiable. Over
-    Explicit axes it keeps the sharding, except at ``axis`` where that does not divide ``plan.length``.
+    This is the inverse of `dispatch` with the same plan. Nothing in an array says which plan it was
+    dispatched by: with another plan of the same length, tokens come out in a wrong order without an error. So
+    keep plan and batch together, as `jaxmagi.prefetch_plans` does.
+
+    It works on the host and under ``jax.jit``, and is differentiable. Over Explicit axes it keeps the
+    sharding, except at ``axis`` where that does not divide ``plan.length``.
 
     Args:
         x: array with the ``T_padded`` dispatched tokens at ``axis``.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MIN_CAPACITY = 8
+_MAX_CAPACITY = 2**24  # rows of bands, 400 MB
 
 type _Integers = Sequence[Sequence[int]] | Sequence[int]
 type _Range = slice | tuple[int, int] | None
@@ -309,12 +310,12 @@ class AttnMask:
         """Returns the mask with room for exactly ``capacity`` bands, so that masks share a compilation.
 
         Raises:
-            ValueError: ``capacity`` is smaller than the number of rows that the bands take.
+            ValueError: ``capacity`` is smaller than the number of rows that the bands take, or above 2**24.
         """
         bands = self._host_bands()
         examples = tuple(range(bands.ndim - 2))
         used = 1 + np.flatnonzero(bands.any(axis=(*examples, -1))).max(initial=-1)
-        capacity = integer(capacity, "capacity")
+        capacity = integer(capacity, "capacity", maximum=_MAX_CAPACITY)
         if capacity < used:
             raise ValueError(f"capacity {capacity} is too small: the mask's bands take {used} rows.")
         return dataclasses.replace(self, bands=_pad(bands[..., :used, :], capacity))

@@ -51,7 +51,7 @@ def prefetch_plans[Batch, Plan](
 
     Raises:
         ValueError: ``depth`` is no integer above zero; while iterating: ``fits`` is false, the plan is stale.
-        TypeError: ``batches`` is not iterable.
+        TypeError: ``batches`` is not iterable, or ``make_plan`` or ``fits`` is no function.
 
     >>> batches = [[3, 5], [8]]
     >>> def make_plan(lengths):
@@ -61,6 +61,10 @@ def prefetch_plans[Batch, Plan](
     [([3, 5], 8), ([8], 8)]
     """
     depth = integer(depth, "depth", minimum=1)
+    if not callable(make_plan):
+        raise TypeError(f"make_plan must be a function, but it is {make_plan!r}.")
+    if not (fits is None or callable(fits)):
+        raise TypeError(f"fits must be a function or None, but it is {fits!r}.")
     source = _Source(batches)
     pairs = ((batch, make_plan(batch)) for batch in source)
     return PlanPrefetcher(_PlanThread(source, pairs), depth, fits)

@@ -239,6 +239,8 @@ def test_pad_to() -> None:
         np.testing.assert_array_equal(padded.to_dense(), mask.to_dense())
     with pytest.raises(ValueError, match=r"capacity 2 is too small: the mask's bands take 3 rows"):
         mask.pad_to(2)
+    with pytest.raises(ValueError, match=r"capacity must be between 0 and 16777216, but it is 1073741824"):
+        mask.pad_to(2**30)
     assert masks.full(0).pad_to(0).bands.shape == (0, 6)
 
 

@@ -73,6 +73,10 @@ def test_bad_arguments(depth: Any) -> None:
         prefetch_plans([], square, depth=depth)
     with pytest.raises(TypeError, match="int"):
         prefetch_plans(3, square)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="make_plan must be a function, but it is None"):
+        prefetch_plans([3], None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="fits must be a function or None, but it is True"):
+        prefetch_plans([3], square, fits=True)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("depth", [1, 50])
