@@ -48,6 +48,7 @@ REQUIREMENTS: dict[Direction, tuple[Requirement, ...]] = {
         Requirement("required", "cuDNN", _D256, at_least=0.95),
         Requirement("goal", "cuDNN", _D256, at_least=1.05),
         Requirement("required", "cuDNN", _SHORT, at_least=1.0),
+        Requirement("required", "FlexAttention", tuple(MASKS), at_least=1.3),
         *(Requirement("required", flex, _ALL_MASKS, at_least=1.05) for flex in _FLEX),
         *(Requirement("goal", flex, _ALL_MASKS, at_least=1.2) for flex in _FLEX),
         Requirement("required", "FlashAttention-4", ("causal 8k D128",), at_least=0.97),

@@ -148,7 +148,7 @@ def _short_documents() -> Documents:
 
 
 def workloads() -> list[Workload]:
-    """Returns all rows of the benchmark of attention; last those that nothing is required of."""
+    """Returns all rows of the benchmark of attention."""
     rows = [_dense(kind, 8192) for kind in (Full, Causal)]
     rows += [_dense(Causal, length) for length in (1024, 2048, 4096)]
     rows += [_dense(kind, 16_384, dim) for dim in (64, 256) for kind in (Full, Causal)]

@@ -2,7 +2,7 @@
 
 import importlib.metadata
 
-from . import _export, masks as masks, nn as nn
+from . import _export as _export, masks as masks, nn as nn
 from .attention import attention as attention, flops as flops
 from .calibration import calibrate as calibrate
 from .collectives import (
@@ -28,7 +28,5 @@ from .planning import (
     plan_contexts as plan_contexts,
     prefetch_plans as prefetch_plans,
 )
-
-_export.register_serialization()
 
 __version__ = importlib.metadata.version("jaxmagi")

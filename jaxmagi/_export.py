@@ -18,12 +18,10 @@ def _deserialize(data: bytes | bytearray) -> tuple[int, ...]:
     return tuple(json.loads(data))
 
 
-def register_serialization() -> None:
-    """Registers the pytrees of the public interface. To be called once."""
-    for node in (AttnMask, ContextPlan, PlanStages, GroupCastSpec, RelayedSpec):
-        export.register_pytree_node_serialization(
-            node,
-            serialized_name=f"jaxmagi.{node.__name__}",
-            serialize_auxdata=_serialize,
-            deserialize_auxdata=_deserialize,
-        )
+for _node in (AttnMask, ContextPlan, PlanStages, GroupCastSpec, RelayedSpec):
+    export.register_pytree_node_serialization(
+        _node,
+        serialized_name=f"jaxmagi.{_node.__name__}",
+        serialize_auxdata=_serialize,
+        deserialize_auxdata=_deserialize,
+    )

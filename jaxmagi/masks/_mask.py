@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MIN_CAPACITY = 8
-_MAX_CAPACITY = 2**24  # rows of bands, 400 MB
+_MAX_CAPACITY = 2**24  # rows of bands of one mask, 400 MB
 
 type _Integers = Sequence[Sequence[int]] | Sequence[int]
 type _Range = slice | tuple[int, int] | None
