@@ -130,7 +130,8 @@ def backward(
     v, dout = _pad_dim(v, dims[1]), _pad_dim(dout, dims[1])
     batch, q_len, heads, _ = q.shape
     kv_len, num_masks = k.shape[1], bands.shape[0]
-    size = _compiled().backward_workspace_bytes(batch, q_len, kv_len, heads, *dims, num_masks, deterministic)
+    shape = batch, q_len, kv_len, heads, k.shape[2], *dims
+    size = _compiled().backward_workspace_bytes(*shape, num_masks, deterministic)
     results = (
         *(jax.ShapeDtypeStruct(x.shape, grad_dtype) for x in (q, k, v)),
         jax.ShapeDtypeStruct((size // 16, 4), jnp.int32),

@@ -346,11 +346,11 @@ def test_the_extension_knows_its_tiles() -> None:
         assert rows % 16 == 0 and keys % 32 == 0
         sums = 3 * 8 * 5000 * dims[0] * 4
         for deterministic in (False, True):
-            size = compiled.backward_workspace_bytes(3, 5000, 7000, 8, *dims, 1, deterministic)
+            size = compiled.backward_workspace_bytes(3, 5000, 7000, 8, 8, *dims, 1, deterministic)
             assert size % 16 == 0 and size >= sums
     for dims in ((264, 64), (64, 264), (100, 100), (0, 64)):
         assert compiled.forward_tile(*dims) is None and compiled.backward_tile(*dims) is None
         with pytest.raises(ValueError, match=f"no kernel for the head dimensions {dims[0]} and {dims[1]}"):
-            compiled.backward_workspace_bytes(3, 5000, 7000, 8, *dims, 1, False)
+            compiled.backward_workspace_bytes(3, 5000, 7000, 8, 8, *dims, 1, False)
     ours = sorted(name for name in compiled.registrations() if name.startswith("jaxmagi_attention"))
     assert ours == [_cuda.BACKWARD, _cuda.FORWARD, _cuda.TILE_SCHEDULE]

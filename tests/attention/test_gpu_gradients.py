@@ -61,7 +61,7 @@ def test_more_masks_than_a_grid_is_high(rng: np.random.Generator, deterministic:
 @pytest.mark.parametrize(("dim", "v_dim"), KERNEL_DIMS)
 def test_nan_that_nobody_sees(rng: np.random.Generator, dim: int, v_dim: int) -> None:
     """NaN is in fully masked keys, values and queries, and in the cotangents of the latter."""
-    shape = Shape(Q_LEN, KV_LEN, dim=dim, v_dim=v_dim, batch=2)
+    shape = Shape(Q_LEN, KV_LEN, 8, 2, dim, v_dim, batch=2)
     cotangents = make_cotangents(shape)
     for count in (1, 2, 5, 9):
         operands = random_operands(rng, shape, count=count)
@@ -77,7 +77,7 @@ def test_bands_begin_anywhere(dim: int, deterministic: bool) -> None:
     """Bands begin at every row of a block of 80 queries, with masked rows of NaN between them."""
     no_limit, kv_len = 2**30, 150
     bands = np.array([(q, q + 79, 0, kv_len, -no_limit, no_limit) for q in range(0, 80 * 83, 83)], np.int32)
-    shape = Shape(80 * 83, kv_len, dim=dim, v_dim=dim)
+    shape = Shape(80 * 83, kv_len, 8, 2, dim, dim)
     operands, masked_queries = poison_masked(make_operands(shape, bands), jnp.nan)
     cotangents = make_cotangents(shape)
     cotangents = cotangents._replace(out=jnp.where(masked_queries, jnp.nan, cotangents.out))

@@ -51,7 +51,7 @@ def arrays(target: str) -> dict[str, jax.ShapeDtypeStruct]:
     if target == _cuda.BACKWARD:
         _, keys = extension.backward_tile(DIM, DIM)
         plan["tiles"] = array(1, -(-LENGTH // keys), 4)
-        size = extension.backward_workspace_bytes(1, LENGTH, LENGTH, HEADS, DIM, DIM, 1, False)
+        size = extension.backward_workspace_bytes(1, LENGTH, LENGTH, HEADS, HEADS, DIM, DIM, 1, False)
         gradients = {f"d{name}": tensor for name in tensors}
         operands = {**tensors, **plan, "dout": tensor, "lse": lse, "delta": lse}
         return {**operands, **gradients, "workspace": array(size // 16, 4)}

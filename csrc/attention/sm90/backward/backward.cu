@@ -22,17 +22,18 @@ std::optional<TileShape> backward_tile(int dim, int v_dim) {
 
 int64_t backward_workspace_bytes(const BackwardShape& shape, int num_masks, bool deterministic) {
     const BackwardKernel* kernel = find_kernel(shape.dim, shape.v_dim);
-    return lay_out(nullptr, shape, kernel->tile, kernel->dim, num_masks, deterministic).bytes;
+    return lay_out(nullptr, shape, kernel->tile, kernel->dim, kernel->v_dim, num_masks, deterministic).bytes;
 }
 
 cudaError_t attention_backward(const BackwardParams& params, cudaStream_t stream) {
     const BackwardKernel* kernel = find_kernel(params.shape.dim, params.shape.v_dim);
     const BackwardWorkspace workspace = lay_out(static_cast<char*>(params.workspace), params.shape, kernel->tile,
-                                                kernel->dim, params.num_masks, params.deterministic);
+                                                kernel->dim, kernel->v_dim, params.num_masks, params.deterministic);
     cudaError_t error = prepare_backward(params, workspace, kernel->tile, stream);
     if (error == cudaSuccess)
         error = kernel->launch(params, workspace, stream);
-    return error == cudaSuccess ? convert_dq(params, workspace, kernel->dim, stream) : error;
+    return error == cudaSuccess ? convert_sums(params, workspace, kernel->dim, kernel->v_dim, stream)
+                                : error;
 }
 
 cudaError_t preload_backward(DType dtype, int dim, int v_dim, bool soft_cap) {

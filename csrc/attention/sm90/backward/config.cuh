@@ -1,6 +1,7 @@
 #pragma once
 
 #include "csrc/attention/sm90/backward/row_statistics.h"
+#include "csrc/attention/sm90/backward/sums_layout.h"
 #include "csrc/attention/sm90/backward/work_item.cuh"
 #include "csrc/common/sm90/mbarrier.cuh"
 #include "csrc/common/sm90/panel.h"
@@ -22,12 +23,15 @@ struct BackwardConfig {
     static constexpr bool kSoftCap = kSoftCap_;
     // Wide kernels divide the head dimension of dK and dV between the warpgroups; the others divide the keys.
     static constexpr bool kWide = kDim > 128;
-    static constexpr int kRowBlock = row_block_of(kRows);
+    // Work items may have a part of a group of query heads, so that dK and dV are added up (heads_of_item).
+    static constexpr bool kAddsGradients = kConsumers == 2;
+    static_assert(kAddsGradients == (kDim != 192));
+    static constexpr int kRowBlock = query_sums_layout(kRows).row_block;
     static_assert(kRows % kRowBlock == 0);
-    static constexpr bool kTransposedDq = has_transposed_sums(kRowBlock);
+    static constexpr bool kTransposedDq = query_sums_layout(kRows).transposed;
     static_assert(not kTransposedDq or kDim == 128);
-    // The product for dK of a step overlaps with the softmax of the next step; its operands are then kept longer.
-    static constexpr bool kLateDk = not kWide and kRows == 64 and not kSoftCap;
+    // The sums of dQ of a head: transposed ones in two panels of 64 columns, one after the other.
+    static constexpr int kSumPanels = kTransposedDq ? panels(kDim) : 1, kSumColumns = kDim / kSumPanels;
     static constexpr int kThreads = kWarpgroupThreads * (kConsumers + 1);
     static constexpr int kConsumerThreads = kWarpgroupThreads * kConsumers;
 
@@ -70,16 +74,23 @@ template <typename Config> struct BackwardMemory {
                          kBarriers = kCurrentTile + static_cast<int>(sizeof(CurrentTile)),
                          kStageBarriers = kSingleBarriers + 2 * kRuns,
                          kDone = kBarriers + 8 * (kStageBarriers + 2 * Config::kQStages + 2 * Config::kDoutStages),
-                         kEnd = kDone + 8, kMostBytes = 227 * 1024, kAlignment = 1024;
-    // Without room to align it, dynamic shared memory has to begin at a multiple of kAlignment. It does, since only the
-    // system's 1024 bytes lie before it, as load_backward checks. If it were declared to be aligned, ptxas would spill.
-    static constexpr int kBytes = kEnd + kAlignment <= kMostBytes ? kEnd + kAlignment : kEnd;
-    static_assert(kBytes <= kMostBytes);
+                         kEnd = kDone + 8, kMostBytes = 227 * 1024, kAlignment = 1024, kBase = 1024;
+    // Dynamic shared memory begins at kBase, behind what the system reserves, as load_backward checks; if it were declared
+    // to be aligned, ptxas would spill.
+    static constexpr int kBytes = kEnd;
+    static_assert(kBytes <= kMostBytes and kBase % kAlignment == 0);
 
     char* base;  // aligned
 
+    // The base is a constant: from `raw`, ptxas computes addresses anew between the products of a step, with a special
+    // register that holds them up, 160 clocks a step at D 128 and 310 at D 64. With a soft cap, which is slower anyway, it
+    // would spill for the constant.
     __device__ __forceinline__ explicit BackwardMemory(char* raw)
-        : base(raw + (-shared_address(raw) & (kAlignment - 1))) {}
+        : base(Config::kSoftCap ? raw + (-shared_address(raw) & (kAlignment - 1))
+                                : static_cast<char*>(__cvta_shared_to_generic(kBase))) {
+        if (not Config::kSoftCap and shared_address(raw) != kBase)
+            __trap();
+    }
     // Addresses that are the same in every step are opaque: ptxas would keep all wgmma descriptors in registers.
     __device__ __forceinline__ SharedAddress k() const { return opaque(shared_address(base) + kK); }
     __device__ __forceinline__ SharedAddress v() const { return opaque(shared_address(base) + kV); }

@@ -1,11 +1,11 @@
 #pragma once
 
-#include "csrc/attention/sm90/backward/store_dq.cuh"
+#include "csrc/attention/sm90/backward/hand_over.cuh"
 #include "csrc/attention/sm90/backward/zero_masked.cuh"
 #include "csrc/common/sm90/wgmma.cuh"
 
 // The loops of a consumer warpgroup over work items and steps. The `step` of each variant, with its waits for the
-// products of S, dP, dV, dK and dQ, is in consumer_ss.cuh, consumer_rs.cuh or consumer_wide.cuh.
+// products of S, dP, dV, dK and dQ, is in consumer_narrow.cuh or consumer_wide.cuh.
 
 namespace jaxmagi::sm90 {
 
@@ -26,39 +26,6 @@ template <int kCount, int kSize> __device__ __forceinline__ void clear(float (&x
         clear(x[i]);
 }
 
-// Computes P and dS of the first step of a work item.
-template <typename Consumer, typename Logits>
-__device__ __forceinline__ void first_logits(const Consumer& consumer, Logits& p, Logits& ds) {
-    const auto& [memory, args, thread, products, current] = consumer;
-    memory.q_full(current).wait(memory.q_parity(current));
-    products.issue_qk(p, current);
-    wgmma_commit();
-    memory.dout_full(current).wait(memory.dout_parity(current));
-    const bool has_masked_rows = zero_masked_rows(memory, thread, current);
-    products.issue_dov(ds, current);
-    wgmma_commit();
-    const typename Consumer::Softmax softmax{memory, args, thread, current, has_masked_rows};
-    wgmma_wait<1>();  // S
-    fence_operand(p);
-    softmax.compute_p(p);
-    wgmma_wait<0>();  // dP
-    fence_operand(ds);
-    softmax.compute_ds(ds, p);
-}
-
-// Adds up dK and dV over the steps of a work item.
-template <typename Consumer>
-__device__ __forceinline__ void run_steps(Consumer& consumer, typename Consumer::KeyGradient& dk,
-                                          typename Consumer::ValueGradient& dv, int num_steps, int item) {
-    zero_masked_keys(consumer.memory, consumer.thread, consumer.memory.work_item(item));
-    typename Consumer::Logits p, ds;
-    first_logits(consumer, p, ds);
-#pragma unroll 1
-    for (int left = num_steps - 1; left > 0; --left)
-        consumer.template step<false>(dk, dv, p, ds);
-    consumer.template step<true>(dk, dv, p, ds);
-}
-
 template <typename Consumer> __device__ __forceinline__ void run_consumer(Consumer consumer) {
     for (int item = 0;; ++item) {
         consumer.memory.kv_full().wait(item & 1);
@@ -69,8 +36,10 @@ template <typename Consumer> __device__ __forceinline__ void run_consumer(Consum
         typename Consumer::ValueGradient dv;
         clear(dk);
         clear(dv);
-        if (num_steps > 0)
-            run_steps(consumer, dk, dv, num_steps, item);
+        if (num_steps > 0) {
+            zero_masked_keys(consumer.memory, consumer.thread, consumer.memory.work_item(item));
+            consumer.run(dk, dv, num_steps);
+        }
         consumer.store(dk, dv, item);
     }
     stop_reducer(consumer.memory, consumer.thread);

@@ -27,6 +27,19 @@ template <typename Config> struct BackwardConsumerWide {
     Products products{memory, thread.warpgroup};
     unsigned current = 0;  // index of the current step; between work items, of the next one
 
+    // Adds up dK and dV over the steps of a work item.
+    __device__ __forceinline__ void run(KeyGradient& dk, ValueGradient& dv, int num_steps) {
+        Logits p, ds;
+        memory.q_full(current).wait(memory.q_parity(current));
+        products.issue_qk(p, current);
+        wgmma_commit();
+        finish_logits(p, ds);
+#pragma unroll 1
+        for (int left = num_steps - 1; left > 0; --left)
+            step<false>(dk, dv, p, ds);
+        step<true>(dk, dv, p, ds);
+    }
+
     // Adds the current step to dK, dV and, through the reducer, to dQ. It begins with P and dS of the step and no
     // product in flight, and ends with P and dS of the next step unless this one is the last of the work item.
     template <bool kLast>
@@ -70,30 +83,50 @@ template <typename Config> struct BackwardConsumerWide {
             products.issue_qk(p, current);
             wgmma_commit();
         }
-        if constexpr (not kLast) {
-            memory.dout_full(current).wait(memory.dout_parity(current));
-            const bool has_masked_rows = zero_masked_rows(memory, thread, current);  // waits for kZeroFilled if it has
-            products.issue_dov(ds, current);
-            wgmma_commit();
-            const Softmax softmax{memory, args, thread, current, has_masked_rows};
-            wgmma_wait<1>();  // S
-            fence_operand(p);
-            softmax.compute_p(p);
-            wgmma_wait<0>();  // dP
-            fence_operand(ds);
-            softmax.compute_ds(ds, p);
-        }
+        if constexpr (not kLast)
+            finish_logits(p, ds);
+    }
+
+    // Computes P and dS of the current step, for which the product for S was issued.
+    __device__ __forceinline__ void finish_logits(Logits& p, Logits& ds) const {
+        memory.dout_full(current).wait(memory.dout_parity(current));
+        const bool has_masked_rows = zero_masked_rows(memory, thread, current);  // waits for kZeroFilled if it has
+        products.issue_dov(ds, current);
+        wgmma_commit();
+        const Softmax softmax{memory, args, thread, current, has_masked_rows};
+        wgmma_wait<1>();  // S
+        fence_operand(p);
+        softmax.compute_p(p);
+        wgmma_wait<0>();  // dP
+        fence_operand(ds);
+        softmax.compute_ds(ds, p);
     }
 
     __device__ __forceinline__ void store(const KeyGradient& dk, const ValueGradient& dv, int item) const {
         thread.release_keys(memory.kv_empty());
         const BackwardEpilogueWide<Config> epilogue(args, memory.work_item(item), thread.index());
+        if constexpr (Config::kAddsGradients)
+            if (args.schedule.sets > 1)
+                return hand_over(epilogue, dk, dv, memory.work_item(item).num_steps > 0);
 #pragma unroll
         for (int i = 0; i < Products::kPanels; ++i)
             epilogue.store(dk[i], args.dk, args.dim, products.panel(i), args.scale);
 #pragma unroll
         for (int i = 0; i < Products::kVPanels; ++i)
             epilogue.store(dv[i], args.dv, args.v_dim, products.v_panel(i), 1.f);
+    }
+
+    // Without steps there is nothing to add.
+    __device__ __forceinline__ void hand_over(const BackwardEpilogueWide<Config>& epilogue, const KeyGradient& dk,
+                                              const ValueGradient& dv, bool has_steps) const {
+        if (not has_steps)
+            return;
+#pragma unroll
+        for (int i = 0; i < Products::kPanels; ++i)
+            epilogue.hand_over(memory, thread, dk[i], args.scale);
+#pragma unroll
+        for (int i = 0; i < Products::kVPanels; ++i)
+            epilogue.hand_over(memory, thread, dv[i], 1.f);
     }
 };
 

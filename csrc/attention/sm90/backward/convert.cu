@@ -5,31 +5,31 @@
 namespace jaxmagi::sm90 {
 namespace {
 
+// Sums of rows, which are those of queries or of keys.
 struct ConvertArguments {
     const float* sums;
-    const EightRows* rows;
-    void* dq;
+    const EightRows* rows;  // null for keys, whose sums are zero where they are fully masked
+    void* to;
     bool f32;
-    int q_len, heads, dim, kernel_dim, rows_per_head;
-    int64_t panel;
+    int length, heads, dim, kernel_dim, rows_per_head;
     float scale;
 };
 
 // The rows that a CTA converts. Fully masked rows have no gradient, whatever their sums are: keys may be infinite.
 template <int kRowBlock> struct ConvertedBlock {
     const ConvertArguments& args;
-    int blocks_per_head = ceil_div(args.q_len, kRowBlock);
+    int blocks_per_head = ceil_div(args.length, kRowBlock);
     int all_heads = blockIdx.x / blocks_per_head, first = blockIdx.x % blocks_per_head * kRowBlock;
     int64_t in_workspace = int64_t{all_heads} * args.rows_per_head + first;  // the first row
 
     __device__ __forceinline__ bool is_visible(int row) const {
-        return args.rows[in_workspace / 8 + row / 8].lse_log2[row % 8] != INFINITY;
+        return args.rows == nullptr or args.rows[in_workspace / 8 + row / 8].lse_log2[row % 8] != INFINITY;
     }
     __device__ __forceinline__ int position(int row) const { return first + row; }
-    // Returns the index of a row in [batch, q_len, heads].
+    // Returns the index of a row in [batch, length, heads].
     __device__ __forceinline__ int64_t index(int row) const {
         const int64_t example = all_heads / args.heads;
-        return (example * args.q_len + position(row)) * args.heads + all_heads % args.heads;
+        return (example * args.length + position(row)) * args.heads + all_heads % args.heads;
     }
 };
 
@@ -37,12 +37,12 @@ template <typename Element>
 __global__ void __launch_bounds__(kWarpgroupThreads) convert(const __grid_constant__ ConvertArguments args) {
     const ConvertedBlock<64> block{args};
     const unsigned thread = threadIdx.x, lane = thread % 32, first = thread / 32 * 16 + lane / 4;
-    GradientRows<Element> out{.to = args.dq, .f32 = args.f32, .dim = args.dim, .lane = lane};
+    GradientRows<Element> out{.to = args.to, .f32 = args.f32, .dim = args.dim, .lane = lane};
     bool visible[2];
     for (int r = 0; r < 2; ++r) {
         const int row = static_cast<int>(first) + 8 * r;
         out.first[r] = block.index(row);
-        out.wanted[r] = block.position(row) < args.q_len;
+        out.wanted[r] = block.position(row) < args.length;
         visible[r] = block.is_visible(row);
     }
     const float4* from = reinterpret_cast<const float4*>(args.sums + block.in_workspace * args.kernel_dim) + thread;
@@ -64,31 +64,28 @@ __global__ void __launch_bounds__(kWarpgroupThreads) convert(const __grid_consta
 template <typename Element>
 __device__ __forceinline__ void store(const ConvertArguments& args, int64_t at, const float (&x)[8]) {
     if (args.f32) {
-        float4* const to = reinterpret_cast<float4*>(static_cast<float*>(args.dq) + at);
+        float4* const to = reinterpret_cast<float4*>(static_cast<float*>(args.to) + at);
         to[0] = {x[0], x[1], x[2], x[3]};
         to[1] = {x[4], x[5], x[6], x[7]};
     } else {
-        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args.dq) + at) = {
+        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args.to) + at) = {
             Element::pack(x[0], x[1]), Element::pack(x[2], x[3]), Element::pack(x[4], x[5]), Element::pack(x[6], x[7])};
     }
 }
 
-// Rows of a row block with transposed sums.
-constexpr int kTransposedRows = 80;
-static_assert(has_transposed_sums(row_block_of(kTransposedRows)));
-
-// Converts transposed sums of at most 128 columns. A thread has 8 columns, which are 8 rows of an accumulator, of every
-// eighth query.
-template <typename Element>
+// Converts transposed sums. A CTA has at most 128 columns, a thread 8 of them, which are 8 rows of an accumulator, of
+// every eighth row.
+template <typename Element, int kRowBlock>
 __global__ void __launch_bounds__(kWarpgroupThreads) convert_transposed(const __grid_constant__ ConvertArguments args) {
-    constexpr int kRowBlock = kTransposedRows;
     const ConvertedBlock<kRowBlock> block{args};
-    const int thread = threadIdx.x, first = thread % 32 / 4, eight = thread / 32 * 4 + thread % 4;
-    // The first column's address has terms for panel, warp and half of the accumulator, and for the query.
-    const float* const from = args.sums + eight / 8 * args.panel + block.in_workspace * kPanelColumns +
-                              eight % 8 / 2 * 128 + eight % 2 * 2 + first / 2 * 4 + first % 2;
+    const int thread = threadIdx.x, first = thread % 32 / 4, eight = blockIdx.y * 16 + thread / 32 * 4 + thread % 4;
     if (eight * 8 >= args.dim)
         return;
+    // The first column's address has terms for panel, warp and half of the accumulator, and for the row.
+    const int64_t head_row = int64_t{block.all_heads} * args.rows_per_head * panels(args.kernel_dim);
+    const int64_t row_in_sums = head_row + int64_t{eight / 8} * args.rows_per_head + block.first;
+    const float* const from = args.sums + row_in_sums * kPanelColumns + eight % 8 / 2 * 128 + eight % 2 * 2 +
+                              first / 2 * 4 + first % 2;
 #pragma unroll 2
     for (int i = 0; i < kRowBlock / 8; ++i) {
         const int row = 8 * i + first;
@@ -97,43 +94,68 @@ __global__ void __launch_bounds__(kWarpgroupThreads) convert_transposed(const __
 #pragma unroll
         for (int column = 0; column < 8; ++column)
             x[column] = visible ? from[i * 4 * kWarpgroupThreads + column * 16] * args.scale : 0.f;
-        if (block.position(row) < args.q_len)
+        if (block.position(row) < args.length)
             store<Element>(args, block.index(row) * args.dim + eight * 8, x);
     }
 }
 
-template <typename Element> auto kernel_for(bool transposed) {
-    return transposed ? convert_transposed<Element> : convert<Element>;
+using ConvertKernel = void (*)(ConvertArguments);
+
+template <typename Element> ConvertKernel kernel_for(SumsLayout layout) {
+    if (not layout.transposed)
+        return convert<Element>;
+    return layout.row_block == 64 ? convert_transposed<Element, 64> : convert_transposed<Element, 80>;
+}
+
+cudaError_t launch_convert(const BackwardParams& params, const ConvertArguments& args, SumsLayout layout,
+                           cudaStream_t stream) {
+    const ConvertKernel kernel =
+        params.dtype == DType::kBF16 ? kernel_for<BFloat16>(layout) : kernel_for<Float16>(layout);
+    const int blocks = params.shape.batch * args.heads * ceil_div(args.length, layout.row_block);
+    const dim3 grid(blocks, layout.transposed ? ceil_div(args.dim, 128) : 1);
+    kernel<<<grid, kWarpgroupThreads, 0, stream>>>(args);
+    return cudaGetLastError();
 }
 
 }  // namespace
 
-cudaError_t convert_dq(const BackwardParams& params, const BackwardWorkspace& workspace, int kernel_dim,
-                       cudaStream_t stream) {
+cudaError_t convert_sums(const BackwardParams& params, const BackwardWorkspace& workspace, int kernel_dim,
+                         int kernel_v_dim, cudaStream_t stream) {
     const BackwardShape& shape = params.shape;
-    const ConvertArguments args{.sums = workspace.dq,
-                                .rows = workspace.rows,
-                                .dq = params.dq,
-                                .f32 = params.gradients_f32,
-                                .q_len = shape.q_len,
-                                .heads = shape.heads,
-                                .dim = shape.dim,
-                                .kernel_dim = kernel_dim,
-                                .rows_per_head = workspace.rows_per_head,
-                                .panel = workspace.dq_panel,
-                                .scale = params.scale};
-    const bool transposed = has_transposed_sums(workspace.row_block);
-    const auto kernel =
-        params.dtype == DType::kBF16 ? kernel_for<BFloat16>(transposed) : kernel_for<Float16>(transposed);
-    const int blocks_per_head = ceil_div(shape.q_len, workspace.row_block);
-    kernel<<<shape.batch * shape.heads * blocks_per_head, kWarpgroupThreads, 0, stream>>>(args);
-    return cudaGetLastError();
+    const ConvertArguments queries{.sums = workspace.dq,
+                                   .rows = workspace.rows,
+                                   .to = params.dq,
+                                   .f32 = params.gradients_f32,
+                                   .length = shape.q_len,
+                                   .heads = shape.heads,
+                                   .dim = shape.dim,
+                                   .kernel_dim = kernel_dim,
+                                   .rows_per_head = workspace.rows_per_head,
+                                   .scale = params.scale};
+    cudaError_t error = launch_convert(params, queries, workspace.dq_layout, stream);
+    if (workspace.dk == nullptr)
+        return error;
+    ConvertArguments keys = queries;
+    keys.rows = nullptr;
+    keys.length = shape.kv_len;
+    keys.heads = shape.kv_heads;
+    keys.rows_per_head = workspace.rows_per_key_head;
+    keys.scale = 1.f;
+    keys.sums = workspace.dk;
+    keys.to = params.dk;
+    if (error == cudaSuccess)
+        error = launch_convert(params, keys, workspace.key_layout, stream);
+    keys.sums = workspace.dv;
+    keys.to = params.dv;
+    keys.dim = shape.v_dim;
+    keys.kernel_dim = kernel_v_dim;
+    return error == cudaSuccess ? launch_convert(params, keys, workspace.key_layout, stream) : error;
 }
 
 cudaError_t preload_convert() {
     cudaFuncAttributes attributes;
-    for (const bool transposed : {false, true})
-        for (const auto kernel : {kernel_for<BFloat16>(transposed), kernel_for<Float16>(transposed)})
+    for (const SumsLayout layout : {SumsLayout{64, false}, {64, true}, {80, true}})
+        for (const ConvertKernel kernel : {kernel_for<BFloat16>(layout), kernel_for<Float16>(layout)})
             if (const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel); error != cudaSuccess)
                 return error;
     return cudaSuccess;

@@ -1,5 +1,5 @@
 #include "csrc/attention/sm90/backward/launch.cuh"
 
-// Its consumer warpgroups are those of consumer_ss.cuh.
+// Its consumer warpgroups are those of consumer_narrow.cuh.
 const jaxmagi::sm90::BackwardKernel jaxmagi::sm90::kBackwardD128 =
     BackwardInstance<128, 128, 80, 128, 2, 2, 2>::kKernel;

@@ -4,8 +4,9 @@
 #include "csrc/attention/sm90/backward/config.cuh"
 #include "csrc/attention/sm90/backward/consumer_thread.cuh"
 #include "csrc/attention/sm90/backward/gradient_rows.cuh"
+#include "csrc/attention/sm90/backward/hand_over.cuh"
 
-// Stores dK and dV of the 64 keys of a warpgroup.
+// Stores dK and dV of the 64 keys of a warpgroup, or hands them over to be added up.
 
 namespace jaxmagi::sm90 {
 
@@ -40,6 +41,14 @@ template <typename Config> struct BackwardEpilogue {
                 part[j] = visible[j / 2 % 2] ? gradient[i + j] * scale : 0.f;
             out.store(part, i * 2);
         }
+    }
+
+    // Numbers are not multiplied by zero: gradients of keys that no query sees may be NaN.
+    template <int kCount>
+    __device__ __forceinline__ void hand_over(BackwardMemory<Config> memory, ConsumerThread thread,
+                                              const float (&gradient)[kCount], float scale) const {
+        hand_over_gradient<Config, kCount>(
+            memory, thread, [&](int i) { return visible[i / 2 % 2] ? gradient[i] * scale : 0.f; });
     }
 };
 

@@ -2,9 +2,11 @@
 
 #include "csrc/attention/sm90/backward/arguments.cuh"
 #include "csrc/attention/sm90/backward/config.cuh"
+#include "csrc/attention/sm90/backward/hand_over.cuh"
 #include "csrc/common/sm90/stmatrix.cuh"
 
-// Stores dK and dV of a tile from transposed accumulators: 64 rows of the head dimension by all keys.
+// Stores dK and dV of a tile, or hands them over to be added up, from transposed accumulators: 64 rows of the head
+// dimension by all keys.
 
 namespace jaxmagi::sm90 {
 
@@ -31,6 +33,15 @@ template <typename Config> struct BackwardEpilogueWide {
             store_f32(gradient, static_cast<float*>(to) + first_row * dim, dim, column, scale);
         else
             store_16bit(gradient, static_cast<uint16_t*>(to) + first_row * dim, dim, column, scale);
+    }
+
+    // Numbers are not multiplied by zero: gradients of keys that no query sees may be NaN.
+    __device__ __forceinline__ void hand_over(BackwardMemory<Config> memory, ConsumerThread thread,
+                                              const Gradient& gradient, float scale) const {
+        const int key = lane % 4 * 2;
+        hand_over_gradient<Config, Config::kKeys / 2>(memory, thread, [&](int i) {
+            return visible_bits(i / 4) >> (key + i % 2) & 1 ? gradient[i] * scale : 0.f;
+        });
     }
 
 private:

@@ -1,7 +1,6 @@
 #pragma once
 
-#include "csrc/attention/sm90/backward/consumer_rs.cuh"
-#include "csrc/attention/sm90/backward/consumer_ss.cuh"
+#include "csrc/attention/sm90/backward/consumer_narrow.cuh"
 #include "csrc/attention/sm90/backward/consumer_wide.cuh"
 #include "csrc/attention/sm90/backward/producer.cuh"
 #include "csrc/attention/sm90/backward/reducer.cuh"
@@ -18,13 +17,9 @@
 //   consumers   S(0), dP(0), P(0), dS(0); steps 0 .. n - 1; dK and dV are stored.
 //               Step j begins with P(j) and dS(j). Its products are issued in the order in which they stand here, and
 //               the last step leaves out all that has j + 1:
-//               consumer_ss.cuh (80 queries, D 128):
+//               consumer_narrow.cuh (64, 80 or 128 queries, D up to 128):
 //                        dS(j) is stored, dV += P(j)·dO(j);  dQ = dS(j)·K;  dK += dS(j)·Q(j), dQ is stored meanwhile;
 //                        S(j+1) = K·Q(j+1);  dP(j+1) = V·dO(j+1), P(j+1) is computed meanwhile;  dS(j+1)
-//               consumer_rs.cuh (D up to 96; 64 or 128 queries) with kLateDk (64 queries, no soft cap):
-//                        dS(j) is stored, dV += P(j)·dO(j);  dQ = dS(j)·K;  S(j+1) = K·Q(j+1), dQ is stored meanwhile;
-//                        dP(j+1) = V·dO(j+1), P(j+1) is computed meanwhile;  dK += dS(j)·Q(j), dS(j+1) meanwhile.
-//                        Without kLateDk, dK comes before S(j+1), and dQ is stored while both run
 //               consumer_wide.cuh (64 queries, D above 128):
 //                        P(j) and dS(j) are stored;  dV += P(j)·dO(j);  dK += dS(j)·Q(j);  dQ = dS(j)·K;
 //                        S(j+1) = Q(j+1)·K, dQ is stored meanwhile (with three warpgroups, before);
@@ -41,7 +36,7 @@
 //   kv_empty (all consumer warps)     keys and values, after their last product. Every warp has then stored the
 //                                     gradients of the work item before
 //   q_full (1)     producer and TMA   queries of a step, their row statistics, and the descriptor of the step
-//   q_empty (consumer warpgroups)     the queries, after the product for dK: with kLateDk at the end of step()
+//   q_empty (consumer warpgroups)     the queries, after the product for dK
 //   dout_full (1)  producer and TMA   dO of a step
 //   dout_empty (consumer warpgroups)  dO, after the product for dV
 // Named barriers:
@@ -89,10 +84,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         const ConsumerThread consumer{uniform(threadIdx.x / kWarpgroupThreads) - 1, thread};
         if constexpr (Config::kWide)
             run_consumer(BackwardConsumerWide<Config>{memory, args, consumer});
-        else if constexpr (Config::kRows == 80)
-            run_consumer(BackwardConsumerSs<Config>{memory, args, consumer});
         else
-            run_consumer(BackwardConsumerRs<Config>{memory, args, consumer});
+            run_consumer(BackwardConsumerNarrow<Config>{memory, args, consumer});
     }
 }
 

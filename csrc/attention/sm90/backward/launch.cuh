@@ -12,10 +12,10 @@
 namespace jaxmagi::sm90 {
 
 inline BackwardArguments make_arguments(const BackwardParams& params, const BackwardWorkspace& workspace,
-                                        int tile_keys) {
+                                        int kernel_dim, int tile_keys) {
     const BackwardShape& shape = params.shape;
     const bool capped = params.soft_cap > 0;
-    return {.schedule = make_schedule(shape, params.num_masks, tile_keys, params.num_sms, params.deterministic),
+    return {.schedule = make_schedule(shape, params.num_masks, kernel_dim, tile_keys, params.num_sms, params.deterministic),
             .workspace = workspace,
             .bands = params.bands,
             .tiles = params.tiles,
@@ -26,6 +26,7 @@ inline BackwardArguments make_arguments(const BackwardParams& params, const Back
             .kv_heads = shape.kv_heads,
             .dim = shape.dim,
             .v_dim = shape.v_dim,
+            .dq = params.dq,
             .dk = params.dk,
             .dv = params.dv,
             .gradients_f32 = params.gradients_f32,
@@ -35,13 +36,20 @@ inline BackwardArguments make_arguments(const BackwardParams& params, const Back
             .scale = params.scale};
 }
 
-// Fails if there is static shared memory: it would lie before the dynamic one, which BackwardMemory needs aligned.
+// Fails if dynamic shared memory does not begin where BackwardMemory has it: behind static one, of which there is none,
+// and what the system reserves.
 template <typename Config> cudaError_t load_backward() {
     using Memory = BackwardMemory<Config>;
     cudaFuncAttributes attributes;
     if (const cudaError_t error = cudaFuncGetAttributes(&attributes, backward_kernel<Config>); error != cudaSuccess)
         return error;
-    if (attributes.sharedSizeBytes % Memory::kAlignment != 0)
+    int device, reserved;
+    if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess)
+        return error;
+    if (const cudaError_t error = cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device);
+        error != cudaSuccess)
+        return error;
+    if (reserved + static_cast<int>(attributes.sharedSizeBytes) != Memory::kBase)
         return cudaErrorMisalignedAddress;
     return cudaFuncSetAttribute(backward_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize, Memory::kBytes);
 }
@@ -68,7 +76,7 @@ cudaError_t launch_backward(const BackwardParams& params, const BackwardWorkspac
     BackwardTensorMaps maps;
     if (const cudaError_t error = encode_maps<Config>(params, &maps); error != cudaSuccess)
         return error;
-    const BackwardArguments args = make_arguments(params, workspace, Config::kKeys);
+    const BackwardArguments args = make_arguments(params, workspace, Config::kDim, Config::kKeys);
     const int grid = std::min(params.num_sms, args.schedule.num_items);
     backward_kernel<Config><<<grid, Config::kThreads, BackwardMemory<Config>::kBytes, stream>>>(maps, args);
     return cudaGetLastError();

@@ -10,9 +10,9 @@ namespace jaxmagi::sm90 {
 cudaError_t prepare_backward(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile,
                              cudaStream_t stream);
 
-// Writes dq from the sums in the workspace.
-cudaError_t convert_dq(const BackwardParams& params, const BackwardWorkspace& workspace, int kernel_dim,
-                       cudaStream_t stream);
+// Writes dq from the sums in the workspace, and dk and dv where these are sums too.
+cudaError_t convert_sums(const BackwardParams& params, const BackwardWorkspace& workspace, int kernel_dim,
+                         int kernel_v_dim, cudaStream_t stream);
 
 // Load the kernels; not allowed while a stream is captured.
 cudaError_t preload_prepare();

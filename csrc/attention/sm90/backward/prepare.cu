@@ -146,19 +146,20 @@ void launch_order(const BackwardParams& params, const BackwardWorkspace& workspa
     const dim3 ranks_grid(params.num_masks, std::min(kMaxCtas, ceil_div(workspace.key_tiles, kThreads)));
     const dim3 ranges_grid(params.num_masks, std::min(kMaxCtas, ceil_div(blocks_per_head, kWarps)));
     find_tile_ranks<<<ranks_grid, kThreads, 0, stream>>>(args);
-    find_band_ranges<<<ranges_grid, kThreads, 0, stream>>>(args);
+    if (params.deterministic)
+        find_band_ranges<<<ranges_grid, kThreads, 0, stream>>>(args);
 }
 
 }  // namespace
 
 cudaError_t prepare_backward(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile,
                              cudaStream_t stream) {
-    const cudaError_t error = cudaMemsetAsync(workspace.dq, 0, workspace.bytes_to_clear, stream);
+    char* const sums = reinterpret_cast<char*>(workspace.dq);
+    const cudaError_t error = cudaMemsetAsync(sums, 0, workspace.bytes_to_clear, stream);
     if (error != cudaSuccess)
         return error;
     launch_transpose(params, workspace, tile, stream);
-    if (params.deterministic)
-        launch_order(params, workspace, tile, stream);
+    launch_order(params, workspace, tile, stream);
     return cudaGetLastError();
 }
 

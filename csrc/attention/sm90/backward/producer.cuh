@@ -16,7 +16,7 @@ template <typename Config> struct BackwardProducer {
     BackwardMemory<Config> memory;
     const BackwardTensorMaps& maps;
     const BackwardArguments& args;
-    unsigned step = 0;  // the next one to load
+    unsigned step = 0, end = 0;  // the next one to load; the first one of the next work item
 
     // Called by one lane.
     __device__ __forceinline__ void run() {
@@ -25,8 +25,10 @@ template <typename Config> struct BackwardProducer {
             memory.run_full(index).wait(memory.run_parity(index));
             const BackwardBandRun& run = memory.band_run(index);
             const int num_steps = memory.work_item(run.item).num_steps;
-            if (run.first)
+            if (run.first) {
                 load_keys(run, num_steps);
+                end = step + num_steps;
+            }
             if (num_steps < 0)
                 return;
             load_blocks(run);
@@ -58,7 +60,7 @@ private:
         for (int end = run.blocks.end; end > run.blocks.begin;) {
             const int begin = max((end - 1) / kChunkBlocks * kChunkBlocks, run.blocks.begin);
 #pragma unroll 1
-            for (int head = 0; head < args.schedule.group; ++head)
+            for (int head = 0; head < args.schedule.heads; ++head)
                 load_chunk(run, {begin, end}, run.first_head + head);
             end = begin;
         }
@@ -74,8 +76,8 @@ private:
 
     __device__ __forceinline__ void load_queries(const BackwardBandRun& run, int block, int head) const {
         const int first = run.origin + block * Config::kRows;
-        const int row = (run.example * args.heads + head) * args.workspace.rows_per_head + first;
-        describe(run, block, first, row);
+        const int head_row = (run.example * args.heads + head) * args.workspace.rows_per_head, row = head_row + first;
+        describe(run, block, first, head_row * Config::kSumPanels + first);
         memory.q_empty(step).wait(memory.q_parity(step) ^ 1);
         const Mbarrier full = memory.q_full(step);
         full.arrive_and_expect(Config::kQBytes + Config::kRowsBytes);
@@ -93,6 +95,7 @@ private:
         descriptor.first_column = run.first_query - first;
         descriptor.end_column = run.end_query - first;
         descriptor.masked = block < run.unmasked.begin or block >= run.unmasked.end;
+        descriptor.last = step + 1 == end;
         descriptor.row = row;
         descriptor.mask = run.mask;
         descriptor.block = block;

@@ -4,7 +4,7 @@
 #include "csrc/common/sm90/wgmma.cuh"
 
 // The products of a warpgroup for head dimensions of at most 128. Each function fences the accumulator and issues the
-// wgmmas of one product; the caller, `step` in consumer_ss.cuh or consumer_rs.cuh, waits for the operands, commits, and
+// wgmmas of one product; the caller, `step` in consumer_narrow.cuh, waits for the operands, commits, and
 // waits for the product.
 //
 // Each warpgroup has 64 keys of every tile. S and dP are transposed, keys by queries, so that P is an operand from
@@ -56,18 +56,6 @@ template <typename Config> struct BackwardProducts {
 #pragma unroll
         for (int i = 0; i < Config::kRows / 16; ++i)
             Wgmma<Element, Config::kDim>::template mma<1>(dk, ds[i], q.at(i * 16 * kPanelRowBytes), true);
-    }
-
-    // dK += dS · Q, with dS from the warpgroup's own panel in shared memory
-    __device__ __forceinline__ void issue_dk(KeyGradient& dk, unsigned step) const {
-        const SwizzledOperand ds(memory.ds(step) + warpgroup * Config::kRows * kPanelRowBytes, kNoStride);
-        const SwizzledOperand q(memory.q(step), Config::kRows * kPanelRowBytes);
-        fence_operand(dk);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < Config::kRows / 16; ++i)
-            Wgmma<Element, Config::kDim>::template mma<1, 1>(dk, ds.at(i * 16 * kPanelRowBytes),
-                                                             q.at(i * 16 * kPanelRowBytes), true);
     }
 
     // dQ = dS · K: with 128 queries (D 64) the warpgroups split the queries, otherwise the head dimension

@@ -2,9 +2,11 @@
 
 #include "csrc/attention/sm90/backward/arguments.cuh"
 #include "csrc/attention/sm90/backward/config.cuh"
+#include "csrc/attention/sm90/backward/key_sums.cuh"
 #include "csrc/common/sm90/bulk.cuh"
 
-// The reducer warp adds dQ of each step to the sums in global memory.
+// The reducer warp adds dQ of each step to the sums in global memory and, where work items have parts of a group, dK and
+// dV of each item.
 //
 // Where the order of sums is fixed, each block of queries has a counter of the additions that are done, and an addition
 // waits until the counter has reached its ticket. Tiles of keys come from the first to the last, the bands of a tile
@@ -29,10 +31,14 @@ template <typename Config> struct BackwardReducer {
             wait_for_part(0);
             if (memory.done() != 0)
                 break;
+            const StepDescriptor& descriptor = memory.descriptor(step);
             if (args.deterministic)
-                add_in_order(memory.descriptor(step));
+                add_in_order(descriptor);
             else
-                add(memory.descriptor(step));
+                add(descriptor);
+            if constexpr (Config::kAddsGradients)
+                if (args.schedule.sets > 1 and descriptor.last)
+                    add_gradients(descriptor);
         }
         if (elect_lane())
             bulk_wait();
@@ -46,11 +52,11 @@ private:
     }
 
     __device__ __forceinline__ float* target(const StepDescriptor& descriptor) const {
-        return args.workspace.dq + int64_t{descriptor.row} * (Config::kTransposedDq ? kPanelColumns : Config::kDim);
+        return args.workspace.dq + int64_t{descriptor.row} * Config::kSumColumns;
     }
 
     __device__ __forceinline__ int64_t part_stride() const {
-        return Config::kTransposedDq ? args.workspace.dq_panel : Config::kDqPartBytes / 4;
+        return Config::kTransposedDq ? int64_t{args.workspace.rows_per_head} * kPanelColumns : Config::kDqPartBytes / 4;
     }
 
     __device__ __forceinline__ static void wait_for_part(int part) {
@@ -60,6 +66,7 @@ private:
     // Adds one part. Those of a pass lie `kDqPasses` parts apart in global memory.
     __device__ __forceinline__ void add_part(float* to, int pass, int part) const {
         const int index = part * Config::kDqPasses + pass;
+        fence_shared_for_async();  // for what the consumers stored before the barrier
         bulk_add(to + index * part_stride(), memory.dq() + part * Config::kDqPartBytes,
                  min(Config::kDqPartBytes, Config::kSumBytes - index * Config::kDqPartBytes));
         bulk_commit();
@@ -82,6 +89,45 @@ private:
                 finish_reading<2>(0);
             finish_reading<1>(Config::kConsumers - 2);
             finish_reading<0>(Config::kConsumers - 1);
+        }
+    }
+
+    // Adds dK and dV of the work item whose last step this is. In a fixed order, each head set waits for the one before.
+    __device__ __forceinline__ void add_gradients(const StepDescriptor& descriptor) const {
+        const int head = descriptor.row / (args.workspace.rows_per_head * Config::kSumPanels);  // of all examples
+        const int key_head = head / args.schedule.group;
+        int* const counter = args.workspace.key_additions + key_head * args.workspace.key_tiles + descriptor.tile;
+        if (args.deterministic and elect_lane())
+            wait_for_ticket(counter, head % args.schedule.group / args.schedule.heads);
+        add_gradient<Config::kDim>(args.workspace.dk, key_head, descriptor.tile);
+        add_gradient<Config::kVDim>(args.workspace.dv, key_head, descriptor.tile);
+        if (args.deterministic and elect_lane()) {
+            bulk_wait();
+            finish_ticket(counter);
+        }
+    }
+
+    // Adds dK or dV of a tile, a part of each warpgroup at a time.
+    template <int kColumns>
+    __device__ __forceinline__ void add_gradient(float* sums, int key_head, int tile) const {
+        using Sums = KeySums<Config, kColumns>;
+        float* const to = sums + int64_t{key_head} * args.workspace.rows_per_key_head * kColumns +
+                          tile * Config::kKeys * Sums::kTileColumns;
+#pragma unroll 1
+        for (int pass = 0; pass < Sums::kPasses; ++pass) {
+            for (int part = 0; part < Config::kConsumers; ++part) {
+                wait_for_part(part);
+                if (elect_lane()) {
+                    fence_shared_for_async();
+                    bulk_add(to + Sums::offset(pass, part, args.workspace.rows_per_key_head),
+                             memory.dq() + part * Config::kDqPartBytes, Sums::bytes(pass));
+                    bulk_commit();
+                }
+            }
+            if (elect_lane())
+                bulk_wait_read<0>();
+            for (int part = 0; part < Config::kConsumers; ++part)
+                release(part);
         }
     }
 
@@ -135,7 +181,7 @@ private:
     // Returns the number of additions to the block that come before this one.
     __device__ __forceinline__ int ticket_of(const StepDescriptor& descriptor) const {
         const int blocks_per_head = args.workspace.rows_per_head / Config::kRows;
-        const int64_t block = int64_t{descriptor.mask} * blocks_per_head + descriptor.block;
+        const int block = descriptor.mask * blocks_per_head + descriptor.block;  // 2^31 of them would take 16 GiB
         const Range touching = args.workspace.band_ranges[block];
         const ScheduledBand* bands = args.bands + int64_t{descriptor.mask} * args.capacity;
         const int first = descriptor.block * Config::kRows;

@@ -54,7 +54,7 @@ private:
     __device__ __forceinline__ void find_tile(const BackwardItem& item) const {
         const int64_t first = int64_t{item.mask} * args.schedule.num_tiles;
         int rank = item.rank;
-        if (args.deterministic)
+        if (item.by_position)
             rank = args.workspace.tile_ranks[first + rank];
         __syncwarp();
         if (lane == 0) {
@@ -65,8 +65,10 @@ private:
             tile.end_band = scheduled.end_band;
             tile.mask = item.mask;
             tile.bands = args.bands + int64_t{item.mask} * args.capacity;
-            tile.key_head = item.key_head % args.kv_heads;
-            tile.example = item.mask + item.key_head / args.kv_heads;
+            const int key_head = item.head_set / args.schedule.sets;
+            tile.key_head = key_head % args.kv_heads;
+            tile.example = item.mask + key_head / args.kv_heads;
+            tile.first_head = tile.key_head * args.schedule.group + item.head_set % args.schedule.sets * args.schedule.heads;
         }
         __syncwarp();
     }
@@ -149,7 +151,7 @@ private:
         }
         if (lane != 0)
             return;
-        work.num_steps = num_blocks * args.schedule.group;
+        work.num_steps = num_blocks * args.schedule.heads;
         work.key = tile.key;
         work.key_head = tile.key_head;
         work.example = tile.example;
@@ -195,7 +197,7 @@ private:
         run.origin = found.origin;
         run.blocks = found.blocks;
         run.band = band_index;
-        run.first_head = tile.key_head * args.schedule.group;
+        run.first_head = tile.first_head;
         const bool holds_keys = band.q0 <= tile.key and tile.key + Config::kKeys <= band.q1;
         // Every query of a block sees every key if the block lies between these, counted from the origin.
         const int from = max(band.k0, band.lo + tile.key + Config::kKeys - 1) - found.origin;

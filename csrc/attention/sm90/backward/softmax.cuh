@@ -35,6 +35,14 @@ private:
     }
 };
 
+// log-sum-exp, or delta, of the queries of all registers, read early: the loads overlap with a product.
+template <int kCount> struct EarlyStatistics {
+    float2 pairs[kCount / 4];
+
+    __device__ __forceinline__ float2 lse_log2(int i) const { return pairs[i / 4]; }
+    __device__ __forceinline__ float2 delta(int i) const { return pairs[i / 4]; }
+};
+
 // log-sum-exp and delta of the query of registers i and i + 1 (i even), where queries are rows.
 struct RowStatistics {
     float lse[2], row_delta[2];
@@ -111,12 +119,13 @@ template <typename Config> struct TransposedSoftmax {
     bool masked = descriptor.masked or has_masked_rows;
     // With a soft cap both P and dS are masked, otherwise only P, once it is there.
     BackwardVisibleBits visible = Config::kSoftCap and masked ? visible_bits() : BackwardVisibleBits{};
+    EarlyStatistics<kCount> early = load_lse();
 
     __device__ __forceinline__ void compute_p(float (&p)[kCount]) const {
         if constexpr (Config::kSoftCap) {
             apply_tanh(p, args.logit_scale);
         } else {
-            sm90::compute_p(p, statistics(), args.logit_scale);
+            sm90::compute_p(p, early, args.logit_scale);
             if (masked)
                 apply_mask(p, visible_bits());
         }
@@ -126,11 +135,30 @@ template <typename Config> struct TransposedSoftmax {
         if constexpr (Config::kSoftCap)
             compute_capped_p_and_ds(p, dp, statistics(), visible, args.cap_log2);
         else
-            sm90::compute_ds(dp, p, statistics());
+            sm90::compute_ds(dp, p, early);
+    }
+
+    // To be called before dP is waited for.
+    __device__ __forceinline__ void load_delta() {
+        if constexpr (not Config::kSoftCap) {
+#pragma unroll
+            for (int i = 0; i < kCount / 4; ++i)
+                early.pairs[i] = statistics().delta(4 * i);
+        }
     }
 
 private:
     __device__ __forceinline__ ColumnStatistics statistics() const { return {memory.rows(step), thread.column()}; }
+
+    __device__ __forceinline__ EarlyStatistics<kCount> load_lse() const {
+        EarlyStatistics<kCount> loaded{};
+        if constexpr (not Config::kSoftCap) {
+#pragma unroll
+            for (int i = 0; i < kCount / 4; ++i)
+                loaded.pairs[i] = statistics().lse_log2(4 * i);
+        }
+        return loaded;
+    }
 
     // A bit for each of the thread's columns: set if the query sees any key at all. The logits of other queries do not
     // count, whatever they are.
@@ -193,6 +221,8 @@ template <typename Config, int kCount> struct WideSoftmax {
             apply_mask(p, visible);
         }
     }
+
+    __device__ __forceinline__ void load_delta() {}
 
     __device__ __forceinline__ void compute_ds(float (&dp)[kCount], float (&p)[kCount]) const {
         if constexpr (Config::kSoftCap)

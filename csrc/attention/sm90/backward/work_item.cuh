@@ -10,7 +10,7 @@ namespace jaxmagi::sm90 {
 // One tile of keys of one key head, for the consumers.
 struct alignas(16) BackwardWorkItem {
     uint32_t visible[4];  // a bit for each key: set if some query sees the key, or if the key does not exist
-    int num_steps;  // blocks of queries of all heads of the group; 0: no query sees a key; -1: no more work items
+    int num_steps;  // blocks of queries of all heads of the item; 0: no query sees a key; -1: no more work items
     int key, key_head, example;  // first key
     bool all_visible;
 };
@@ -21,8 +21,8 @@ struct alignas(16) BackwardWorkItem {
 struct alignas(16) StepDescriptor {
     int key_begin, key_end, lower, upper;  // read together
     int first_column, end_column;          // read together
-    int masked;
-    int row;  // first row among those of all heads: sums of 2^31 rows would take 512 GiB or more
+    bool masked, last;  // last: of the work item
+    int row;  // first row of the sums of dQ, panel by panel: 2^31 of them would take 512 GiB
     int mask, block, band, tile;  // fix the order of sums: block of queries in its head, index of the band in the mask
 };
 
@@ -42,7 +42,7 @@ struct alignas(16) BackwardBandRun {
 // The tile of keys that the scheduler works on. It is in shared memory because the scheduler has few registers.
 struct alignas(16) CurrentTile {
     int item, key;  // number of work items before; first key
-    int first_band, end_band, mask, key_head, example;
+    int first_band, end_band, mask, key_head, example, first_head;
     const ScheduledBand* bands;  // of the mask
     bool has_no_run;             // no run of the tile was written yet
 };

@@ -25,8 +25,25 @@ __device__ __forceinline__ void store_dq(BackwardMemory<Config> memory, Consumer
     for (int i = 0; i < kCount / 4; ++i)
         if (Config::kDim % kPanelColumns == 0 or i < 4 or thread.warpgroup == 0)
             store_shared(to + i * kWarpgroupThreads * 16, {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]});
-    fence_shared_for_async();
-    named_barrier_arrive(kDqFull + thread.warpgroup, kDqThreads);
+    named_barrier_arrive(kDqFull + thread.warpgroup, kDqThreads);  // the reducer has the fence
+}
+
+// Hands over dK or dV of a tile where work items have parts of a group, in parts of 64 times 64 numbers, to be added to
+// the sums. `number(i)` is number i of the thread's kCount.
+template <typename Config, int kCount, typename Number>
+__device__ __forceinline__ void hand_over_gradient(BackwardMemory<Config> memory, ConsumerThread thread,
+                                                   const Number& number) {
+    constexpr int kPartCount = 32;
+#pragma unroll
+    for (int first = 0; first < kCount; first += kPartCount) {
+        named_barrier_sync(kDqEmpty + thread.warpgroup, kDqThreads);
+        const SharedAddress to = memory.dq() + thread.warpgroup * Config::kDqPartBytes + thread.index() * 16;
+#pragma unroll
+        for (int i = first; i < kCount and i < first + kPartCount; i += 4)
+            store_shared(to + (i - first) / 4 * kWarpgroupThreads * 16,
+                         {number(i), number(i + 1), number(i + 2), number(i + 3)});
+        named_barrier_arrive(kDqFull + thread.warpgroup, kDqThreads);
+    }
 }
 
 // Tells the reducer that there are no more steps.

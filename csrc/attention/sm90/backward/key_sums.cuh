@@ -1,0 +1,30 @@
+#pragma once
+
+#include "csrc/attention/sm90/backward/config.cuh"
+#include "csrc/common/math.h"
+
+// The layout of the fp32 sums of dK and dV, [batch, kv_heads, ...]. It is that of the accumulators, in parts of 64 times
+// 64 numbers (the last ones of 96 columns have less), in the order in which the warpgroups hand them over. In narrow
+// kernels a warpgroup has 64 keys and all columns: [keys / 64, columns, 64]. In wide ones it has all 64 keys of the tile
+// and some panels of columns, transposed: [panels, keys, 64].
+
+namespace jaxmagi::sm90 {
+
+template <typename Config, int kColumns> struct KeySums {
+    static constexpr int kPart = 64;
+    static_assert(not Config::kWide or (Config::kKeys == kPart and panels(kColumns) % Config::kConsumers == 0));
+    static constexpr int kTileColumns = Config::kWide ? kPanelColumns : kColumns;  // that lie together with a tile
+    static constexpr int kPasses = panels(kColumns) / (Config::kWide ? Config::kConsumers : 1);  // parts of a warpgroup
+
+    // Returns where the part of a warpgroup begins, in floats from the first one of the tile.
+    __device__ __forceinline__ static int offset(int pass, int warpgroup, int rows_per_key_head) {
+        return Config::kWide ? (warpgroup * kPasses + pass) * rows_per_key_head * kPanelColumns
+                             : warpgroup * kPart * kColumns + pass * kPart * kPanelColumns;
+    }
+    __device__ __forceinline__ static int bytes(int pass) {
+        const int columns = Config::kWide ? kPanelColumns : min(kPanelColumns, kColumns - pass * kPanelColumns);
+        return columns * kPart * static_cast<int>(sizeof(float));
+    }
+};
+
+}  // namespace jaxmagi::sm90
