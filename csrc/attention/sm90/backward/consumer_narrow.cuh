@@ -9,7 +9,7 @@
 // The consumer warpgroup of narrow kernels, with a head dimension of at most 128. The products for dV and dK have P and dS
 // from registers and leave half of the bandwidth of shared memory to others: dS is stored before the one and dQ is stored
 // beside the other. The products for S, dP and dQ take nearly all of it. No product of the next step is issued
-// before dK is complete, since ptxas finds no registers for more.
+// before dK is complete: with the next S before it, which needs dQ in the registers of P, a step takes 3 % more clocks.
 
 namespace jaxmagi::sm90 {
 
