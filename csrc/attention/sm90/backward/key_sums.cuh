@@ -17,8 +17,8 @@ template <typename Config, int kColumns> struct KeySums {
     static constexpr int kPasses = panels(kColumns) / (Config::kWide ? Config::kConsumers : 1);  // parts of a warpgroup
 
     // Returns where the part of a warpgroup begins, in floats from the first one of the tile.
-    __device__ __forceinline__ static int offset(int pass, int warpgroup, int rows_per_key_head) {
-        return Config::kWide ? (warpgroup * kPasses + pass) * rows_per_key_head * kPanelColumns
+    __device__ __forceinline__ static int64_t offset(int pass, int warpgroup, int rows_per_key_head) {
+        return Config::kWide ? int64_t{rows_per_key_head} * (warpgroup * kPasses + pass) * kPanelColumns
                              : warpgroup * kPart * kColumns + pass * kPart * kPanelColumns;
     }
     __device__ __forceinline__ static int bytes(int pass) {

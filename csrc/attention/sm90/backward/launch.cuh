@@ -26,7 +26,6 @@ inline BackwardArguments make_arguments(const BackwardParams& params, const Back
             .kv_heads = shape.kv_heads,
             .dim = shape.dim,
             .v_dim = shape.v_dim,
-            .dq = params.dq,
             .dk = params.dk,
             .dv = params.dv,
             .gradients_f32 = params.gradients_f32,

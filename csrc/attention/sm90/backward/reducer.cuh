@@ -112,7 +112,7 @@ private:
     __device__ __forceinline__ void add_gradient(float* sums, int key_head, int tile) const {
         using Sums = KeySums<Config, kColumns>;
         float* const to = sums + int64_t{key_head} * args.workspace.rows_per_key_head * kColumns +
-                          tile * Config::kKeys * Sums::kTileColumns;
+                          int64_t{tile} * Config::kKeys * Sums::kTileColumns;
 #pragma unroll 1
         for (int pass = 0; pass < Sums::kPasses; ++pass) {
             for (int part = 0; part < Config::kConsumers; ++part) {

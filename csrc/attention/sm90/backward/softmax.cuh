@@ -222,8 +222,6 @@ template <typename Config, int kCount> struct WideSoftmax {
         }
     }
 
-    __device__ __forceinline__ void load_delta() {}
-
     __device__ __forceinline__ void compute_ds(float (&dp)[kCount], float (&p)[kCount]) const {
         if constexpr (Config::kSoftCap)
             compute_capped_p_and_ds(p, dp, rows, visible, args.cap_log2);
