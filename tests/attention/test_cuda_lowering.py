@@ -354,3 +354,14 @@ def test_the_extension_knows_its_tiles() -> None:
             compiled.backward_workspace_bytes(3, 5000, 7000, 8, 8, *dims, 1, False)
     ours = sorted(name for name in compiled.registrations() if name.startswith("jaxmagi_attention"))
     assert ours == [_cuda.BACKWARD, _cuda.FORWARD, _cuda.TILE_SCHEDULE]
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_sums_of_key_gradients_take_memory(dims: tuple[int, int], deterministic: bool) -> None:
+    """A group of four heads has two head sets, which add their gradients up in fp32, but for D 192."""
+    size_of = pytest.importorskip("jaxmagi._cuda").backward_workspace_bytes
+    alone, shared = (size_of(3, 5000, 7040, 8, heads, *dims, 1, deterministic) for heads in (8, 2))
+    sums = 0 if dims[0] == 192 else 3 * 2 * 7040 * sum(dims) * 4
+    counters = 3 * 2 * 110 * 4  # of additions, for each tile
+    assert sums <= shared - alone <= sums + counters + 16

@@ -68,12 +68,28 @@ def check_deterministic(operands: Operands, cotangents: Cotangents) -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("dim", "v_dim"), KERNEL_DIMS)
 def test_one_sm(rng: np.random.Generator, dim: int, v_dim: int, deterministic: bool) -> None:
-    """One CTA takes every tile."""
-    check_one_sm(rng, Shape(1500, 1700, 4, 2, dim, v_dim), deterministic)
+    """One CTA takes every tile, with both head sets of each key head."""
+    check_one_sm(rng, Shape(1500, 1700, 8, 2, dim, v_dim), deterministic)
 
 
-def test_one_sm_whose_section_is_less_than_a_head(rng: np.random.Generator) -> None:
-    check_one_sm(rng, Shape(9000, 300, 8, 1), False)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("heads", [3, 6])
+def test_one_sm_with_odd_head_sets(rng: np.random.Generator, heads: int, deterministic: bool) -> None:
+    """Three head sets of a key head, of one query head or of two."""
+    check_one_sm(rng, Shape(1500, 1700, heads, 1), deterministic)
+
+
+def test_one_sm_whose_section_is_less_than_a_head_set(rng: np.random.Generator) -> None:
+    check_one_sm(rng, Shape(17_000, 300, 8, 1), False)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_sections_of_head_sets(rng: np.random.Generator, deterministic: bool) -> None:
+    """Two sections of two head sets each: tiles by position in the first, the longest first in the last."""
+    shape = Shape(8400, 7700, 8, 2)
+    operands, cotangents = random_operands(rng, shape, count=60), make_cotangents(shape)
+    _, got, _ = gradients(operands, default_logits(operands), cotangents, deterministic)
+    check(operands, cotangents, got)
 
 
 def check_one_sm(rng: np.random.Generator, shape: Shape, deterministic: bool) -> None:

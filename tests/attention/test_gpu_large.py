@@ -13,6 +13,7 @@ from tests.cases import document_lengths
 
 from .device_reference import check, judge
 from .gpu_harness import Shape, assert_same, default_logits, random_operands, run
+from .gradient_harness import gradients, make_cotangents
 from .helpers import Operands
 
 pytestmark = pytest.mark.gpu
@@ -61,6 +62,18 @@ def shift_keys(operands: Operands, by: int) -> Operands:
     limited[..., :2] = False  # queries
     bands = jnp.asarray(bands + by * limited, jnp.int32)
     return operands._replace(key=shift(operands.key), value=shift(operands.value), bands=bands)
+
+
+def test_gradients_of_keys_whose_sums_are_past_2_31(rng: np.random.Generator) -> None:
+    """Two head sets of a key head add up 64 columns of 2**25 keys and more, in place of masked ones as of few."""
+    shape, before = Shape(300, 1_000, 4, 1, 8, 8), 2**25
+    operands, cotangents = random_operands(rng, shape, count=40), make_cotangents(shape)
+    far = shift_keys(operands, before)
+    _, want, _ = gradients(operands, default_logits(operands), cotangents, deterministic=True)
+    _, got, _ = gradients(far, default_logits(far), cotangents, deterministic=True)
+    last = got._replace(key=got.key[:, before:], value=got.value[:, before:])
+    assert_same(last, want)
+    assert not bool(jnp.any(got.key[:, :before])) and not bool(jnp.any(got.value[:, :before]))
 
 
 def test_last_keys_of_the_longest(rng: np.random.Generator) -> None:

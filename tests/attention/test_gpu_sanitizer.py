@@ -23,8 +23,8 @@ DIMS = [*KERNEL_DIMS, (40, 72)]
 
 
 def problem(rng: np.random.Generator, dim: int, v_dim: int) -> tuple[Inputs, Operands]:
-    """Ragged lengths, per-example bands, sinks, in bfloat16."""
-    x = make_inputs(rng, q_len=Q_LEN, kv_len=KV_LEN, heads=2, kv_heads=1, dim=dim, v_dim=v_dim)
+    """Ragged lengths, per-example bands, sinks, in bfloat16. Two work items share a tile of keys in the backward pass."""
+    x = make_inputs(rng, q_len=Q_LEN, kv_len=KV_LEN, heads=4, kv_heads=1, dim=dim, v_dim=v_dim)
     x = x._replace(
         **{name: jnp.asarray(getattr(x, name), jnp.bfloat16) for name in ("query", "key", "value", "dout")}
     )
@@ -42,7 +42,7 @@ def test_sanitizer_subset_of_outputs(rng: np.random.Generator, dim: int, v_dim: 
     out, lse = forward(operands, scale=0.1, out_dtype=jnp.float32)
     want_out, want_lse = attention_reference(*operands[:4], scale=0.1, sinks=x.sinks)
     assert max_error(out, want_out) <= 0.02 and max_error(lse, want_lse) <= 1e-4
-    no_sinks = operands._replace(sinks=jnp.full(2, -jnp.inf))
+    no_sinks = operands._replace(sinks=jnp.full_like(operands.sinks, -jnp.inf))
     _, again = forward(no_sinks, scale=0.1, soft_cap=8.0, out_dtype=jnp.float32, previous=Partial(out, lse))
     _, capped = attention_reference(*operands[:4], scale=0.1, logits_soft_cap=8.0)
     assert max_error(again, np.logaddexp(want_lse, capped)) <= 1e-4

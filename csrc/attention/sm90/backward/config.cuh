@@ -1,6 +1,7 @@
 #pragma once
 
 #include "csrc/attention/sm90/backward/row_statistics.h"
+#include "csrc/attention/sm90/backward/schedule.cuh"
 #include "csrc/attention/sm90/backward/sums_layout.h"
 #include "csrc/attention/sm90/backward/work_item.cuh"
 #include "csrc/common/sm90/mbarrier.cuh"
@@ -23,15 +24,13 @@ struct BackwardConfig {
     static constexpr bool kSoftCap = kSoftCap_;
     // Wide kernels divide the head dimension of dK and dV between the warpgroups; the others divide the keys.
     static constexpr bool kWide = kDim > 128;
-    // Work items may have a part of a group of query heads, so that dK and dV are added up (heads_of_item).
-    static constexpr bool kAddsGradients = kConsumers == 2;
-    static_assert(kAddsGradients == (kDim != 192));
+    static constexpr bool kCanAddGradients = can_add_gradients(kDim);
     static constexpr int kRowBlock = query_sums_layout(kRows).row_block;
     static_assert(kRows % kRowBlock == 0);
     static constexpr bool kTransposedDq = query_sums_layout(kRows).transposed;
     static_assert(not kTransposedDq or kDim == 128);
-    // The sums of dQ of a head: transposed ones in two panels of 64 columns, one after the other.
-    static constexpr int kSumPanels = kTransposedDq ? panels(kDim) : 1, kSumColumns = kDim / kSumPanels;
+    // The sums of dQ of a head lie panel by panel.
+    static constexpr int kSumPanels = query_sums_layout(kRows).panels(kDim), kSumColumns = kDim / kSumPanels;
     static constexpr int kThreads = kWarpgroupThreads * (kConsumers + 1);
     static constexpr int kConsumerThreads = kWarpgroupThreads * kConsumers;
 
@@ -48,10 +47,11 @@ struct BackwardConfig {
     static constexpr int kRowsBytes = kRows / 8 * static_cast<int>(sizeof(EightRows));
     // A 16-bit P or dS of a step, queries by keys. There are two: two of dS, or in wide kernels P and dS.
     static constexpr int kLogitsBytes = kRows * kPanelRowBytes * panels(kKeys);
-    // dQ in shared memory: a part for each warpgroup, 64 columns of a row block, which are contiguous in global memory.
-    // Wide kernels store it in several passes.
-    static constexpr int kDqPartBytes = kRowBlock * 64 * 4, kDqPasses = kWide ? panels(kDim) / kConsumers : 1;
-    static constexpr int kDqBytes = kConsumers * kDqPartBytes, kSumBytes = kRows * kDim * 4;
+    // What the reducer adds to sums in global memory goes through a part of shared memory for each warpgroup: 64 columns
+    // of a row block of dQ, which are contiguous in global memory, or 64 times 64 numbers of dK or dV. Wide kernels
+    // store dQ in several passes.
+    static constexpr int kPartBytes = kRowBlock * 64 * 4, kDqPasses = kWide ? panels(kDim) / kConsumers : 1;
+    static constexpr int kPartsBytes = kConsumers * kPartBytes, kSumBytes = kRows * kDim * 4;
 };
 
 template <typename Config> struct BackwardMemory {
@@ -60,13 +60,14 @@ template <typename Config> struct BackwardMemory {
     // of item t - kRuns - 1, and so after all consumers had stored the gradients of the item before that.
     static constexpr int kRuns = Config::kConsumers == 2 ? 4 : 2, kWorkItems = kRuns + 2;
     // The producer describes step s after the consumers released the queries of step s - kQStages - 1. They had then
-    // stored dQ of the step before that one, for which the reducer had to be done with the step before that.
+    // stored dQ of the step before that one, for which the reducer had to have read dQ of the step before that, and so
+    // was done with the one before.
     static constexpr int kSteps = Config::kQStages + 4;
     static constexpr int kSingleBarriers = 2;
     static constexpr int kK = 0, kV = kK + Config::kKBytes, kQ = kV + Config::kVBytes,
                          kDout = kQ + Config::kQStages * Config::kQBytes,
                          kLogits = kDout + Config::kDoutStages * Config::kDoutBytes,
-                         kDq = kLogits + 2 * Config::kLogitsBytes, kRows = kDq + Config::kDqBytes,
+                         kParts = kLogits + 2 * Config::kLogitsBytes, kRows = kParts + Config::kPartsBytes,
                          kDescriptors = kRows + Config::kQStages * Config::kRowsBytes,
                          kItems = kDescriptors + kSteps * static_cast<int>(sizeof(StepDescriptor)),
                          kBandRuns = kItems + kWorkItems * static_cast<int>(sizeof(BackwardWorkItem)),
@@ -83,8 +84,8 @@ template <typename Config> struct BackwardMemory {
     char* base;  // aligned
 
     // The base is a constant: from `raw`, ptxas computes addresses anew between the products of a step, with a special
-    // register that holds them up, 160 clocks a step at D 128 and 310 at D 64. With a soft cap, which is slower anyway, it
-    // would spill for the constant.
+    // register that holds them up, 160 clocks a step at D 128 and 310 at D 64. With a soft cap, which is slower anyway,
+    // ptxas spills for the constant and for `raw` alike, but not for the latter aligned, which adds nothing to it.
     __device__ __forceinline__ explicit BackwardMemory(char* raw)
         : base(Config::kSoftCap ? raw + (-shared_address(raw) & (kAlignment - 1))
                                 : static_cast<char*>(__cvta_shared_to_generic(kBase))) {
@@ -106,7 +107,9 @@ template <typename Config> struct BackwardMemory {
     __device__ __forceinline__ SharedAddress ds(unsigned step) const {
         return opaque(shared_address(base) + kLogits + (Config::kWide ? 1 : step % 2) * Config::kLogitsBytes);
     }
-    __device__ __forceinline__ SharedAddress dq() const { return opaque(shared_address(base) + kDq); }
+    __device__ __forceinline__ SharedAddress part(int warpgroup) const {
+        return opaque(shared_address(base) + kParts) + warpgroup * Config::kPartBytes;
+    }
     // Statistics of the rows of a step, loaded with its queries.
     __device__ __forceinline__ const EightRows* rows(unsigned step) const {
         return reinterpret_cast<const EightRows*>(base + kRows + step % Config::kQStages * Config::kRowsBytes);
@@ -174,8 +177,8 @@ private:
     }
 };
 
-// Named barriers. kDqEmpty + i and kDqFull + i are those of consumer warpgroup i and the reducer warp.
-enum BackwardBarrier { kLogitsStored = 1, kLogitsRead = 2, kZeroFilled = 3, kDqEmpty = 4, kDqFull = 7 };
-inline constexpr int kDqThreads = kWarpgroupThreads + 32;
+// Named barriers. kPartEmpty + i and kPartFull + i are those of consumer warpgroup i and the reducer warp.
+enum BackwardBarrier { kLogitsStored = 1, kLogitsRead = 2, kZeroFilled = 3, kPartEmpty = 4, kPartFull = 7 };
+inline constexpr int kPartThreads = kWarpgroupThreads + 32;
 
 }  // namespace jaxmagi::sm90

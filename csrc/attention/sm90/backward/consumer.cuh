@@ -4,8 +4,8 @@
 #include "csrc/attention/sm90/backward/zero_masked.cuh"
 #include "csrc/common/sm90/wgmma.cuh"
 
-// The loops of a consumer warpgroup over work items and steps. The `step` of each variant, with its waits for the
-// products of S, dP, dV, dK and dQ, is in consumer_narrow.cuh or consumer_wide.cuh.
+// The loop of a consumer warpgroup over work items. `run` of each variant, the loop over the steps of an item, and its
+// `step`, with the waits for the products of S, dP, dV, dK and dQ, are in consumer_narrow.cuh or consumer_wide.cuh.
 
 namespace jaxmagi::sm90 {
 

@@ -6,10 +6,10 @@
 #include "csrc/attention/sm90/backward/softmax.cuh"
 #include "csrc/attention/sm90/backward/store_logits.cuh"
 
-// The consumer warpgroup of narrow kernels, with a head dimension of at most 128. The products for dV and dK have P and dS
-// from registers and leave half of the bandwidth of shared memory to others: dS is stored before the one and dQ is stored
-// beside the other. The products for S, dP and dQ take nearly all of it. No product of the next step is issued
-// before dK is complete: with the next S before it, which needs dQ in the registers of P, a step takes 3 % more clocks.
+// The consumer warpgroup of narrow kernels, with a head dimension of at most 128. The products for S, dP and dQ take nearly
+// all of the bandwidth of shared memory. Those for dV and dK have P and dS from registers and leave half of it to others: a
+// part of dV runs while the warpgroups wait for each other's dS, the rest and dK while dQ is stored, read by the reducer
+// and sent. So dQ has left when S of the next step comes.
 
 namespace jaxmagi::sm90 {
 
@@ -41,29 +41,32 @@ template <typename Config> struct BackwardConsumerNarrow {
     // product in flight, and ends with those of the next step unless this one is the last of the work item.
     template <bool kLast>
     __device__ __forceinline__ void step(KeyGradient& dk, ValueGradient& dv, Logits& p, Logits& ds) {
+        constexpr int kAll = Config::kRows / 16, kEarly = kAll / 2;  // queries, by 16
         typename Products::Operand p_operand, ds_operand;
-        round_to_operand<Element>(p, p_operand);
         round_to_operand<Element>(ds, ds_operand);
+        round_to_operand<Element>(p, p_operand);
         store_transposed_ds<Config>(memory.ds(current), thread, ds_operand);
-        products.issue_dv(dv, p_operand, current);
+        products.template issue_dv<0, kEarly>(dv, p_operand, current);
         wgmma_commit();
         fence_shared_for_async();
         named_barrier_sync(kLogitsStored, Config::kConsumerThreads);
         typename Products::QueryGradient own_dq;
-        auto& dq = query_gradient(ds, own_dq);
+        auto& dq = query_gradient(p, own_dq);
         if constexpr (Config::kTransposedDq)
             products.issue_transposed_dq(dq, current);
         else
             products.issue_dq(dq, current);
         wgmma_commit();
-        wgmma_wait<1>();  // dV
-        fence_operand(dv);
-        thread.release(memory.dout_empty(current));
-        products.issue_dk(dk, ds_operand, current);
+        products.template issue_dv<kEarly, kAll>(dv, p_operand, current);
         wgmma_commit();
         wgmma_wait<1>();  // dQ
         fence_operand(dq);
-        store_dq(memory, thread, dq);  // waits for kDqEmpty and arrives at kDqFull
+        hand_over_dq(memory, thread, dq);  // waits for kPartEmpty and arrives at kPartFull
+        products.issue_dk(dk, ds_operand, current);
+        wgmma_commit();
+        wgmma_wait<1>();  // dV
+        fence_operand(dv);
+        thread.release(memory.dout_empty(current));
         wgmma_wait<0>();  // dK
         fence_operand(dk);
         thread.release(memory.q_empty(current));
@@ -91,10 +94,10 @@ template <typename Config> struct BackwardConsumerNarrow {
         softmax.compute_ds(ds, p);
     }
 
-    // Transposed dQ takes the registers of dS: ptxas finds no others for it.
-    __device__ __forceinline__ static auto& query_gradient(Logits& ds, typename Products::QueryGradient& own) {
+    // Transposed dQ takes the registers of P: ptxas finds no others for it.
+    __device__ __forceinline__ static auto& query_gradient(Logits& p, typename Products::QueryGradient& own) {
         if constexpr (Config::kTransposedDq)
-            return ds;
+            return p;
         else
             return own;
     }
@@ -104,7 +107,7 @@ template <typename Config> struct BackwardConsumerNarrow {
         const BackwardEpilogue<Config> epilogue(args, work, thread);
         const bool has_steps = work.num_steps > 0;
         thread.release_keys(memory.kv_empty());
-        if (args.schedule.sets == 1) {
+        if (not args.schedule.adds_gradients()) {
             epilogue.store(dk, args.dk, args.dim, args.scale);
             epilogue.store(dv, args.dv, args.v_dim, 1.f);
         } else if (has_steps) {

@@ -77,7 +77,7 @@ template <typename Config> struct BackwardConsumerWide {
         fence_operand(dq);
 #pragma unroll
         for (int i = 0; i < Products::kPanels; ++i)
-            store_dq(memory, thread, dq[i]);  // waits for kDqEmpty and arrives at kDqFull
+            hand_over_dq(memory, thread, dq[i]);  // waits for kPartEmpty and arrives at kPartFull
         if constexpr (kLate) {
             memory.q_full(current).wait(memory.q_parity(current));
             products.issue_qk(p, current);
@@ -105,8 +105,8 @@ template <typename Config> struct BackwardConsumerWide {
     __device__ __forceinline__ void store(const KeyGradient& dk, const ValueGradient& dv, int item) const {
         thread.release_keys(memory.kv_empty());
         const BackwardEpilogueWide<Config> epilogue(args, memory.work_item(item), thread.index());
-        if constexpr (Config::kAddsGradients)
-            if (args.schedule.sets > 1)
+        if constexpr (Config::kCanAddGradients)
+            if (args.schedule.adds_gradients())
                 return hand_over(epilogue, dk, dv, memory.work_item(item).num_steps > 0);
 #pragma unroll
         for (int i = 0; i < Products::kPanels; ++i)

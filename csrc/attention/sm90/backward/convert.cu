@@ -104,13 +104,22 @@ using ConvertKernel = void (*)(ConvertArguments);
 template <typename Element> ConvertKernel kernel_for(SumsLayout layout) {
     if (not layout.transposed)
         return convert<Element>;
-    return layout.row_block == 64 ? convert_transposed<Element, 64> : convert_transposed<Element, 80>;
+    switch (layout.row_block) {
+    case 64:
+        return convert_transposed<Element, 64>;
+    case 80:
+        return convert_transposed<Element, 80>;
+    default:
+        return nullptr;
+    }
 }
 
 cudaError_t launch_convert(const BackwardParams& params, const ConvertArguments& args, SumsLayout layout,
                            cudaStream_t stream) {
     const ConvertKernel kernel =
         params.dtype == DType::kBF16 ? kernel_for<BFloat16>(layout) : kernel_for<Float16>(layout);
+    if (kernel == nullptr)
+        return cudaErrorInvalidValue;
     const int blocks = params.shape.batch * args.heads * ceil_div(args.length, layout.row_block);
     const dim3 grid(blocks, layout.transposed ? ceil_div(args.dim, 128) : 1);
     kernel<<<grid, kWarpgroupThreads, 0, stream>>>(args);

@@ -47,7 +47,7 @@ template <typename Config> struct BackwardEpilogue {
     template <int kCount>
     __device__ __forceinline__ void hand_over(BackwardMemory<Config> memory, ConsumerThread thread,
                                               const float (&gradient)[kCount], float scale) const {
-        hand_over_gradient<Config, kCount>(
+        hand_over_gradient<kCount>(
             memory, thread, [&](int i) { return visible[i / 2 % 2] ? gradient[i] * scale : 0.f; });
     }
 };

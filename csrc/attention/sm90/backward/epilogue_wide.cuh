@@ -39,7 +39,7 @@ template <typename Config> struct BackwardEpilogueWide {
     __device__ __forceinline__ void hand_over(BackwardMemory<Config> memory, ConsumerThread thread,
                                               const Gradient& gradient, float scale) const {
         const int key = lane % 4 * 2;
-        hand_over_gradient<Config, Config::kKeys / 2>(memory, thread, [&](int i) {
+        hand_over_gradient<Config::kKeys / 2>(memory, thread, [&](int i) {
             return visible_bits(i / 4) >> (key + i % 2) & 1 ? gradient[i] * scale : 0.f;
         });
     }

@@ -12,38 +12,39 @@ __device__ __forceinline__ void store_shared(SharedAddress to, float4 x) {
                  : "memory");
 }
 
-// Stores the warpgroup's part of dQ, 64 columns of a row block, in shared memory for the reducer: waits until the
-// reducer has read the part before, and announces this one. With a head dimension of 96, warpgroup 1 has 32 columns.
-template <typename Config, int kCount>
-__device__ __forceinline__ void store_dq(BackwardMemory<Config> memory, ConsumerThread thread,
-                                         const float (&dq)[kCount]) {
-    static_assert(kCount * kWarpgroupThreads * 4 == Config::kDqPartBytes);
+// Stores numbers of the thread, `number(i)` for i below `count`, at most kMost, in the warpgroup's part of shared memory:
+// waits until the reducer has read what was there before, and announces this.
+template <int kMost, typename Config, typename Number>
+__device__ __forceinline__ void hand_over_part(BackwardMemory<Config> memory, ConsumerThread thread, int count,
+                                               const Number& number) {
+    static_assert(kMost * kWarpgroupThreads * 4 <= Config::kPartBytes);
     const unsigned index = thread.index();
-    named_barrier_sync(kDqEmpty + thread.warpgroup, kDqThreads);
-    const SharedAddress to = memory.dq() + thread.warpgroup * Config::kDqPartBytes + index * 16;
+    named_barrier_sync(kPartEmpty + thread.warpgroup, kPartThreads);
+    const SharedAddress to = memory.part(thread.warpgroup) + index * 16;
 #pragma unroll
-    for (int i = 0; i < kCount / 4; ++i)
-        if (Config::kDim % kPanelColumns == 0 or i < 4 or thread.warpgroup == 0)
-            store_shared(to + i * kWarpgroupThreads * 16, {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]});
-    named_barrier_arrive(kDqFull + thread.warpgroup, kDqThreads);  // the reducer has the fence
+    for (int i = 0; i < kMost; i += 4)
+        if (i < count)
+            store_shared(to + i / 4 * kWarpgroupThreads * 16, {number(i), number(i + 1), number(i + 2), number(i + 3)});
+    named_barrier_arrive(kPartFull + thread.warpgroup, kPartThreads);  // the reducer has the fence
 }
 
-// Hands over dK or dV of a tile where work items have parts of a group, in parts of 64 times 64 numbers, to be added to
-// the sums. `number(i)` is number i of the thread's kCount.
-template <typename Config, int kCount, typename Number>
+// Hands over the warpgroup's part of dQ. With a head dimension of 96, warpgroup 1 has 32 columns instead of 64.
+template <typename Config, int kCount>
+__device__ __forceinline__ void hand_over_dq(BackwardMemory<Config> memory, ConsumerThread thread,
+                                             const float (&dq)[kCount]) {
+    static_assert(kCount * kWarpgroupThreads * 4 == Config::kPartBytes);
+    const bool whole = Config::kDim % kPanelColumns == 0 or thread.warpgroup == 0;
+    hand_over_part<kCount>(memory, thread, whole ? kCount : kCount / 2, [&](int i) { return dq[i]; });
+}
+
+// Hands over dK or dV of a tile in as many parts as KeySums has passes. `number(i)` is number i of the thread's kCount.
+template <int kCount, typename Config, typename Number>
 __device__ __forceinline__ void hand_over_gradient(BackwardMemory<Config> memory, ConsumerThread thread,
                                                    const Number& number) {
-    constexpr int kPartCount = 32;
+    constexpr int kPartCount = 64 * 64 / kWarpgroupThreads;
 #pragma unroll
-    for (int first = 0; first < kCount; first += kPartCount) {
-        named_barrier_sync(kDqEmpty + thread.warpgroup, kDqThreads);
-        const SharedAddress to = memory.dq() + thread.warpgroup * Config::kDqPartBytes + thread.index() * 16;
-#pragma unroll
-        for (int i = first; i < kCount and i < first + kPartCount; i += 4)
-            store_shared(to + (i - first) / 4 * kWarpgroupThreads * 16,
-                         {number(i), number(i + 1), number(i + 2), number(i + 3)});
-        named_barrier_arrive(kDqFull + thread.warpgroup, kDqThreads);
-    }
+    for (int first = 0; first < kCount; first += kPartCount)
+        hand_over_part<kPartCount>(memory, thread, kCount - first, [&](int i) { return number(first + i); });
 }
 
 // Tells the reducer that there are no more steps.
@@ -52,10 +53,10 @@ __device__ __forceinline__ void stop_reducer(BackwardMemory<Config> memory, Cons
     if (thread.warpgroup != 0)
         return;
     const unsigned index = thread.index();
-    named_barrier_sync(kDqEmpty, kDqThreads);
+    named_barrier_sync(kPartEmpty, kPartThreads);
     if (index == 0)
         memory.done() = 1;
-    named_barrier_arrive(kDqFull, kDqThreads);
+    named_barrier_arrive(kPartFull, kPartThreads);
 }
 
 }  // namespace jaxmagi::sm90

@@ -7,9 +7,9 @@
 #include "csrc/attention/sm90/backward/scheduler.cuh"
 
 // The backward kernel is persistent. A CTA has a scheduler warp, a producer warp, a reducer warp and Config::kConsumers
-// consumer warpgroups. It claims work items, tiles of keys of one key head. dK and dV of a tile stay in registers over
-// all bands and all query heads of the group and are stored once. dQ of each step is added to sums in global memory,
-// which convert.cu converts.
+// consumer warpgroups. It claims work items, tiles of keys with a head set of one key head (schedule.cuh). dK and dV of an
+// item stay in registers over all bands and heads. They are stored or, where a key head has several head sets, added to sums
+// in global memory, as dQ of each step is. convert.cu converts the sums.
 //
 // A step is a block of queries of one head that sees keys of the tile. Schedule of a work item with steps 0 .. n - 1:
 //   scheduler   writes a run of blocks for each band; claims the next tile once the loads of this one are issued
@@ -18,14 +18,15 @@
 //               Step j begins with P(j) and dS(j). Its products are issued in the order in which they stand here, and
 //               the last step leaves out all that has j + 1:
 //               consumer_narrow.cuh (64, 80 or 128 queries, D up to 128):
-//                        dS(j) is stored, dV += P(j)·dO(j);  dQ = dS(j)·K;  dK += dS(j)·Q(j), dQ is stored meanwhile;
-//                        S(j+1) = K·Q(j+1);  dP(j+1) = V·dO(j+1), P(j+1) is computed meanwhile;  dS(j+1)
+//                        dS(j) is stored, dV += P(j)·dO(j) over half of the queries;  dQ = dS(j)·K;  dV over the others,
+//                        dQ is stored meanwhile;  dK += dS(j)·Q(j);  S(j+1) = K·Q(j+1);
+//                        dP(j+1) = V·dO(j+1), P(j+1) is computed meanwhile;  dS(j+1)
 //               consumer_wide.cuh (64 queries, D above 128):
 //                        P(j) and dS(j) are stored;  dV += P(j)·dO(j);  dK += dS(j)·Q(j);  dQ = dS(j)·K;
 //                        S(j+1) = Q(j+1)·K, dQ is stored meanwhile (with three warpgroups, before);
 //                        dP(j+1) = dO(j+1)·V, P(j+1) is computed meanwhile;  dS(j+1)
-//   reducer     adds dQ(j) to the sums while the consumers go on
-// All variants wait for the product of dQ in step(), before store_dq.
+//   reducer     adds dQ(j) to the sums while the consumers go on; behind the last step dK and dV, if they are sums
+// All variants wait for the product of dQ in step(), before hand_over_dq.
 //
 // Mbarriers (arrivals of a phase), who completes them, and what they protect:
 //   run_full (1)   scheduler          a run and, with the first run of a work item, the work item
@@ -42,14 +43,13 @@
 // Named barriers:
 //   kLogitsStored (consumers)  dS of all keys of the tile is stored, for dQ; in wide kernels P too, for dV. The other
 //                              kernels have two places for dS. A warpgroup overwrites dS(j) in step j + 2, after the
-//                              barrier of step j + 1. All warpgroups came to it after they had waited for dQ(j), and
-//                              each has waited for its own dK(j)
+//                              barrier of step j + 1, to which all came after they had waited for dQ(j)
 //   kLogitsRead (consumers)    P and dS may be overwritten, since all warpgroups have waited for the products of the
 //                              step before. Only wide kernels need it: they have one place for each
 //   kZeroFilled (consumers)    keys and values that no query sees, or fully masked rows of Q and dO, are zero-filled
-//   kDqEmpty + i (warpgroup i and the reducer)  the warpgroup's part of dQ may be overwritten: the reducer has read the
-//                                               one before; it arrives once before it has read any
-//   kDqFull + i (warpgroup i and the reducer)   the warpgroup's part of dQ is stored
+//   kPartEmpty + i (warpgroup i and the reducer)  the warpgroup's part, of dQ, dK or dV, may be overwritten: the reducer
+//                                                 has read the one before; it arrives once before it has read any
+//   kPartFull + i (warpgroup i and the reducer)   the warpgroup's part is stored
 
 namespace jaxmagi::sm90 {
 

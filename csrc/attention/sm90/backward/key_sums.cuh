@@ -12,17 +12,21 @@ namespace jaxmagi::sm90 {
 
 template <typename Config, int kColumns> struct KeySums {
     static constexpr int kPart = 64;
-    static_assert(not Config::kWide or (Config::kKeys == kPart and panels(kColumns) % Config::kConsumers == 0));
-    static constexpr int kTileColumns = Config::kWide ? kPanelColumns : kColumns;  // that lie together with a tile
-    static constexpr int kPasses = panels(kColumns) / (Config::kWide ? Config::kConsumers : 1);  // parts of a warpgroup
+    static constexpr bool kTransposed = key_sums_layout(Config::kDim, Config::kKeys).transposed;
+    static_assert(kTransposed == Config::kWide);
+    static_assert(not kTransposed or (Config::kKeys == kPart and panels(kColumns) % Config::kConsumers == 0));
+    static constexpr int kTileColumns = kTransposed ? kPanelColumns : kColumns;  // that lie together with a tile
+    // The parts of a warpgroup, as many as it hands over (hand_over_gradient).
+    static constexpr int kPasses = panels(kColumns) / (kTransposed ? Config::kConsumers : 1);
+    static_assert(kPart * kPanelColumns * static_cast<int>(sizeof(float)) <= Config::kPartBytes);
 
     // Returns where the part of a warpgroup begins, in floats from the first one of the tile.
     __device__ __forceinline__ static int64_t offset(int pass, int warpgroup, int rows_per_key_head) {
-        return Config::kWide ? int64_t{rows_per_key_head} * (warpgroup * kPasses + pass) * kPanelColumns
-                             : warpgroup * kPart * kColumns + pass * kPart * kPanelColumns;
+        return kTransposed ? int64_t{rows_per_key_head} * (warpgroup * kPasses + pass) * kPanelColumns
+                           : warpgroup * kPart * kColumns + pass * kPart * kPanelColumns;
     }
     __device__ __forceinline__ static int bytes(int pass) {
-        const int columns = Config::kWide ? kPanelColumns : min(kPanelColumns, kColumns - pass * kPanelColumns);
+        const int columns = kTransposed ? kPanelColumns : min(kPanelColumns, kColumns - pass * kPanelColumns);
         return columns * kPart * static_cast<int>(sizeof(float));
     }
 };

@@ -6,7 +6,8 @@
 
 namespace jaxmagi::sm90 {
 
-// Fills the workspace with zeros, the row statistics and, for a fixed order of sums, the tables that define the order.
+// Fills the workspace with zeros, the row statistics, the positions of tiles in the tile schedule and, for a fixed order of
+// sums, the bands of each block of queries.
 cudaError_t prepare_backward(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile,
                              cudaStream_t stream);
 

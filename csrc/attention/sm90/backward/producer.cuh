@@ -16,7 +16,7 @@ template <typename Config> struct BackwardProducer {
     BackwardMemory<Config> memory;
     const BackwardTensorMaps& maps;
     const BackwardArguments& args;
-    unsigned step = 0, end = 0;  // the next one to load; the first one of the next work item
+    unsigned step = 0, end_step = 0;  // the next one to load; the first one of the next work item
 
     // Called by one lane.
     __device__ __forceinline__ void run() {
@@ -27,7 +27,7 @@ template <typename Config> struct BackwardProducer {
             const int num_steps = memory.work_item(run.item).num_steps;
             if (run.first) {
                 load_keys(run, num_steps);
-                end = step + num_steps;
+                end_step = step + num_steps;
             }
             if (num_steps < 0)
                 return;
@@ -52,15 +52,15 @@ private:
 
     // Loads the blocks of a run from the last to the first, since under a causal mask all tiles have the last block:
     // CTAs that began together with different tiles need the same queries, and find them in the L2 cache. The query
-    // heads of the group follow each other within chunks of blocks. If they changed at every block, a group of 8 heads
-    // would go through more than the cache holds before the neighbouring tile needs the same queries; if each went over
-    // the whole sequence, tiles of different lengths would drift apart.
+    // heads of the item follow each other within chunks of blocks. If they changed at every block, the 8 heads of an item
+    // of dimension 192 would go through more than the cache holds before the neighbouring tile needs the same queries; if
+    // each went over the whole sequence, tiles of different lengths would drift apart.
     __device__ __forceinline__ void load_blocks(const BackwardBandRun& run) {
 #pragma unroll 1
         for (int end = run.blocks.end; end > run.blocks.begin;) {
             const int begin = max((end - 1) / kChunkBlocks * kChunkBlocks, run.blocks.begin);
 #pragma unroll 1
-            for (int head = 0; head < args.schedule.heads; ++head)
+            for (int head = 0; head < args.schedule.heads_per_item; ++head)
                 load_chunk(run, {begin, end}, run.first_head + head);
             end = begin;
         }
@@ -76,8 +76,9 @@ private:
 
     __device__ __forceinline__ void load_queries(const BackwardBandRun& run, int block, int head) const {
         const int first = run.origin + block * Config::kRows;
-        const int head_row = (run.example * args.heads + head) * args.workspace.rows_per_head, row = head_row + first;
-        describe(run, block, first, head_row * Config::kSumPanels + first);
+        const int any_head = run.example * args.heads + head;  // of all examples
+        const int head_row = any_head * args.workspace.rows_per_head, row = head_row + first;
+        describe(run, block, first, any_head, head_row * Config::kSumPanels + first);
         memory.q_empty(step).wait(memory.q_parity(step) ^ 1);
         const Mbarrier full = memory.q_full(step);
         full.arrive_and_expect(Config::kQBytes + Config::kRowsBytes);
@@ -85,7 +86,8 @@ private:
         bulk_load(shared_address(memory.rows(step)), args.workspace.rows + row / 8, Config::kRowsBytes, full);
     }
 
-    __device__ __forceinline__ void describe(const BackwardBandRun& run, int block, int first, int row) const {
+    __device__ __forceinline__ void describe(const BackwardBandRun& run, int block, int first, int head,
+                                             int row) const {
         StepDescriptor& descriptor = memory.descriptor(step);
         descriptor.key_begin = run.key_begin;
         descriptor.key_end = run.key_end;
@@ -95,7 +97,8 @@ private:
         descriptor.first_column = run.first_query - first;
         descriptor.end_column = run.end_query - first;
         descriptor.masked = block < run.unmasked.begin or block >= run.unmasked.end;
-        descriptor.last = step + 1 == end;
+        descriptor.last = step + 1 == end_step;
+        descriptor.head = head;
         descriptor.row = row;
         descriptor.mask = run.mask;
         descriptor.block = block;

@@ -36,8 +36,8 @@ template <typename Config> struct BackwardReducer {
                 add_in_order(descriptor);
             else
                 add(descriptor);
-            if constexpr (Config::kAddsGradients)
-                if (args.schedule.sets > 1 and descriptor.last)
+            if constexpr (Config::kCanAddGradients)
+                if (args.schedule.adds_gradients() and descriptor.last)
                     add_gradients(descriptor);
         }
         if (elect_lane())
@@ -45,10 +45,10 @@ template <typename Config> struct BackwardReducer {
     }
 
 private:
-    // Lets warpgroup `part` store its next part of dQ.
+    // Lets a warpgroup store its next part.
     __device__ __forceinline__ static void release(int part) {
         __syncwarp();
-        named_barrier_arrive(kDqEmpty + part, kDqThreads);
+        named_barrier_arrive(kPartEmpty + part, kPartThreads);
     }
 
     __device__ __forceinline__ float* target(const StepDescriptor& descriptor) const {
@@ -56,19 +56,19 @@ private:
     }
 
     __device__ __forceinline__ int64_t part_stride() const {
-        return Config::kTransposedDq ? int64_t{args.workspace.rows_per_head} * kPanelColumns : Config::kDqPartBytes / 4;
+        return Config::kTransposedDq ? int64_t{args.workspace.rows_per_head} * kPanelColumns : Config::kPartBytes / 4;
     }
 
     __device__ __forceinline__ static void wait_for_part(int part) {
-        named_barrier_sync(kDqFull + part, kDqThreads);
+        named_barrier_sync(kPartFull + part, kPartThreads);
     }
 
     // Adds one part. Those of a pass lie `kDqPasses` parts apart in global memory.
     __device__ __forceinline__ void add_part(float* to, int pass, int part) const {
         const int index = part * Config::kDqPasses + pass;
         fence_shared_for_async();  // for what the consumers stored before the barrier
-        bulk_add(to + index * part_stride(), memory.dq() + part * Config::kDqPartBytes,
-                 min(Config::kDqPartBytes, Config::kSumBytes - index * Config::kDqPartBytes));
+        bulk_add(to + index * part_stride(), memory.part(part),
+                 min(Config::kPartBytes, Config::kSumBytes - index * Config::kPartBytes));
         bulk_commit();
     }
 
@@ -94,11 +94,10 @@ private:
 
     // Adds dK and dV of the work item whose last step this is. In a fixed order, each head set waits for the one before.
     __device__ __forceinline__ void add_gradients(const StepDescriptor& descriptor) const {
-        const int head = descriptor.row / (args.workspace.rows_per_head * Config::kSumPanels);  // of all examples
-        const int key_head = head / args.schedule.group;
+        const int key_head = descriptor.head / args.schedule.group_size;
         int* const counter = args.workspace.key_additions + key_head * args.workspace.key_tiles + descriptor.tile;
         if (args.deterministic and elect_lane())
-            wait_for_ticket(counter, head % args.schedule.group / args.schedule.heads);
+            wait_for_ticket(counter, descriptor.head % args.schedule.group_size / args.schedule.heads_per_item);
         add_gradient<Config::kDim>(args.workspace.dk, key_head, descriptor.tile);
         add_gradient<Config::kVDim>(args.workspace.dv, key_head, descriptor.tile);
         if (args.deterministic and elect_lane()) {
@@ -120,7 +119,7 @@ private:
                 if (elect_lane()) {
                     fence_shared_for_async();
                     bulk_add(to + Sums::offset(pass, part, args.workspace.rows_per_key_head),
-                             memory.dq() + part * Config::kDqPartBytes, Sums::bytes(pass));
+                             memory.part(part), Sums::bytes(pass));
                     bulk_commit();
                 }
             }

@@ -20,9 +20,11 @@ struct BackwardSchedule {
     int num_items, per_mask, per_section;  // numbers of work items
     int num_tiles;                         // of one mask
     int head_sets, section;                // head sets of a mask and of a section
-    int heads, sets;                       // query heads of a head set; head sets of a key head
-    int group;                             // query heads of a key head
+    int heads_per_item, sets_per_key_head, group_size;  // query heads; head sets; query heads of a key head
     int longest_first;                     // the first work item from which the longest tiles come first
+
+    // Returns true if dK and dV of a tile are added up in the workspace.
+    JAXMAGI_HOST_DEVICE bool adds_gradients() const { return sets_per_key_head > 1; }
 };
 
 struct BackwardItem {
@@ -30,13 +32,18 @@ struct BackwardItem {
     bool by_position;          // the rank is the tile's position; otherwise that in the tile schedule, longest first
 };
 
+// Returns true if the kernel has code that adds dK and dV up. In kernels of three consumer warpgroups, for head dimension
+// 192, ptxas finds no registers for it.
+constexpr bool can_add_gradients(int kernel_dim) {
+    return kernel_dim != 192;
+}
+
 // Returns the query heads of a work item. With groups of 8 heads of dimension 128, causal masks of 8k and 32k read and
 // write up to 8 times as many bytes of DRAM if an item has all heads of a group, and take 19 and 9 % longer; with one head
-// they take about as long as with two, but there are more sums of dK and dV. In kernels of three consumer warpgroups, for
-// head dimension 192, an item has all: ptxas finds no registers for the code that adds dK and dV up.
+// they take about as long as with two, but there are more sums of dK and dV.
 inline int heads_of_item(const BackwardShape& shape, int kernel_dim) {
     const int group = shape.heads / shape.kv_heads;
-    return kernel_dim == 192 ? group : group % 2 == 0 ? 2 : 1;
+    return not can_add_gradients(kernel_dim) ? group : group % 2 == 0 ? 2 : 1;
 }
 
 // How much of the L2 cache the queries, dO and dQ of a section may fill.
@@ -68,9 +75,9 @@ inline BackwardSchedule make_schedule(const BackwardShape& shape, int num_masks,
             .num_tiles = tiles,
             .head_sets = head_sets,
             .section = section,
-            .heads = heads,
-            .sets = sets,
-            .group = group,
+            .heads_per_item = heads,
+            .sets_per_key_head = sets,
+            .group_size = group,
             .longest_first = deterministic ? num_items : num_items - last_section * tiles};
 }
 

@@ -65,10 +65,11 @@ private:
             tile.end_band = scheduled.end_band;
             tile.mask = item.mask;
             tile.bands = args.bands + int64_t{item.mask} * args.capacity;
-            const int key_head = item.head_set / args.schedule.sets;
+            const int key_head = item.head_set / args.schedule.sets_per_key_head;
+            const int set = item.head_set % args.schedule.sets_per_key_head;
             tile.key_head = key_head % args.kv_heads;
             tile.example = item.mask + key_head / args.kv_heads;
-            tile.first_head = tile.key_head * args.schedule.group + item.head_set % args.schedule.sets * args.schedule.heads;
+            tile.first_head = tile.key_head * args.schedule.group_size + set * args.schedule.heads_per_item;
         }
         __syncwarp();
     }
@@ -151,7 +152,7 @@ private:
         }
         if (lane != 0)
             return;
-        work.num_steps = num_blocks * args.schedule.heads;
+        work.num_steps = num_blocks * args.schedule.heads_per_item;
         work.key = tile.key;
         work.key_head = tile.key_head;
         work.example = tile.example;

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "csrc/common/sm90/panel.h"
+
 // The layout of fp32 sums of gradients in global memory. It is that of wgmma accumulators, which have 64 rows, so that a
 // part of them in shared memory is added as it lies.
 
@@ -11,6 +13,9 @@ namespace jaxmagi::sm90 {
 struct SumsLayout {
     int row_block;
     bool transposed;
+
+    // Returns how many parts, one after the other, the columns of a head are divided into.
+    constexpr int panels(int dim) const { return transposed ? sm90::panels(dim) : 1; }
 };
 
 // Returns the layout of dQ. A block of queries has one row block or, of 64 rows, several.

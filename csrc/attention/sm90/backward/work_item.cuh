@@ -7,7 +7,7 @@
 
 namespace jaxmagi::sm90 {
 
-// One tile of keys of one key head, for the consumers.
+// One tile of keys with a head set of one key head, for the consumers.
 struct alignas(16) BackwardWorkItem {
     uint32_t visible[4];  // a bit for each key: set if some query sees the key, or if the key does not exist
     int num_steps;  // blocks of queries of all heads of the item; 0: no query sees a key; -1: no more work items
@@ -22,6 +22,7 @@ struct alignas(16) StepDescriptor {
     int key_begin, key_end, lower, upper;  // read together
     int first_column, end_column;          // read together
     bool masked, last;  // last: of the work item
+    int head;  // query head of all examples
     int row;  // first row of the sums of dQ, panel by panel: 2^31 of them would take 512 GiB
     int mask, block, band, tile;  // fix the order of sums: block of queries in its head, index of the band in the mask
 };

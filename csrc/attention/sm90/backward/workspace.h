@@ -21,12 +21,12 @@ struct BackwardWorkspace {
     int key_tiles;
     int rows_per_key_head;  // with padding
     // The next six, from dq to key_additions, are contiguous and have to be set to zero.
-    float* dq;     // [batch, heads, rows_per_head · dim of the kernel], or [batch, heads, panels, rows_per_head · 64]
-                   // where dq_layout is transposed
+    float* dq;       // [batch, heads, panels of dq_layout, rows_per_head · columns of a panel]
     float *dk, *dv;  // [batch, kv_heads, rows_per_key_head · dim or v_dim of the kernel] (key_sums.cuh). Null where a work
                      // item has all query heads of a group
     int* counter;  // number of claimed work items
-    int* additions;      // [batch, heads, blocks of queries]: how many additions to dq are done. Deterministic runs only
+    int* additions;      // [batch, heads, panels of dq_layout, blocks of queries]: how many additions to a block of dq are
+                         // done, counted at its first panel. Deterministic runs only
     int* key_additions;  // [batch, kv_heads, key_tiles]: the same for dk and dv
     int64_t bytes_to_clear;
     EightRows* rows;  // [batch, heads, rows_per_head / 8]
@@ -47,8 +47,7 @@ inline BackwardWorkspace lay_out(char* base, const BackwardShape& shape, TileSha
                                  int num_masks, bool deterministic) {
     const int rows_per_head = padded_rows(shape.q_len, tile.rows, deterministic);
     const int64_t all_rows = int64_t{shape.batch} * shape.heads * rows_per_head;
-    const int panels_of_sums = query_sums_layout(tile.rows).transposed ? panels(kernel_dim) : 1;
-    const int64_t additions = deterministic ? all_rows * panels_of_sums / tile.rows : 0;
+    const int64_t additions = deterministic ? all_rows * query_sums_layout(tile.rows).panels(kernel_dim) / tile.rows : 0;
     const int64_t band_ranges = deterministic ? int64_t{num_masks} * (rows_per_head / tile.rows) : 0;
     int64_t bytes = 0;
     const auto take = [&](int64_t size) {
