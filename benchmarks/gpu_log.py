@@ -4,10 +4,11 @@
     python -m benchmarks.gpu_log --check [--allow-stale]   # anywhere: exits 0 where the logs are still true
 
 Logs are gpu-tests*.json, and true where every GPU test of the tree passed in one of them, with the kernels'
-sources as they are. A run writes one if it comes to its end (-x may hit), with a module that was built from
-the sources as they are: the module carries their hash. A run of a part of the tests (a path, -k, --lf) writes
-only where --gpu-log says: gpu-tests.json is of whole runs. --allow-stale only warns of logs of other sources
-or tests, and of tests that were skipped: the machines may have had too few GPUs.
+sources as they are; for the tests of the collectives it is enough that the collectives' sources are. A run
+writes a log if it comes to its end (-x may hit), with a module that was built from the sources as they are:
+the module carries their hash. A run of a part of the tests (a path, -k, --lf) writes only where --gpu-log
+says: gpu-tests.json is of whole runs. --allow-stale only warns of logs of other sources or tests, and of
+tests that were skipped: the machines may have had too few GPUs.
 """
 
 import argparse
@@ -32,9 +33,21 @@ LOG = ROOT / "benchmarks" / "results" / "gpu-tests.json"
 _WORSE = ("passed", "skipped", "failed")
 
 
+COLLECTIVES = "tests/collectives/"  # the tests that need no kernels of attention
+
+
+def _hash_of(kind: str, root: Path) -> str:
+    return runpy.run_path(str(ROOT / "cmake" / "sources_hash.py"))[kind](root)
+
+
 def sources_hash(root: Path = ROOT) -> str:
     """Returns the hash of a tree's sources, as the build takes it."""
-    return runpy.run_path(str(ROOT / "cmake" / "sources_hash.py"))["sources_hash"](root)
+    return _hash_of("sources_hash", root)
+
+
+def hashes(root: Path = ROOT) -> dict[str, str]:
+    """Returns the hashes of a tree that a log has: of all sources, and of those of the collectives."""
+    return {"sources": sources_hash(root), "collectives_sources": _hash_of("collectives_hash", root)}
 
 
 class Recorder:
@@ -47,7 +60,7 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self.header = gpu_environment() | {"sources": sources_hash()}
+        self.header = gpu_environment() | hashes()
         self.outcomes: dict[str, str] = {}
         self.verdict = ""
         if (built := built_hash()) != (tree := self.header["sources"]):
@@ -139,19 +152,27 @@ def failures(logs: dict[Path, dict[str, Any]]) -> list[str]:
     return [f"{name}: failed" for name, outcome in outcomes if outcome == "failed"]
 
 
-def staleness(logs: dict[Path, dict[str, Any]], tests: Iterable[str], sources: str) -> list[str]:
-    """Returns why logs are not of all these tests, of these sources, and committed; empty if they are."""
-    fresh = [log for log in logs.values() if log["sources"] == sources]
-    outcomes = {name: {log["tests"].get(name) for log in fresh} for name in tests}
-    skipped = f"skipped on machines with {sorted({log['gpus'] for log in fresh})} GPUs"
+def is_fresh(log: dict[str, Any], test: str, tree: dict[str, str]) -> bool:
+    """Returns whether a log tells of a test with a tree's sources, given by their hashes."""
+    same_collectives = log.get("collectives_sources") == tree["collectives_sources"]
+    return log["sources"] == tree["sources"] or (test.startswith(COLLECTIVES) and same_collectives)
+
+
+def staleness(logs: dict[Path, dict[str, Any]], tests: Iterable[str], tree: dict[str, str]) -> list[str]:
+    """Returns why logs are not of all these tests, of a tree's sources, and committed; empty if they are."""
+    outcomes = {
+        name: {log["tests"].get(name) for log in logs.values() if is_fresh(log, name, tree)} for name in tests
+    }
+    skipped = f"skipped on machines with {sorted({log['gpus'] for log in logs.values()})} GPUs"
     found = [
         f"{name}: {skipped if 'skipped' in of_logs else 'not in the log'}"
         for name, of_logs in outcomes.items()
         if "passed" not in of_logs
     ]
     for path, log in logs.items():
-        if log["sources"] != sources:
-            found.append(f"{path.name} is of sources {log['sources'][:12]}, and the tree is {sources[:12]}")
+        if old := [name for name in log["tests"] if not is_fresh(log, name, tree)]:
+            sources = f"sources {log['sources'][:12]}, and the tree is {tree['sources'][:12]}"
+            found.append(f"{path.name} is of {sources}: {len(old)} of {len(log['tests'])} tests")
         if is_uncommitted(path):
             found.append(f"{path} is not committed")
     return found
@@ -170,7 +191,7 @@ def main() -> None:
     logs = read_logs()
     if not logs:
         sys.exit(f"there is no {LOG}")
-    failed, stale = failures(logs), staleness(logs, collect(), sources_hash())
+    failed, stale = failures(logs), staleness(logs, collect(), hashes())
     if failed or (stale and not arguments.allow_stale):
         sys.exit("\n".join(failed + stale))
     for line in stale:

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 SOURCES = ("CMakeLists.txt", "cmake", "csrc", "xla_ffi")
+# What the collectives have nothing of. The modules only register what the other files hold.
+_NOT_OF_COLLECTIVES = re.compile(r"cmake/|csrc/attention/|xla_ffi/(attention|module)_")
 
 _CODE = (".cc", ".cu", ".cuh", ".h")
 _STRING_OR_COMMENT = re.compile(rb'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -22,11 +24,25 @@ _HEADER = '#pragma once\n\ninline constexpr const char* kSourcesHash = "{}";\n'
 
 def sources_hash(root: Path) -> str:
     """Returns the sha256 of the names and contents of all files of `SOURCES`, except Python's caches."""
-    files = (path for name in SOURCES for path in (root / name, *(root / name).rglob("*")) if path.is_file())
+    return _hash(root, _files(root))
+
+
+def collectives_hash(root: Path) -> str:
+    """Returns the same of the files alone that decide what the collectives do."""
+    return _hash(root, [name for name in _files(root) if not _NOT_OF_COLLECTIVES.match(name)])
+
+
+def _files(root: Path) -> list[str]:
+    paths = (path for name in SOURCES for path in (root / name, *(root / name).rglob("*")) if path.is_file())
+    return [path.relative_to(root).as_posix() for path in sorted(paths) if "__pycache__" not in path.parts]
+
+
+def _hash(root: Path, files: list[str]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(path for path in files if "__pycache__" not in path.parts):
-        text = _without_comments(path.read_bytes()) if path.suffix in _CODE else path.read_bytes()
-        digest.update(f"{path.relative_to(root).as_posix()}\0{len(text)}\0".encode() + text)
+    for name in files:
+        content = (root / name).read_bytes()
+        text = _without_comments(content) if Path(name).suffix in _CODE else content
+        digest.update(f"{name}\0{len(text)}\0".encode() + text)
     return digest.hexdigest()
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from benchmarks import gpu_log
 
-TESTS = {"tests/a.py::one": "passed", "tests/a.py::two[x]": "passed"}
+TESTS = {"tests/a.py::one": "passed", "tests/collectives/b.py::two[x]": "passed"}
 STALE: dict[str, Any] = {"sources": "0" * 64, "tests": TESTS}
 
 
 def fresh(*outcomes: str) -> dict[str, Any]:
-    return {"sources": gpu_log.sources_hash(), "tests": dict(zip(TESTS, outcomes, strict=False))}
+    return {**gpu_log.hashes(), "tests": dict(zip(TESTS, outcomes, strict=False))}
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,7 @@ def check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     ("logs", "message"),
     [
         ([STALE], r"tests/a.py::one: not in the log\n.*\n(?s:.*)log-0.json is of sources 000000000000"),
+        ([fresh("passed", "passed") | {"sources": "0" * 64}], r"one: not in the log\n.*: 1 of 2 tests$"),
         ([fresh("passed", "passed"), fresh("failed")], "one: failed"),
         ([fresh("skipped", "passed")], r"one: skipped on machines with \[2\] GPUs"),
         ([fresh("passed")], r"two\[x\]: not in the log"),
@@ -80,6 +81,8 @@ def test_accepted(check: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert "log-1.json: 1 tests passed on x, y" in capsys.readouterr().out
     check([STALE], "--allow-stale")
     assert "warning: log-0.json is of sources 000000000000" in capsys.readouterr().out
+    check([fresh("passed", "skipped"), fresh("passed", "passed") | {"sources": "0" * 64}], "--allow-stale")
+    assert "two[x]" not in capsys.readouterr().out
     with pytest.raises(SystemExit, match="one: failed"):
         check([STALE | {"tests": {"tests/a.py::one": "failed"}}], "--allow-stale")
 
@@ -93,3 +96,18 @@ def test_hash_covers_names_and_contents(tmp_path: Path) -> None:
     assert len(set(hashes)) == len(hashes)
     (tmp_path / "csrc/b/c.cu").write_text("// Words.\n\n3")
     assert gpu_log.sources_hash(tmp_path) == hashes[-1]
+
+
+def test_hash_of_collectives_leaves_out_attention(tmp_path: Path) -> None:
+    def hashed(name: str, text: str) -> dict[str, str]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        return gpu_log.hashes(tmp_path)
+
+    first = hashed("csrc/collectives/a.cu", "1")
+    for name in ("csrc/attention/b.cu", "xla_ffi/attention_cuda.h", "xla_ffi/module_cuda.cc", "cmake/c.py"):
+        found = hashed(name, "2")
+        assert found["collectives_sources"] == first["collectives_sources"]
+        assert found["sources"] != first["sources"]
+    for name in ("csrc/common/d.h", "xla_ffi/communicator.cc", "csrc/collectives/a.cu"):
+        assert hashed(name, "3")["collectives_sources"] != found["collectives_sources"]

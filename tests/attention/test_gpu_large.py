@@ -65,7 +65,7 @@ def shift_keys(operands: Operands, by: int) -> Operands:
 
 
 def test_gradients_of_keys_whose_sums_are_past_2_31(rng: np.random.Generator) -> None:
-    """Two head sets of a key head add up 64 columns of 2**25 keys and more, in place of masked ones as of few."""
+    """Two head sets of a key head add up what 32 million masked keys, and some that are seen, get in fp32."""
     shape, before = Shape(300, 1_000, 4, 1, 8, 8), 2**25
     operands, cotangents = random_operands(rng, shape, count=40), make_cotangents(shape)
     far = shift_keys(operands, before)
