@@ -30,10 +30,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 LOG = ROOT / "benchmarks" / "results" / "gpu-tests.json"
-_WORSE = ("passed", "skipped", "failed")
-
-
 COLLECTIVES = "tests/collectives/"  # the tests that need no kernels of attention
+_WORSE = ("passed", "skipped", "failed")
 
 
 def _hash_of(kind: str, root: Path) -> str:
@@ -160,15 +158,20 @@ def is_fresh(log: dict[str, Any], test: str, tree: dict[str, str]) -> bool:
 
 def staleness(logs: dict[Path, dict[str, Any]], tests: Iterable[str], tree: dict[str, str]) -> list[str]:
     """Returns why logs are not of all these tests, of a tree's sources, and committed; empty if they are."""
-    outcomes = {
-        name: {log["tests"].get(name) for log in logs.values() if is_fresh(log, name, tree)} for name in tests
-    }
-    skipped = f"skipped on machines with {sorted({log['gpus'] for log in logs.values()})} GPUs"
-    found = [
-        f"{name}: {skipped if 'skipped' in of_logs else 'not in the log'}"
-        for name, of_logs in outcomes.items()
-        if "passed" not in of_logs
-    ]
+
+    def outcomes(name: str) -> dict[str | None, set[int]]:
+        """Returns the numbers of GPUs of the machines with each outcome of a test."""
+        found: dict[str | None, set[int]] = {}
+        for log in logs.values():
+            if is_fresh(log, name, tree):
+                found.setdefault(log["tests"].get(name), set()).add(log["gpus"])
+        return found
+
+    found = []
+    for name in tests:
+        if "passed" not in (gpus := outcomes(name)):
+            skipped = f"skipped on machines with {sorted(gpus.get('skipped', ()))} GPUs"
+            found.append(f"{name}: {skipped if 'skipped' in gpus else 'not in the log'}")
     for path, log in logs.items():
         if old := [name for name in log["tests"] if not is_fresh(log, name, tree)]:
             sources = f"sources {log['sources'][:12]}, and the tree is {tree['sources'][:12]}"

@@ -23,7 +23,7 @@ DIMS = [*KERNEL_DIMS, (40, 72)]
 
 
 def problem(rng: np.random.Generator, dim: int, v_dim: int) -> tuple[Inputs, Operands]:
-    """Ragged lengths, per-example bands, sinks, in bfloat16, and a group of heads in two work items."""
+    """Ragged lengths, per-example bands, sinks, in bfloat16, and a group with two head sets."""
     x = make_inputs(rng, q_len=Q_LEN, kv_len=KV_LEN, heads=4, kv_heads=1, dim=dim, v_dim=v_dim)
     x = x._replace(
         **{name: jnp.asarray(getattr(x, name), jnp.bfloat16) for name in ("query", "key", "value", "dout")}

@@ -18,7 +18,8 @@
 //               Step j begins with P(j) and dS(j). Its products are issued in the order in which they stand here, and
 //               the last step leaves out all that has j + 1:
 //               consumer_narrow.cuh (64, 80 or 128 queries, D up to 128):
-//                        dS(j) is stored, dV += P(j)·dO(j) over half of the queries;  dQ = dS(j)·K;  dV over the others,
+//                        dS(j) is stored, dV += P(j)·dO(j) over the first queries (32 of 64 or 80, 64 of 128);
+//                        dQ = dS(j)·K;  dV over the others,
 //                        dQ is stored meanwhile;  dK += dS(j)·Q(j);  S(j+1) = K·Q(j+1);
 //                        dP(j+1) = V·dO(j+1), P(j+1) is computed meanwhile;  dS(j+1)
 //               consumer_wide.cuh (64 queries, D above 128):

@@ -109,8 +109,8 @@ __device__ __forceinline__ void compute_capped_p_and_ds(float (&tanh)[kCount], f
 template <typename Config> struct TransposedSoftmax {
     static constexpr int kCount = Config::kRows / 2;
     static_assert(kCount <= 64);
-    // Statistics are read before the products that they are needed after. With 128 queries, of D 64, reading them then
-    // takes longer than waiting for them later: 6 % more clocks for a full mask.
+    // Statistics are read before the products after which they are needed are waited for. With 128 queries (D 64) these
+    // loads take longer than loads after the wait: 6 % more clocks for a full mask.
     static constexpr bool kEarly = not Config::kSoftCap and Config::kRows < 128;
 
     BackwardMemory<Config> memory;
