@@ -4,8 +4,9 @@
 
 The mask is packed causal documents, in bfloat16 with batch 1, 64 query heads, 8 key heads and head dimension
 128. Needed are the operands, the cotangent, the output, the gradients, and the query's gradient once in
-float32, for it is summed there; required is a peak of at most 1.05 times that. With --out, writes
-attention_memory_h200.json there.
+float32, for it is summed there; required is a peak of at most 1.05 times that. Those of keys and values,
+which the kernels sum in float32 too if many query heads share a key head, do not count as needed. With --out,
+writes attention_memory_h200.json there.
 """
 
 import argparse

@@ -76,7 +76,7 @@ def test_runs_in_a_new_process(tmp_path: Path) -> None:
     exported = [(export.export(f, disabled_checks=off)(*given).serialize(), given) for f, given, off in cases]
     written, read = tmp_path / "exported", tmp_path / "results"
     written.write_bytes(pickle.dumps(exported))
-    subprocess.run([sys.executable, "-c", READER, str(written), str(read)], check=True)
+    subprocess.run([sys.executable, "-c", READER, str(written), str(read)], check=True, timeout=300)
     for (f, given, _), got in zip(cases, pickle.loads(read.read_bytes()), strict=True):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, f(*given))
 
