@@ -47,9 +47,9 @@ struct BackwardConfig {
     static constexpr int kRowsBytes = kRows / 8 * static_cast<int>(sizeof(EightRows));
     // A 16-bit P or dS of a step, queries by keys. There are two: two of dS, or in wide kernels P and dS.
     static constexpr int kLogitsBytes = kRows * kPanelRowBytes * panels(kKeys);
-    // What the reducer adds to sums in global memory goes through a part of shared memory for each warpgroup: 64 columns
-    // of a row block of dQ, which are contiguous in global memory, or 64 times 64 numbers of dK or dV. Wide kernels
-    // store dQ in several passes.
+    // The reducer adds to sums in global memory from a part of shared memory for each warpgroup: 64 columns of a row block
+    // of dQ, which are contiguous in global memory, or 64 times 64 numbers of dK or dV. Wide kernels store dQ in several
+    // passes.
     static constexpr int kPartBytes = kRowBlock * 64 * 4, kDqPasses = kWide ? panels(kDim) / kConsumers : 1;
     static constexpr int kPartsBytes = kConsumers * kPartBytes, kSumBytes = kRows * kDim * 4;
 };
