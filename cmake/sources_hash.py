@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 SOURCES = ("CMakeLists.txt", "cmake", "csrc", "xla_ffi")
-# What the collectives have nothing of. The modules only register what the other files hold.
-_NOT_OF_COLLECTIVES = re.compile(r"cmake/|csrc/attention/|xla_ffi/(attention|module)_")
+# Files that do not decide what the collectives do: the modules register their handlers, and no more.
+_NOT_OF_COLLECTIVES = re.compile(r"cmake/sources_hash\.py|csrc/attention/|xla_ffi/(attention|module)_")
 
 _CODE = (".cc", ".cu", ".cuh", ".h")
 _STRING_OR_COMMENT = re.compile(rb'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)

@@ -105,10 +105,11 @@ def test_hash_of_collectives_leaves_out_attention(tmp_path: Path) -> None:
         return gpu_log.hashes(tmp_path)
 
     first = found = hashed("csrc/collectives/a.cu", "1")
-    for name in ("csrc/attention/b.cu", "xla_ffi/attention_cuda.h", "xla_ffi/module_cuda.cc", "cmake/c.py"):
+    others = "csrc/attention/b.cu", "xla_ffi/attention_cuda.h", "xla_ffi/module_cuda.cc", "cmake/sources_hash.py"
+    for name in others:
         found = hashed(name, "2")
         assert found["collectives_sources"] == first["collectives_sources"]
         assert found["sources"] != first["sources"]
-    for name in ("csrc/common/d.h", "xla_ffi/communicator.cc", "csrc/collectives/a.cu"):
+    for name in ("csrc/common/d.h", "xla_ffi/communicator.cc", "csrc/collectives/a.cu", "cmake/nvcc.cmake"):
         before, found = found, hashed(name, "3")
         assert found["collectives_sources"] != before["collectives_sources"]

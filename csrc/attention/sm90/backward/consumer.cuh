@@ -4,8 +4,8 @@
 #include "csrc/attention/sm90/backward/zero_masked.cuh"
 #include "csrc/common/sm90/wgmma.cuh"
 
-// The loop of a consumer warpgroup over work items. `run` of each variant, the loop over the steps of an item, and its
-// `step`, with the waits for the products of S, dP, dV, dK and dQ, are in consumer_narrow.cuh or consumer_wide.cuh.
+// The loops of a consumer warpgroup over work items and over the steps of one. `step` of each variant, with the waits for
+// the products of S, dP, dV, dK and dQ, is in consumer_narrow.cuh or consumer_wide.cuh.
 
 namespace jaxmagi::sm90 {
 
@@ -26,6 +26,19 @@ template <int kCount, int kSize> __device__ __forceinline__ void clear(float (&x
         clear(x[i]);
 }
 
+// Adds up dK and dV over the steps of a work item.
+template <typename Consumer>
+__device__ __forceinline__ void run_steps(Consumer& consumer, typename Consumer::KeyGradient& dk,
+                                          typename Consumer::ValueGradient& dv, int num_steps) {
+    typename Consumer::Logits p, ds;
+    consumer.issue_logits(p);
+    consumer.finish_logits(p, ds);
+#pragma unroll 1
+    for (int left = num_steps - 1; left > 0; --left)
+        consumer.template step<false>(dk, dv, p, ds);
+    consumer.template step<true>(dk, dv, p, ds);
+}
+
 template <typename Consumer> __device__ __forceinline__ void run_consumer(Consumer consumer) {
     for (int item = 0;; ++item) {
         consumer.memory.kv_full().wait(item & 1);
@@ -38,7 +51,7 @@ template <typename Consumer> __device__ __forceinline__ void run_consumer(Consum
         clear(dv);
         if (num_steps > 0) {
             zero_masked_keys(consumer.memory, consumer.thread, consumer.memory.work_item(item));
-            consumer.run(dk, dv, num_steps);
+            run_steps(consumer, dk, dv, num_steps);
         }
         consumer.store(dk, dv, item);
     }

@@ -27,26 +27,16 @@ template <typename Config> struct BackwardConsumerNarrow {
     Products products{memory, thread.warpgroup};
     unsigned current = 0;  // index of the current step; between work items, of the next one
 
-    // Adds up dK and dV over the steps of a work item.
-    __device__ __forceinline__ void run(KeyGradient& dk, ValueGradient& dv, int num_steps) {
-        Logits p, ds;
-        compute_logits(p, ds);
-#pragma unroll 1
-        for (int left = num_steps - 1; left > 0; --left)
-            step<false>(dk, dv, p, ds);
-        step<true>(dk, dv, p, ds);
-    }
-
     // Adds the current step to dK, dV and, through the reducer, to dQ. It begins with P and dS of the step and no
     // product in flight, and ends with those of the next step unless this one is the last of the work item.
     template <bool kLast>
     __device__ __forceinline__ void step(KeyGradient& dk, ValueGradient& dv, Logits& p, Logits& ds) {
-        constexpr int kAll = Config::kRows / 16, kEarly = kAll / 2;  // queries, by 16
+        constexpr int kAll = Config::kRows / 16, kHalf = kAll / 2;  // queries, by 16
         typename Products::Operand p_operand, ds_operand;
         round_to_operand<Element>(ds, ds_operand);
         round_to_operand<Element>(p, p_operand);
         store_transposed_ds<Config>(memory.ds(current), thread, ds_operand);
-        products.template issue_dv<0, kEarly>(dv, p_operand, current);
+        products.template issue_dv<0, kHalf>(dv, p_operand, current);
         wgmma_commit();
         fence_shared_for_async();
         named_barrier_sync(kLogitsStored, Config::kConsumerThreads);
@@ -57,7 +47,7 @@ template <typename Config> struct BackwardConsumerNarrow {
         else
             products.issue_dq(dq, current);
         wgmma_commit();
-        products.template issue_dv<kEarly, kAll>(dv, p_operand, current);
+        products.template issue_dv<kHalf, kAll>(dv, p_operand, current);
         wgmma_commit();
         wgmma_wait<1>();  // dQ
         fence_operand(dq);
@@ -71,15 +61,20 @@ template <typename Config> struct BackwardConsumerNarrow {
         fence_operand(dk);
         thread.release(memory.q_empty(current));
         ++current;
-        if constexpr (not kLast)
-            compute_logits(p, ds);
+        if constexpr (not kLast) {
+            issue_logits(p);
+            finish_logits(p, ds);
+        }
     }
 
-    // Computes P and dS of the current step.
-    __device__ __forceinline__ void compute_logits(Logits& p, Logits& ds) const {
+    __device__ __forceinline__ void issue_logits(Logits& p) const {
         memory.q_full(current).wait(memory.q_parity(current));
         products.issue_qk(p, current);
         wgmma_commit();
+    }
+
+    // Computes P and dS of the current step, for which the product for S was issued.
+    __device__ __forceinline__ void finish_logits(Logits& p, Logits& ds) const {
         memory.dout_full(current).wait(memory.dout_parity(current));
         const bool has_masked_rows = zero_masked_rows(memory, thread, current);  // waits for kZeroFilled if it has
         products.issue_dov(ds, current);

@@ -27,19 +27,6 @@ template <typename Config> struct BackwardConsumerWide {
     Products products{memory, thread.warpgroup};
     unsigned current = 0;  // index of the current step; between work items, of the next one
 
-    // Adds up dK and dV over the steps of a work item.
-    __device__ __forceinline__ void run(KeyGradient& dk, ValueGradient& dv, int num_steps) {
-        Logits p, ds;
-        memory.q_full(current).wait(memory.q_parity(current));
-        products.issue_qk(p, current);
-        wgmma_commit();
-        finish_logits(p, ds);
-#pragma unroll 1
-        for (int left = num_steps - 1; left > 0; --left)
-            step<false>(dk, dv, p, ds);
-        step<true>(dk, dv, p, ds);
-    }
-
     // Adds the current step to dK, dV and, through the reducer, to dQ. It begins with P and dS of the step and no
     // product in flight, and ends with P and dS of the next step unless this one is the last of the work item.
     template <bool kLast>
@@ -62,11 +49,8 @@ template <typename Config> struct BackwardConsumerWide {
         products.issue_dq(dq, current);
         wgmma_commit();
         const unsigned previous = current++;
-        if constexpr (kEarly) {
-            memory.q_full(current).wait(memory.q_parity(current));
-            products.issue_qk(p, current);
-            wgmma_commit();
-        }
+        if constexpr (kEarly)
+            issue_logits(p);
         wgmma_wait<kEarly ? 3 : 2>();  // dV
         fence_operand(dv);
         thread.release(memory.dout_empty(previous));
@@ -78,13 +62,16 @@ template <typename Config> struct BackwardConsumerWide {
 #pragma unroll
         for (int i = 0; i < Products::kPanels; ++i)
             hand_over_dq(memory, thread, dq[i]);  // waits for kPartEmpty and arrives at kPartFull
-        if constexpr (kLate) {
-            memory.q_full(current).wait(memory.q_parity(current));
-            products.issue_qk(p, current);
-            wgmma_commit();
-        }
+        if constexpr (kLate)
+            issue_logits(p);
         if constexpr (not kLast)
             finish_logits(p, ds);
+    }
+
+    __device__ __forceinline__ void issue_logits(Logits& p) const {
+        memory.q_full(current).wait(memory.q_parity(current));
+        products.issue_qk(p, current);
+        wgmma_commit();
     }
 
     // Computes P and dS of the current step, for which the product for S was issued.

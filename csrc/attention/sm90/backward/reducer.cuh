@@ -63,13 +63,17 @@ private:
         named_barrier_sync(kPartFull + part, kPartThreads);
     }
 
-    // Adds one part. Those of a pass lie `kDqPasses` parts apart in global memory.
-    __device__ __forceinline__ void add_part(float* to, int pass, int part) const {
-        const int index = part * Config::kDqPasses + pass;
+    // Adds what a warpgroup has stored in its part.
+    __device__ __forceinline__ void add_part(float* to, int part, int bytes) const {
         fence_shared_for_async();  // for what the consumers stored before the barrier
-        bulk_add(to + index * part_stride(), memory.part(part),
-                 min(Config::kPartBytes, Config::kSumBytes - index * Config::kPartBytes));
+        bulk_add(to, memory.part(part), bytes);
         bulk_commit();
+    }
+
+    // Adds one part of dQ. Those of a pass lie `kDqPasses` parts apart in global memory.
+    __device__ __forceinline__ void add_dq(float* to, int pass, int part) const {
+        const int index = part * Config::kDqPasses + pass;
+        add_part(to + index * part_stride(), part, min(Config::kPartBytes, Config::kSumBytes - index * Config::kPartBytes));
     }
 
     // Adds dQ of a step. The first part of the first pass was waited for.
@@ -82,7 +86,7 @@ private:
                 if (pass + part > 0)
                     wait_for_part(part);
                 if (elect_lane())
-                    add_part(to, pass, part);
+                    add_dq(to, pass, part);
             }
             // Each part is released when it was read, while the next ones are still being read.
             if constexpr (Config::kConsumers == 3)
@@ -116,12 +120,8 @@ private:
         for (int pass = 0; pass < Sums::kPasses; ++pass) {
             for (int part = 0; part < Config::kConsumers; ++part) {
                 wait_for_part(part);
-                if (elect_lane()) {
-                    fence_shared_for_async();
-                    bulk_add(to + Sums::offset(pass, part, args.workspace.rows_per_key_head),
-                             memory.part(part), Sums::bytes(pass));
-                    bulk_commit();
-                }
+                if (elect_lane())
+                    add_part(to + Sums::offset(pass, part, args.workspace.rows_per_key_head), part, Sums::bytes(pass));
             }
             if (elect_lane())
                 bulk_wait_read<0>();
@@ -151,7 +151,7 @@ private:
                 if (pass == 0)
                     wait_for_ticket(counter, ticket);
                 for (int part = 0; part < Config::kConsumers; ++part)
-                    add_part(to, pass, part);
+                    add_dq(to, pass, part);
                 bulk_wait_read<0>();
             }
             for (int part = 0; part < Config::kConsumers; ++part)

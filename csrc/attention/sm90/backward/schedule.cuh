@@ -46,6 +46,11 @@ inline int heads_of_item(const BackwardShape& shape, int kernel_dim) {
     return not can_add_gradients(kernel_dim) ? group : group % 2 == 0 ? 2 : 1;
 }
 
+// Returns true if dK and dV of a tile are added up in the workspace, for a key head has several head sets.
+inline bool adds_gradients(const BackwardShape& shape, int kernel_dim) {
+    return heads_of_item(shape, kernel_dim) < shape.heads / shape.kv_heads;
+}
+
 // How much of the L2 cache the queries, dO and dQ of a section may fill.
 inline constexpr int64_t kBackwardSectionBytes = int64_t{32} << 20;
 

@@ -111,7 +111,7 @@ template <typename Config> struct TransposedSoftmax {
     static_assert(kCount <= 64);
     // Statistics are read before the products after which they are needed are waited for. With 128 queries (D 64) these
     // loads take longer than loads after the wait: 6 % more clocks for a full mask.
-    static constexpr bool kEarly = not Config::kSoftCap and Config::kRows < 128;
+    static constexpr bool kEarlyStatistics = not Config::kSoftCap and Config::kRows < 128;
 
     BackwardMemory<Config> memory;
     const BackwardArguments& args;
@@ -143,7 +143,7 @@ template <typename Config> struct TransposedSoftmax {
 
     // To be called before dP is waited for.
     __device__ __forceinline__ void load_delta() {
-        if constexpr (kEarly) {
+        if constexpr (kEarlyStatistics) {
 #pragma unroll
             for (int i = 0; i < kCount / 4; ++i)
                 early.pairs[i] = statistics().delta(4 * i);
@@ -154,7 +154,7 @@ private:
     __device__ __forceinline__ ColumnStatistics statistics() const { return {memory.rows(step), thread.column()}; }
 
     __device__ __forceinline__ auto current_statistics() const {
-        if constexpr (kEarly)
+        if constexpr (kEarlyStatistics)
             return early;
         else
             return statistics();
@@ -162,7 +162,7 @@ private:
 
     __device__ __forceinline__ EarlyStatistics<kCount> load_lse() const {
         EarlyStatistics<kCount> loaded{};
-        if constexpr (kEarly) {
+        if constexpr (kEarlyStatistics) {
 #pragma unroll
             for (int i = 0; i < kCount / 4; ++i)
                 loaded.pairs[i] = statistics().lse_log2(4 * i);

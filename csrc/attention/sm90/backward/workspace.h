@@ -61,16 +61,15 @@ inline BackwardWorkspace lay_out(char* base, const BackwardShape& shape, TileSha
                              .key_tiles = ceil_div(shape.kv_len, tile.keys),
                              .rows_per_key_head = ceil_div(shape.kv_len, tile.keys) * tile.keys};
     layout.dq = reinterpret_cast<float*>(take(all_rows * kernel_dim * sizeof(float)));
-    const bool adds_gradients = heads_of_item(shape, kernel_dim) < shape.heads / shape.kv_heads;
     const int64_t key_heads = int64_t{shape.batch} * shape.kv_heads;
-    if (adds_gradients) {
+    if (adds_gradients(shape, kernel_dim)) {
         const int64_t key_rows = key_heads * layout.rows_per_key_head;
         layout.dk = reinterpret_cast<float*>(take(key_rows * kernel_dim * sizeof(float)));
         layout.dv = reinterpret_cast<float*>(take(key_rows * kernel_v_dim * sizeof(float)));
     }
     layout.counter = reinterpret_cast<int*>(take(sizeof(int)));
     layout.additions = reinterpret_cast<int*>(take(additions * sizeof(int)));
-    const int64_t key_additions = deterministic and adds_gradients ? key_heads * layout.key_tiles : 0;
+    const int64_t key_additions = deterministic and adds_gradients(shape, kernel_dim) ? key_heads * layout.key_tiles : 0;
     layout.key_additions = reinterpret_cast<int*>(take(key_additions * sizeof(int)));
     layout.bytes_to_clear = bytes;
     layout.rows = reinterpret_cast<EightRows*>(take(all_rows / 8 * sizeof(EightRows)));
