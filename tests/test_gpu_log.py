@@ -105,8 +105,8 @@ def test_hash_of_collectives_leaves_out_attention(tmp_path: Path) -> None:
         return gpu_log.hashes(tmp_path)
 
     first = found = hashed("csrc/collectives/a.cu", "1")
-    others = "csrc/attention/b.cu", "xla_ffi/attention_cuda.h", "xla_ffi/module_cuda.cc", "cmake/sources_hash.py"
-    for name in others:
+    handlers = ("xla_ffi/attention_cuda.h", "xla_ffi/module_cuda.cc")
+    for name in ("csrc/attention/b.cu", *handlers, "cmake/sources_hash.py"):
         found = hashed(name, "2")
         assert found["collectives_sources"] == first["collectives_sources"]
         assert found["sources"] != first["sources"]
