@@ -33,6 +33,7 @@ from jaxmagi.calibration._timing import DeviceWork
 type Attend = Callable[[Any, Any, Any], Any]
 """Takes query, key and value [length, heads, dim]; the output has the layout that suits the library."""
 type MakeAttend = Callable[[Workload], Attend]
+MOST_UNCOMPILED_ROWS = 2**15  # of a mask of FlexAttention, 8 GB of cells
 
 
 @functools.lru_cache(maxsize=1)
@@ -159,9 +160,10 @@ def _mask_mod(pattern: Pattern) -> Callable[..., Any]:
 
 
 def flex(workload: Workload, backend: str) -> Attend:
-    """Returns compiled FlexAttention on a backend; the block mask is made before (uncompiled, quicker once).
+    """Returns compiled FlexAttention on a backend; the block mask is made before.
 
-    The backends are "TRITON" and, with the kernels of FlashAttention-4, "FLASH".
+    The backends are "TRITON" and, with the kernels of FlashAttention-4, "FLASH". Making the mask is quicker
+    uncompiled, but holds all of its cells.
     """
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -169,7 +171,10 @@ def flex(workload: Workload, backend: str) -> Attend:
     torch._dynamo.config.recompile_limit = 64
     torch._functorch.config.donated_buffer = False  # or an output could be differentiated only once
     length = workload.pattern.length
-    block_mask = create_block_mask(_mask_mod(workload.pattern), None, None, length, length, device="cuda")
+    mask_mod, compiled_mask = _mask_mod(workload.pattern), length > MOST_UNCOMPILED_ROWS
+    block_mask = create_block_mask(
+        mask_mod, None, None, length, length, device="cuda", _compile=compiled_mask
+    )
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def attend(*operands: Any) -> Any:

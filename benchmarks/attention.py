@@ -2,7 +2,7 @@
 
     python -m benchmarks.attention [--pass backward] [--rows REGEX] [--peers REGEX] [--repeats 5]
                                    [--out FOLDER]
-    python -m benchmarks.attention [--pass backward] --plot FOLDER
+    python -m benchmarks.attention [--pass backward] --plot RESULTS.json
 
 The peers are cuDNN by PyTorch, FlexAttention and FlashAttention-4, and of the forward pass also cuDNN by
 jax.nn and tokamax, each where it can express the mask. All run in bfloat16 with batch 1, 64 query heads, 8
@@ -19,8 +19,8 @@ schedule for all layers; on the short rows, where that counts, it is also measur
 layer ("own plans"), and that is what the peers are compared with. --repeats is the least; what takes little
 time is repeated more often.
 
-With --out, writes attention_h200.json (attention_backward_h200.json) there after each row, and at the end the
-.png, which --plot draws again.
+With --out, writes attention_CARD.json (attention_backward_CARD.json, attention_h200.json for instance) there
+after each row, and at the end the .png beside it, which --plot draws again.
 """
 
 import functools
@@ -40,7 +40,7 @@ from benchmarks._requirements import checks
 from benchmarks._workloads import Direction, Workload, held_against, workloads
 from jaxmagi.calibration._timing import DeviceWork, Timing, time_on_device
 
-NAMES: dict[Direction, str] = {"forward": "attention_h200", "backward": "attention_backward_h200"}
+NAMES: dict[Direction, str] = {"forward": "attention", "backward": "attention_backward"}
 PLAN = "plan of 4096 bands, 2048 tiles"
 # The time that the layers of one program take; its one tile schedule is about 0.2 % of a backward one.
 BATCH_SECONDS: dict[Direction, float] = {"forward": 8e-3, "backward": 20e-3}
@@ -154,12 +154,17 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def run(direction: Direction, rows: str, peers: str, repeats: int, out: Path | None) -> None:
-    """Measures what the patterns select."""
+def results_name(direction: Direction, gpu: str) -> str:
+    """Returns the name of the results of a pass on a GPU: attention_h100 for "NVIDIA H100 80GB HBM3"."""
+    card = re.search(r"[A-Z]+\d+", gpu)
+    return f"{NAMES[direction]}_{(card[0] if card else gpu).lower()}"
+
+
+def run(direction: Direction, rows: str, peers: str, repeats: int, out: Path | None) -> str:
+    """Measures what the patterns select, and returns the name of the results."""
     about = gpu_environment() | _torch_attention.versions()
-    report = Report[Row | Failure | PlanRow](
-        NAMES[direction], out, about, lambda rows: checks(direction, rows)
-    )
+    name = results_name(direction, str(about["gpu"]))
+    report = Report[Row | Failure | PlanRow](name, out, about, lambda rows: checks(direction, rows))
     if re.search(rows, PLAN):
         report.add([measure_plan(direction, repeats)])
     for workload in workloads():
@@ -167,20 +172,23 @@ def run(direction: Direction, rows: str, peers: str, repeats: int, out: Path | N
             report.add(measure(direction, workload, peers, repeats))
             release_memory()
     report.finish()
+    return name
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--pass", dest="direction", choices=NAMES, default="forward", help="what is measured")
     parser.add_argument("--peers", default="", metavar="REGEX", help="only peers whose name it finds")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="only draw the plot of the JSON there")
+    parser.add_argument("--plot", type=Path, metavar="RESULTS", help="only draw the plot of these results")
     arguments = parser.parse_args()
-    if not arguments.plot:
-        # Read when JAX first looks for a GPU. Otherwise, it would leave no memory to PyTorch.
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        run(arguments.direction, arguments.rows, arguments.peers, arguments.repeats, arguments.out)
-    if folder := arguments.plot or arguments.out:
-        plot(folder, NAMES[arguments.direction], arguments.direction)
+    if results := arguments.plot:
+        return plot(results.parent, results.stem, arguments.direction)
+    # Read when JAX first looks for a GPU. Otherwise, it would leave no memory to PyTorch.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    out = arguments.out
+    name = run(arguments.direction, arguments.rows, arguments.peers, arguments.repeats, out)
+    if out:
+        plot(out, name, arguments.direction)
 
 
 if __name__ == "__main__":
