@@ -8,14 +8,27 @@ from .masks import AttnMask
 from .planning import ContextPlan, GroupCastSpec, RelayedSpec
 from .planning._plan_stages import PlanStages
 
+_VERSION = 1  # of the nodes' fields and arrays: to be counted up when what they mean changes
+
 
 def _serialize(sizes: tuple[int, ...]) -> bytes:
-    """Serializes the static fields of a node, all of which are sizes."""
-    return json.dumps(sizes).encode()
+    """Serializes the static fields of a node, all of which are sizes, behind the version."""
+    return json.dumps([_VERSION, *sizes]).encode()
 
 
 def _deserialize(data: bytes | bytearray) -> tuple[int, ...]:
-    return tuple(json.loads(data))
+    """Returns the static fields of a node.
+
+    Raises:
+        ValueError: the node is of another version, so that its fields may mean something else.
+    """
+    version, *sizes = json.loads(data)
+    if version != _VERSION:
+        raise ValueError(
+            f"the exported function has masks or plans of version {version}, and this jaxmagi reads version "
+            f"{_VERSION}: export it again"
+        )
+    return tuple(sizes)
 
 
 for _node in (AttnMask, ContextPlan, PlanStages, GroupCastSpec, RelayedSpec):

@@ -15,7 +15,7 @@ import pytest
 from jax import export
 from jax.sharding import PartitionSpec as P
 
-from jaxmagi import attention, context_attention, dispatch, masks, plan_context
+from jaxmagi import _export, attention, context_attention, dispatch, masks, plan_context
 
 from .context.harness import AXIS, make_mesh
 
@@ -97,3 +97,13 @@ def test_plans_and_masks_come_back(num_stages: Any, ranks_per_host: int | None) 
     got = export.deserialize(exported.serialize()).call(plan, MASK)
     assert jax.tree.structure(got) == jax.tree.structure((plan, MASK))
     jax.tree.map(np.testing.assert_array_equal, got, (plan, MASK))
+
+
+def test_masks_of_another_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their fields might mean something else."""
+    exported = export.export(jax.jit(lambda mask: mask))(MASK)
+    monkeypatch.setattr(_export, "_VERSION", 0)
+    old = exported.serialize()
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="masks or plans of version 0, and this jaxmagi reads version 1"):
+        export.deserialize(old)
