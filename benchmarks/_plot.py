@@ -33,5 +33,6 @@ def plot(folder: Path, name: str, what: str) -> None:
     axes.set_xlabel(f"TFLOP/s, {what}, {saved['environment']['gpu']}")
     axes.grid(axis="x", alpha=0.3)
     if rows:
-        figure.legend(loc="outside upper center", ncols=len(implementations), fontsize="small")
+        ncols = min(len(implementations), 4)
+        figure.legend(loc="outside upper center", ncols=ncols, fontsize="small")
     figure.savefig(folder / f"{name}.png", dpi=120)

@@ -171,10 +171,8 @@ def flex(workload: Workload, backend: str) -> Attend:
     torch._dynamo.config.recompile_limit = 64
     torch._functorch.config.donated_buffer = False  # or an output could be differentiated only once
     length = workload.pattern.length
-    mask_mod, compiled_mask = _mask_mod(workload.pattern), length > MOST_UNCOMPILED_ROWS
-    block_mask = create_block_mask(
-        mask_mod, None, None, length, length, device="cuda", _compile=compiled_mask
-    )
+    make_mask = torch.compile(create_block_mask) if length > MOST_UNCOMPILED_ROWS else create_block_mask
+    block_mask = make_mask(_mask_mod(workload.pattern), None, None, length, length, device="cuda")
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def attend(*operands: Any) -> Any:

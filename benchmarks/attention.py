@@ -2,7 +2,7 @@
 
     python -m benchmarks.attention [--pass backward] [--rows REGEX] [--peers REGEX] [--repeats 5]
                                    [--out FOLDER]
-    python -m benchmarks.attention [--pass backward] --plot RESULTS.json
+    python -m benchmarks.attention --plot RESULTS.json
 
 The peers are cuDNN by PyTorch, FlexAttention and FlashAttention-4, and of the forward pass also cuDNN by
 jax.nn and tokamax, each where it can express the mask. All run in bfloat16 with batch 1, 64 query heads, 8
@@ -19,7 +19,7 @@ schedule for all layers; on the short rows, where that counts, it is also measur
 layer ("own plans"), and that is what the peers are compared with. --repeats is the least; what takes little
 time is repeated more often.
 
-With --out, writes attention_CARD.json (attention_backward_CARD.json, attention_h200.json for instance) there
+With --out, writes attention_CARD.json there (attention_backward_CARD.json), where CARD is h200 for instance,
 after each row, and at the end the .png beside it, which --plot draws again.
 """
 
@@ -182,7 +182,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="RESULTS", help="only draw the plot of these results")
     arguments = parser.parse_args()
     if results := arguments.plot:
-        return plot(results.parent, results.stem, arguments.direction)
+        direction = "backward" if results.stem.startswith(NAMES["backward"]) else "forward"
+        return plot(results.parent, results.stem, direction)
     # Read when JAX first looks for a GPU. Otherwise, it would leave no memory to PyTorch.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     out = arguments.out

@@ -46,7 +46,7 @@ inline int heads_of_item(const BackwardShape& shape, int kernel_dim) {
     return not can_add_gradients(kernel_dim) ? group : group % 2 == 0 ? 2 : 1;
 }
 
-// Returns true if dK and dV of a tile are added up in the workspace, for a key head has several head sets.
+// Returns true if a key head has several head sets, so that dK and dV of a tile are added up in the workspace.
 inline bool adds_gradients(const BackwardShape& shape, int kernel_dim) {
     return heads_of_item(shape, kernel_dim) < shape.heads / shape.kv_heads;
 }
