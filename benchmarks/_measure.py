@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -80,6 +81,13 @@ def _nccl() -> str | None:
 def built_hash() -> str | None:
     """Returns the hash of the sources that the CUDA module was built from; None without the module."""
     return _native.kernel_sources()
+
+
+def card() -> str:
+    """Returns the short name of the GPU, for names of results: h100 for "NVIDIA H100 80GB HBM3"."""
+    kind = jax.devices()[0].device_kind
+    found = re.search(r"[A-Z]+\d+", kind)
+    return (found[0] if found else kind).lower()
 
 
 def gpu_environment() -> dict[str, Any]:

@@ -5,13 +5,13 @@ import json
 from pathlib import Path
 
 
-def plot(folder: Path, name: str, what: str) -> None:
-    """Writes FOLDER/NAME.png, bars of TFLOP/s of FOLDER/NAME.json by workload, if matplotlib is there."""
+def plot(results: Path, note: str = "") -> None:
+    """Writes bars of the TFLOP/s in results, NAME.json, to NAME.png beside it, if matplotlib is there."""
     if not importlib.util.find_spec("matplotlib"):
         return
     import matplotlib.pyplot as plt
 
-    saved = json.loads((folder / f"{name}.json").read_text())
+    saved = json.loads(results.read_text())
     rows = [row for row in saved["rows"] if "tflops" in row]
     workloads = list(dict.fromkeys(row["workload"] for row in rows))
     implementations = list(dict.fromkeys(row["implementation"] for row in rows))
@@ -30,9 +30,10 @@ def plot(folder: Path, name: str, what: str) -> None:
     axes.set_yticks(range(len(workloads)), workloads)
     axes.invert_yaxis()
     axes.margins(y=0.01)
-    axes.set_xlabel(f"TFLOP/s, {what}, {saved['environment']['gpu']}")
+    direction = rows[0]["direction"] if rows else ""
+    axes.set_xlabel(f"TFLOP/s, {direction}{note}, {saved['environment']['gpu']}")
     axes.grid(axis="x", alpha=0.3)
     if rows:
         ncols = min(len(implementations), 4)
         figure.legend(loc="outside upper center", ncols=ncols, fontsize="small")
-    figure.savefig(folder / f"{name}.png", dpi=120)
+    figure.savefig(results.with_suffix(".png"), dpi=120)

@@ -133,9 +133,9 @@ class Report[R]:
         about: dict[str, Any],
         checks: Callable[[list[R]], list[Check]],
     ) -> None:
-        """Begins a report that `save` writes to FOLDER/NAME.json, if there is a folder."""
-        self._name, self._about, self._checks = name, about, checks
-        self._folder = folder if jax.process_index() == 0 else None
+        """Begins a report that `save` writes to FOLDER/NAME.json, its ``path``, if there is a folder."""
+        self._about, self._checks = about, checks
+        self.path = folder / f"{name}.json" if folder and jax.process_index() == 0 else None
         self._rows: list[R] = []
         self._start = time.perf_counter()
 
@@ -144,8 +144,9 @@ class Report[R]:
             print(row, flush=True)
             self._rows.append(row)
         print(f"[{time.perf_counter() - self._start:.0f} s]", flush=True)
-        if self._folder:
-            save(self._name, [*self._rows, *self._checks(self._rows)], self._folder, **self._about)
+        if self.path:
+            saved = [*self._rows, *self._checks(self._rows)]
+            save(self.path.stem, saved, self.path.parent, **self._about)
 
     def finish(self) -> None:
         """Prints what is required and whether it is met."""

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import _jax_attention, _torch_attention
-from benchmarks._measure import gpu_environment
+from benchmarks._measure import card, gpu_environment
 from benchmarks._plot import plot
 from benchmarks._report import Failure, Report, Row, argument_parser, in_unit, make_each
 from benchmarks._requirements import checks
@@ -154,16 +154,10 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def results_name(direction: Direction, gpu: str) -> str:
-    """Returns the name of the results of a pass on a GPU: attention_h100 for "NVIDIA H100 80GB HBM3"."""
-    card = re.search(r"[A-Z]+\d+", gpu)
-    return f"{NAMES[direction]}_{(card[0] if card else gpu).lower()}"
-
-
-def run(direction: Direction, rows: str, peers: str, repeats: int, out: Path | None) -> str:
-    """Measures what the patterns select, and returns the name of the results."""
+def run(direction: Direction, rows: str, peers: str, repeats: int, out: Path | None) -> Path | None:
+    """Measures what the patterns select, and returns where the results are, if they were saved."""
     about = gpu_environment() | _torch_attention.versions()
-    name = results_name(direction, str(about["gpu"]))
+    name = f"{NAMES[direction]}_{card()}"
     report = Report[Row | Failure | PlanRow](name, out, about, lambda rows: checks(direction, rows))
     if re.search(rows, PLAN):
         report.add([measure_plan(direction, repeats)])
@@ -172,7 +166,7 @@ def run(direction: Direction, rows: str, peers: str, repeats: int, out: Path | N
             report.add(measure(direction, workload, peers, repeats))
             release_memory()
     report.finish()
-    return name
+    return report.path
 
 
 def main() -> None:
@@ -181,15 +175,11 @@ def main() -> None:
     parser.add_argument("--peers", default="", metavar="REGEX", help="only peers whose name it finds")
     parser.add_argument("--plot", type=Path, metavar="RESULTS", help="only draw the plot of these results")
     arguments = parser.parse_args()
-    if results := arguments.plot:
-        direction = "backward" if results.stem.startswith(NAMES["backward"]) else "forward"
-        return plot(results.parent, results.stem, direction)
     # Read when JAX first looks for a GPU. Otherwise, it would leave no memory to PyTorch.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    out = arguments.out
-    name = run(arguments.direction, arguments.rows, arguments.peers, arguments.repeats, out)
-    if out:
-        plot(out, name, arguments.direction)
+    options = arguments.direction, arguments.rows, arguments.peers, arguments.repeats, arguments.out
+    if results := arguments.plot or run(*options):
+        plot(results)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ The mask is packed causal documents, in bfloat16 with batch 1, 64 query heads, 8
 128. Needed are the operands, the cotangent, the output, the gradients, and the query's gradient once in
 float32, for it is summed there; required is a peak of at most 1.05 times that. Those of keys and values,
 which the kernels sum in float32 too if many query heads share a key head, do not count as needed. With --out,
-writes attention_memory_h200.json there.
+writes attention_memory_CARD.json there, where CARD is h200 for instance.
 """
 
 import argparse
@@ -19,12 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks._measure import gpu_environment, save
+from benchmarks._measure import card, gpu_environment, save
 from benchmarks._workloads import HEADS, KV_HEADS, Documents, Workload
 from benchmarks.attention_cpu import forward_and_backward, ours
 from tests.cases import document_lengths
 
-NAME = "attention_memory_h200"
 LENGTH = 131_072
 REPEATED = 64
 AT_MOST = 1.05
@@ -138,7 +137,7 @@ def main() -> None:
     row = measure(Workload(f"documents causal, {LENGTH} tokens", documents))
     print(row)
     if arguments.out:
-        print("saved", save(NAME, [row], arguments.out, **gpu_environment()))
+        print("saved", save(f"attention_memory_{card()}", [row], arguments.out, **gpu_environment()))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ One process has all GPUs, unless --processes starts one for each. These share XL
 take in advance, or with "staging" take it as they go, so that rows are copied by staging buffers. --rows is
 matched with "cast, 64 KB" and the like.
 
-With --out, writes collectives_h200.json (collectives_pools.json, collectives_staging.json) there after each
+With --out, writes collectives_CARD.json (collectives_pools.json, collectives_staging.json) there after each
 row.
 """
 
@@ -40,7 +40,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks import _transfers
 from benchmarks._jax_collectives import DTYPES, PADDED, Direction, Implementation, implementations, native
-from benchmarks._measure import gpu_environment
+from benchmarks._measure import card, gpu_environment
 from benchmarks._processes import run_in_processes
 from benchmarks._report import Check, Failure, Report, Result, argument_parser, check, in_unit, make_each
 from benchmarks._transfers import DIM, KV_HEADS, Transfer, transfers
@@ -166,7 +166,7 @@ def run(arguments: argparse.Namespace) -> None:
         "tokens_per_rank": arguments.tokens,
     }
     report = Report[Row | Failure](
-        f"collectives_{arguments.processes or 'h200'}", arguments.out, about, checks
+        f"collectives_{arguments.processes or card()}", arguments.out, about, checks
     )
     for transfer in transfers(mesh.size, arguments.tokens):
         for direction in DIRECTIONS:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.context [--pass backward] [--tokens 16384 65536] [--ranks N] [--rows REGEX]
                                  [--methods REGEX] [--repeats 5] [--out FOLDER]
-    python -m benchmarks.context [--pass backward] --plot FOLDER
+    python -m benchmarks.context --plot RESULTS.json
 
 All run in bfloat16 with 64 query heads, 8 key heads, head dimension 128, --tokens tokens on each GPU and
 unit-normal operands. TFLOP/s of a GPU count two products over its part of the visible cells, of the backward
@@ -16,8 +16,8 @@ Times are those of the device: several layers run in one program, each waiting f
 transfer hides behind another layer; what launching the program and waiting for it cost is subtracted.
 Planning is done before.
 
-With --out, writes context_h200.json (context_backward_h200.json) there after each row, and at the end the
-.png, which --plot draws again.
+With --out, writes context_CARD.json there (context_backward_CARD.json), where CARD is h200 for instance,
+after each row, and at the end the .png beside it, which --plot draws again.
 """
 
 import argparse
@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks._context_peers import METHODS, OURS, PEERS, Maker, Method
-from benchmarks._measure import gpu_environment
+from benchmarks._measure import card, gpu_environment
 from benchmarks._plot import plot
 from benchmarks._report import Check, Failure, Report, Row, argument_parser, check, in_unit, make_each
 from benchmarks._workloads import (
@@ -51,7 +51,7 @@ from jaxmagi.calibration._chain import AXIS, chain, chain_backward, draw_normal,
 from jaxmagi.calibration._timing import DeviceWork, Timing, time_on_device
 from tests.cases import document_lengths
 
-NAMES: dict[Direction, str] = {"forward": "context_h200", "backward": "context_backward_h200"}
+NAMES: dict[Direction, str] = {"forward": "context", "backward": "context_backward"}
 DOCUMENTS, WINDOW = "documents causal", "window 1023"
 MASKS: dict[str, Callable[[int], Pattern]] = {
     "full": Full,
@@ -137,19 +137,19 @@ def checks(direction: Direction, rows: Sequence[Row | Failure]) -> list[Check]:
     return made
 
 
-def run(arguments: argparse.Namespace) -> None:
-    """Measures what the patterns select."""
+def run(arguments: argparse.Namespace) -> Path | None:
+    """Measures what the patterns select, and returns where the results are, if they were saved."""
     direction: Direction = arguments.direction
     mesh = mesh_of(arguments.ranks or len(jax.devices()))
     about = gpu_environment() | {"ranks": mesh.size}
-    report = Report[Row | Failure](
-        NAMES[direction], arguments.out, about, lambda rows: checks(direction, rows)
-    )
+    name = f"{NAMES[direction]}_{card()}"
+    report = Report[Row | Failure](name, arguments.out, about, lambda rows: checks(direction, rows))
     for tokens in arguments.tokens:
         for workload in workloads(tokens, mesh.size):
             if re.search(arguments.rows, workload.name):
                 report.add(measure(workload, direction, mesh, arguments.methods, arguments.repeats))
     report.finish()
+    return report.path
 
 
 def main() -> None:
@@ -158,12 +158,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[16_384, 65_536], help="of each GPU")
     parser.add_argument("--ranks", type=int, help="by default all GPUs")
     parser.add_argument("--methods", default="", metavar="REGEX", help="only those whose name it finds")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="only draw the plot of the JSON there")
+    parser.add_argument("--plot", type=Path, metavar="RESULTS", help="only draw the plot of these results")
     arguments = parser.parse_args()
-    if not arguments.plot:
-        run(arguments)
-    if folder := arguments.plot or arguments.out:
-        plot(folder, NAMES[arguments.direction], f"{arguments.direction}, of each GPU")
+    if results := arguments.plot or run(arguments):
+        plot(results, ", of each GPU")
 
 
 if __name__ == "__main__":

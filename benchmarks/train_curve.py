@@ -1,14 +1,14 @@
 """Compares the example's loss with the kernels and with plain XLA, or on one device and on several.
 
     python -m benchmarks.train_curve [--context RANKS [--processes]] [--steps 200] [--out FOLDER]
-    python -m benchmarks.train_curve [--context RANKS [--processes]] --plot FOLDER
+    python -m benchmarks.train_curve --plot RESULTS.json
 
 examples/train_lm.py runs twice from the same parameters over the same batches, with attention in bfloat16,
 for GPUs have no kernels for float32. Without --context it runs once with each implementation of attention.
 With it, it runs both times with the kernels, and once spread over so many devices, with --processes each of a
 separate process; where there are too few GPUs, processes share them, which NCCL allows from version 2.30 on.
 Required is that the losses of every step agree to 1 %. With --out, writes a .json and a .png of the name that
-`name_of` tells; --plot draws the .png again.
+`name_of` tells; --plot draws the .png of such results again.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks._measure import gpu_environment, save
+from benchmarks._measure import card, gpu_environment, save
 from benchmarks._processes import run_in_processes
 from tests.launcher import leave_memory_to_processes
 
@@ -145,24 +145,25 @@ def run(given: list[str], ranks: int | None, out: Path | None, devices: int | No
     if out and jax.process_index() == 0:
         about = gpu_environment() | ({} if devices is None else {"gpus": devices, "processes": ranks})
         name = name_of(ranks, devices is not None)
-        print("saved", save(name, [*curves, comparison], out, **about, example=" ".join(given)))
-        plot(name, out)
+        results = save(name, [*curves, comparison], out, **about, example=" ".join(given))
+        print("saved", results)
+        plot(results)
 
 
 def name_of(ranks: int | None, processes: bool) -> str:
     """Returns the name of the files of a run."""
     if ranks is None:
-        return "train_curve_h200"
-    return "train_curve_processes" if processes else "train_curve_context_h200"
+        return f"train_curve_{card()}"
+    return "train_curve_processes" if processes else f"train_curve_context_{card()}"
 
 
-def plot(name: str, folder: Path) -> None:
+def plot(results: Path) -> None:
     """Plots the curves over their relative difference, if matplotlib is there."""
     if not importlib.util.find_spec("matplotlib"):
         return
     import matplotlib.pyplot as plt
 
-    saved = json.loads((folder / f"{name}.json").read_text())
+    saved = json.loads(results.read_text())
     first, second, comparison = saved["rows"]
     figure, (losses, differences) = plt.subplots(
         2, sharex=True, figsize=(9, 6), height_ratios=(2, 1), layout="constrained"
@@ -176,7 +177,7 @@ def plot(name: str, folder: Path) -> None:
     differences.set(xlabel="step", ylabel="difference (%)")
     for axes in (losses, differences):
         axes.grid(alpha=0.3)
-    figure.savefig(folder / f"{name}.png", dpi=120)
+    figure.savefig(results.with_suffix(".png"), dpi=120)
 
 
 def main() -> None:
@@ -187,12 +188,12 @@ def main() -> None:
     parser.add_argument("--processes", action="store_true", help="each device of a separate process")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write JSON and plot there")
-    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="only draw the plot of the JSON there")
+    parser.add_argument("--plot", type=Path, metavar="RESULTS", help="only draw the plot of these results")
     arguments = parser.parse_args()
     if arguments.processes and not arguments.context:
         parser.error("--processes needs --context, which says how many")
     if arguments.plot:
-        return plot(name_of(arguments.context, arguments.processes), arguments.plot)
+        return plot(arguments.plot)
     given, ranks, out = [f"--steps={arguments.steps}", *OPTIONS], arguments.context, arguments.out
     if not arguments.processes:
         return run(given, ranks, out)

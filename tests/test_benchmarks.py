@@ -99,7 +99,7 @@ def test_attention_memory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = iter([1, 10**9])  # the CPU counts nothing
     monkeypatch.setattr(attention_memory, "peak_bytes", lambda: next(peaks))
     monkeypatch.setattr(attention_memory, "LENGTH", 256)
-    (row,) = run(attention_memory, "attention_memory_h200", "OUT")
+    (row,) = run(attention_memory, "attention_memory_cpu", "OUT", committed="attention_memory_h200")
     query, key = 256 * 64 * 128 * 2, 256 * 8 * 128 * 2
     assert row["operands"] == 2 * query + 2 * key and row["gradients"] == query + 2 * key
     assert row["needed"] == row["operands"] + query + row["gradients"] + 2 * query
@@ -113,10 +113,11 @@ def test_context(
 ) -> None:
     monkeypatch.setattr(context, "PROGRAM_SECONDS", 1e-12)
     options = f"--pass {direction} --tokens 32 --ranks 4 --rows documents --methods ours|ring --repeats 2 OUT"
-    ours, ring, check = run(context, context.NAMES[direction], options)
+    name = context.NAMES[direction]
+    ours, ring, check = run(context, f"{name}_cpu", options, committed=f"{name}_h200")
     assert (ours["implementation"], ring["implementation"]) == ("ours", "ring")
     assert check["measured"] == pytest.approx(ring["median_ms"] / ours["median_ms"])
-    assert (tmp_path / f"{context.NAMES[direction]}.png").exists()
+    assert (tmp_path / f"{name}_cpu.png").exists()
 
 
 def test_collectives(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,8 +194,8 @@ def test_sharding(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "name", "labels"),
     [
-        ("", "train_curve_h200", ["ffi", "xla"]),
-        ("--context 2 ", "train_curve_context_h200", ["ffi, 2 devices", "ffi"]),
+        ("", "train_curve_cpu", ["ffi", "xla"]),
+        ("--context 2 ", "train_curve_context_cpu", ["ffi, 2 devices", "ffi"]),
         ("--context 2 --processes ", "train_curve_processes", ["ffi, 2 processes on 8 device(s)", "ffi"]),
     ],
 )
@@ -203,7 +204,7 @@ def test_train_curve(
 ) -> None:
     monkeypatch.setattr(train_curve, "OPTIONS", [*SMALL, *train_curve.OPTIONS])
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    first, second, comparison = run(train_curve, name, f"{options}--steps 6 OUT")
+    first, second, comparison = run(train_curve, name, f"{options}--steps 6 OUT", name.replace("cpu", "h200"))
     assert [first["label"], second["label"]] == labels and comparison["met"]
     assert len(first["losses"]) == 6 and first["losses"][-1] < first["losses"][0]
     assert first["losses"] != second["losses"]  # they round in different places, so they did run both
