@@ -1,5 +1,7 @@
 """The backward kernels where they differ from the forward kernel: few queries, long sequences, NaN."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +42,30 @@ def test_heads_in_turn_at_long_sequences(rng: np.random.Generator, dim: int, det
     """Queries of several chunks, at each of which the heads of a group take turns."""
     shape = Shape(9000, 300, 8, 2, dim, dim)
     run_and_check_both(random_operands(rng, shape, count=8), shape, deterministic=deterministic)
+
+
+@pytest.mark.parametrize(("dim", "v_dim"), KERNEL_DIMS)
+def test_few_work_items(rng: np.random.Generator, dim: int, v_dim: int) -> None:
+    """Fewer items than multiprocessors: each is split between several of them, in the middle of bands."""
+    shape = Shape(2000, 1900, 8, 1, dim, v_dim)
+    for count in (1, 8, 40):
+        operands, masked_queries = poison_masked(random_operands(rng, shape, count=count), jnp.nan)
+        cotangents = make_cotangents(shape)
+        cotangents = cotangents._replace(out=jnp.where(masked_queries, jnp.nan, cotangents.out))
+        run_and_check_both(operands, shape, cotangents=cotangents)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_short_documents(rng: np.random.Generator, dim: int, deterministic: bool) -> None:
+    """Work items have all heads of a group, for tiles have few blocks of queries; some tiles have none."""
+    shape, no_limit = Shape(8192, 8192, 8, 2, dim, dim, batch=9), 2**30
+    edges = np.cumsum(rng.integers(100, 400, 30))
+    documents = [(q, k, q, k, -no_limit, 0) for q, k in itertools.pairwise(edges)]
+    operands, masked_queries = poison_masked(make_operands(shape, np.array(documents, np.int32)), jnp.nan)
+    cotangents = make_cotangents(shape)
+    cotangents = cotangents._replace(out=jnp.where(masked_queries, jnp.nan, cotangents.out))
+    run_and_check_both(operands, shape, cotangents=cotangents, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

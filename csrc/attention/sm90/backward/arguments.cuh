@@ -13,7 +13,8 @@ struct BackwardTensorMaps {
 
 // The arguments of a backward kernel other than its tensor maps.
 struct BackwardArguments {
-    BackwardSchedule schedule;
+    BackwardSchedule head_sets, even_tiles, groups;  // one is chosen on the device: choose_schedule
+    WholeGroups whole_groups;
     BackwardWorkspace workspace;
     const ScheduledBand* bands;
     const ScheduledTile* tiles;
@@ -24,5 +25,12 @@ struct BackwardArguments {
     float cap_log2;     // cap · log2(e)
     float scale;
 };
+
+// Returns the schedule for the bands of the mask. All CTAs choose the same one.
+__device__ __forceinline__ const BackwardSchedule& choose_schedule(const BackwardArguments& args) {
+    if (args.whole_groups.chosen())
+        return args.groups;
+    return are_even(args.tiles, args.head_sets.num_tiles) ? args.even_tiles : args.head_sets;
+}
 
 }  // namespace jaxmagi::sm90

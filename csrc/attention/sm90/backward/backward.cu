@@ -29,10 +29,10 @@ cudaError_t attention_backward(const BackwardParams& params, cudaStream_t stream
     const BackwardKernel* kernel = find_kernel(params.shape.dim, params.shape.v_dim);
     const BackwardWorkspace workspace = lay_out(static_cast<char*>(params.workspace), params.shape, kernel->tile,
                                                 kernel->dim, kernel->v_dim, params.num_masks, params.deterministic);
-    cudaError_t error = prepare_backward(params, workspace, kernel->tile, stream);
+    cudaError_t error = prepare_backward(params, workspace, kernel->tile, kernel->dim, stream);
     if (error == cudaSuccess)
         error = kernel->launch(params, workspace, stream);
-    return error == cudaSuccess ? convert_sums(params, workspace, kernel->dim, kernel->v_dim, stream)
+    return error == cudaSuccess ? convert_sums(params, workspace, kernel->tile, kernel->dim, kernel->v_dim, stream)
                                 : error;
 }
 

@@ -72,9 +72,11 @@ template <typename Config> struct BackwardMemory {
                          kItems = kDescriptors + kSteps * static_cast<int>(sizeof(StepDescriptor)),
                          kBandRuns = kItems + kWorkItems * static_cast<int>(sizeof(BackwardWorkItem)),
                          kCurrentTile = kBandRuns + kRuns * static_cast<int>(sizeof(BackwardBandRun)),
-                         kBarriers = kCurrentTile + static_cast<int>(sizeof(CurrentTile)),
+                         kSchedule = kCurrentTile + static_cast<int>(sizeof(CurrentTile)),
+                         kBarriers = kSchedule + static_cast<int>(sizeof(BackwardSchedule)),
                          kStageBarriers = kSingleBarriers + 2 * kRuns,
-                         kDone = kBarriers + 8 * (kStageBarriers + 2 * Config::kQStages + 2 * Config::kDoutStages),
+                         kStepBarriers = kStageBarriers + 2 * Config::kQStages + 2 * Config::kDoutStages,
+                         kDone = kBarriers + 8 * (kStepBarriers + 2 * kSteps),
                          kEnd = kDone + 8, kMostBytes = 227 * 1024, kAlignment = 1024, kBase = 1024;
     // Dynamic shared memory begins at kBase, behind what the system reserves, as load_backward checks; if it were declared
     // to be aligned, ptxas would spill.
@@ -126,6 +128,9 @@ template <typename Config> struct BackwardMemory {
     __device__ __forceinline__ CurrentTile& current_tile() const {
         return *reinterpret_cast<CurrentTile*>(base + kCurrentTile);
     }
+    __device__ __forceinline__ BackwardSchedule& schedule() const {
+        return *reinterpret_cast<BackwardSchedule*>(base + kSchedule);
+    }
     // Tells the reducer that there are no more steps; set before the last arrival at its barriers.
     __device__ __forceinline__ volatile int& done() const { return *reinterpret_cast<volatile int*>(base + kDone); }
     __device__ __forceinline__ Mbarrier kv_full() const { return barrier(0); }
@@ -147,6 +152,12 @@ template <typename Config> struct BackwardMemory {
     __device__ __forceinline__ Mbarrier dout_empty(unsigned step) const {
         return barrier(kStageBarriers + 2 * Config::kQStages + Config::kDoutStages + step % Config::kDoutStages);
     }
+    // The descriptor of the step is there; so is its ticket.
+    __device__ __forceinline__ Mbarrier described(unsigned step) const { return barrier(kStepBarriers + step % kSteps); }
+    __device__ __forceinline__ Mbarrier ticketed(unsigned step) const {
+        return barrier(kStepBarriers + kSteps + step % kSteps);
+    }
+    __device__ __forceinline__ static int step_parity(unsigned step) { return step / kSteps & 1; }
     // Parity of the number of times that the stage of the step was used before.
     __device__ __forceinline__ static int q_parity(unsigned step) { return step / Config::kQStages & 1; }
     __device__ __forceinline__ static int dout_parity(unsigned step) { return step / Config::kDoutStages & 1; }
@@ -166,6 +177,10 @@ template <typename Config> struct BackwardMemory {
         for (int stage = 0; stage < Config::kDoutStages; ++stage) {
             dout_full(stage).init(1);
             dout_empty(stage).init(Config::kConsumers);
+        }
+        for (int step = 0; step < kSteps; ++step) {
+            described(step).init(1);
+            ticketed(step).init(1);
         }
         done() = 0;
         fence_mbarrier_init();

@@ -31,12 +31,12 @@ template <typename Config> struct BackwardConsumerNarrow {
     // product in flight, and ends with those of the next step unless this one is the last of the work item.
     template <bool kLast>
     __device__ __forceinline__ void step(KeyGradient& dk, ValueGradient& dv, Logits& p, Logits& ds) {
-        constexpr int kAll = Config::kRows / 16, kHalf = kAll / 2;  // queries, by 16
+        constexpr int kAll = Config::kRows / 16, kFirst = kAll / 2;  // queries, by 16
         typename Products::Operand p_operand, ds_operand;
         round_to_operand<Element>(ds, ds_operand);
         round_to_operand<Element>(p, p_operand);
         store_transposed_ds<Config>(memory.ds(current), thread, ds_operand);
-        products.template issue_dv<0, kHalf>(dv, p_operand, current);
+        products.template issue_dv<0, kFirst>(dv, p_operand, current);
         wgmma_commit();
         fence_shared_for_async();
         named_barrier_sync(kLogitsStored, Config::kConsumerThreads);
@@ -47,7 +47,7 @@ template <typename Config> struct BackwardConsumerNarrow {
         else
             products.issue_dq(dq, current);
         wgmma_commit();
-        products.template issue_dv<kHalf, kAll>(dv, p_operand, current);
+        products.template issue_dv<kFirst, kAll>(dv, p_operand, current);
         wgmma_commit();
         wgmma_wait<1>();  // dQ
         fence_operand(dq);
@@ -98,14 +98,12 @@ template <typename Config> struct BackwardConsumerNarrow {
     }
 
     __device__ __forceinline__ void store(const KeyGradient& dk, const ValueGradient& dv, int item) const {
-        const BackwardWorkItem& work = memory.work_item(item);
-        const BackwardEpilogue<Config> epilogue(args, work, thread);
-        const bool has_steps = work.num_steps > 0;
+        const BackwardEpilogue<Config> epilogue(args, memory.work_item(item), thread);
         thread.release_keys(memory.kv_empty());
-        if (not args.schedule.adds_gradients()) {
+        if (not memory.schedule().adds_gradients()) {
             epilogue.store(dk, args.dk, args.dim, args.scale);
             epilogue.store(dv, args.dv, args.v_dim, 1.f);
-        } else if (has_steps) {
+        } else {
             epilogue.hand_over(memory, thread, dk, args.scale);
             epilogue.hand_over(memory, thread, dv, 1.f);
         }

@@ -93,8 +93,8 @@ template <typename Config> struct BackwardConsumerWide {
         thread.release_keys(memory.kv_empty());
         const BackwardEpilogueWide<Config> epilogue(args, memory.work_item(item), thread.index());
         if constexpr (Config::kCanAddGradients)
-            if (args.schedule.adds_gradients())
-                return hand_over(epilogue, dk, dv, memory.work_item(item).num_steps > 0);
+            if (memory.schedule().adds_gradients())
+                return hand_over(epilogue, dk, dv);
 #pragma unroll
         for (int i = 0; i < Products::kPanels; ++i)
             epilogue.store(dk[i], args.dk, args.dim, products.panel(i), args.scale);
@@ -103,11 +103,8 @@ template <typename Config> struct BackwardConsumerWide {
             epilogue.store(dv[i], args.dv, args.v_dim, products.v_panel(i), 1.f);
     }
 
-    // Without steps there is nothing to add.
     __device__ __forceinline__ void hand_over(const BackwardEpilogueWide<Config>& epilogue, const KeyGradient& dk,
-                                              const ValueGradient& dv, bool has_steps) const {
-        if (not has_steps)
-            return;
+                                              const ValueGradient& dv) const {
 #pragma unroll
         for (int i = 0; i < Products::kPanels; ++i)
             epilogue.hand_over(memory, thread, dk[i], args.scale);

@@ -5,7 +5,14 @@
 namespace jaxmagi::sm90 {
 namespace {
 
-// Sums of rows, which are those of queries or of keys.
+// A SumsLayout as a type.
+template <int kRows, bool kColumnsFirst> struct Layout {
+    static constexpr int kRowBlock = kRows;
+    static constexpr bool kTransposed = kColumnsFirst;
+    static constexpr SumsLayout kValue{kRows, kColumnsFirst};
+};
+
+// Sums of rows, which are those of queries or of keys, and how many CTAs convert them.
 struct ConvertArguments {
     const float* sums;
     const EightRows* rows;  // null for keys, whose sums are zero where they are fully masked
@@ -13,13 +20,15 @@ struct ConvertArguments {
     bool f32;
     int length, heads, dim, kernel_dim, rows_per_head;
     float scale;
+    int num_ctas;
 };
 
 // The rows that a CTA converts. Fully masked rows have no gradient, whatever their sums are: keys may be infinite.
 template <int kRowBlock> struct ConvertedBlock {
     const ConvertArguments& args;
+    int cta;
     int blocks_per_head = ceil_div(args.length, kRowBlock);
-    int all_heads = blockIdx.x / blocks_per_head, first = blockIdx.x % blocks_per_head * kRowBlock;
+    int all_heads = cta / blocks_per_head, first = cta % blocks_per_head * kRowBlock;
     int64_t in_workspace = int64_t{all_heads} * args.rows_per_head + first;  // the first row
 
     __device__ __forceinline__ bool is_visible(int row) const {
@@ -33,9 +42,10 @@ template <int kRowBlock> struct ConvertedBlock {
     }
 };
 
-template <typename Element>
-__global__ void __launch_bounds__(kWarpgroupThreads) convert(const __grid_constant__ ConvertArguments args) {
-    const ConvertedBlock<64> block{args};
+template <typename Element, int kRowBlock>
+__device__ __forceinline__ void convert(const ConvertArguments& args, int cta) {
+    static_assert(kRowBlock == 64);
+    const ConvertedBlock<64> block{args, cta};
     const unsigned thread = threadIdx.x, lane = thread % 32, first = thread / 32 * 16 + lane / 4;
     GradientRows<Element> out{.to = args.to, .f32 = args.f32, .dim = args.dim, .lane = lane};
     bool visible[2];
@@ -73,98 +83,131 @@ __device__ __forceinline__ void store(const ConvertArguments& args, int64_t at, 
     }
 }
 
-// Converts transposed sums. A CTA has at most 128 columns, a thread 8 of them, which are 8 rows of an accumulator, of
-// every eighth row.
+// Converts transposed sums. A thread has 8 columns of every 128, which are 8 rows of an accumulator, of every eighth
+// row.
 template <typename Element, int kRowBlock>
-__global__ void __launch_bounds__(kWarpgroupThreads) convert_transposed(const __grid_constant__ ConvertArguments args) {
-    const ConvertedBlock<kRowBlock> block{args};
-    const int thread = threadIdx.x, first = thread % 32 / 4, eight = blockIdx.y * 16 + thread / 32 * 4 + thread % 4;
-    if (eight * 8 >= args.dim)
-        return;
-    // The first column's address has terms for panel, warp and half of the accumulator, and for the row.
+__device__ __forceinline__ void convert_transposed(const ConvertArguments& args, int cta) {
+    const ConvertedBlock<kRowBlock> block{args, cta};
+    const int thread = threadIdx.x, first = thread % 32 / 4;
     const int64_t head_row = int64_t{block.all_heads} * args.rows_per_head * panels(args.kernel_dim);
-    const int64_t row_in_sums = head_row + int64_t{eight / 8} * args.rows_per_head + block.first;
-    const float* const from = args.sums + row_in_sums * kPanelColumns + eight % 8 / 2 * 128 + eight % 2 * 2 +
-                              first / 2 * 4 + first % 2;
+    for (int eight = thread / 32 * 4 + thread % 4; eight * 8 < args.dim; eight += 16) {
+        // The first column's address has terms for panel, warp and half of the accumulator, and for the row.
+        const int64_t row_in_sums = head_row + int64_t{eight / 8} * args.rows_per_head + block.first;
+        const float* const from = args.sums + row_in_sums * kPanelColumns + eight % 8 / 2 * 128 + eight % 2 * 2 +
+                                  first / 2 * 4 + first % 2;
 #pragma unroll 2
-    for (int i = 0; i < kRowBlock / 8; ++i) {
-        const int row = 8 * i + first;
-        const bool visible = block.is_visible(row);
-        float x[8];
+        for (int i = 0; i < kRowBlock / 8; ++i) {
+            const int row = 8 * i + first;
+            const bool visible = block.is_visible(row);
+            float x[8];
 #pragma unroll
-        for (int column = 0; column < 8; ++column)
-            x[column] = visible ? from[i * 4 * kWarpgroupThreads + column * 16] * args.scale : 0.f;
-        if (block.position(row) < args.length)
-            store<Element>(args, block.index(row) * args.dim + eight * 8, x);
+            for (int column = 0; column < 8; ++column)
+                x[column] = visible ? from[i * 4 * kWarpgroupThreads + column * 16] * args.scale : 0.f;
+            if (block.position(row) < args.length)
+                store<Element>(args, block.index(row) * args.dim + eight * 8, x);
+        }
     }
 }
 
-using ConvertKernel = void (*)(ConvertArguments);
+// The sums of dQ and, where they are sums too, of dK and dV; without these, no CTAs convert them.
+struct ConvertAllArguments {
+    ConvertArguments dq, dk, dv;
+    WholeGroups whole_groups;
+};
 
-template <typename Element> ConvertKernel kernel_for(SumsLayout layout) {
-    if (not layout.transposed)
-        return convert<Element>;
-    switch (layout.row_block) {
-    case 64:
-        return convert_transposed<Element, 64>;
-    case 80:
-        return convert_transposed<Element, 80>;
-    default:
-        return nullptr;
-    }
+// Converts all sums in one launch, for short sequences take less time than launches.
+template <typename Element, typename QueryLayout, typename KeyLayout>
+__global__ void __launch_bounds__(kWarpgroupThreads) convert_all(const __grid_constant__ ConvertAllArguments args) {
+    const auto run = [](auto layout, const ConvertArguments& sums, int cta) {
+        if constexpr (decltype(layout)::kTransposed)
+            convert_transposed<Element, decltype(layout)::kRowBlock>(sums, cta);
+        else
+            convert<Element, decltype(layout)::kRowBlock>(sums, cta);
+    };
+    int cta = blockIdx.x;
+    if (cta < args.dq.num_ctas)
+        return run(QueryLayout{}, args.dq, cta);
+    if (args.whole_groups.chosen())
+        return;
+    cta -= args.dq.num_ctas;
+    if (cta < args.dk.num_ctas)
+        run(KeyLayout{}, args.dk, cta);
+    else
+        run(KeyLayout{}, args.dv, cta - args.dk.num_ctas);
 }
 
-cudaError_t launch_convert(const BackwardParams& params, const ConvertArguments& args, SumsLayout layout,
-                           cudaStream_t stream) {
-    const ConvertKernel kernel =
-        params.dtype == DType::kBF16 ? kernel_for<BFloat16>(layout) : kernel_for<Float16>(layout);
-    if (kernel == nullptr)
-        return cudaErrorInvalidValue;
-    const int blocks = params.shape.batch * args.heads * ceil_div(args.length, layout.row_block);
-    const dim3 grid(blocks, layout.transposed ? ceil_div(args.dim, 128) : 1);
-    kernel<<<grid, kWarpgroupThreads, 0, stream>>>(args);
-    return cudaGetLastError();
+using ConvertKernel = void (*)(ConvertAllArguments);
+
+// The layouts of dQ, and of dK and dV, of the kernels of backward.cu.
+struct ConvertInstance {
+    SumsLayout queries, keys;
+    ConvertKernel bf16, f16;
+};
+template <typename Queries, typename Keys>
+constexpr ConvertInstance kInstance{Queries::kValue, Keys::kValue, convert_all<BFloat16, Queries, Keys>,
+                                    convert_all<Float16, Queries, Keys>};
+constexpr ConvertInstance kInstances[] = {kInstance<Layout<64, false>, Layout<64, false>>,
+                                          kInstance<Layout<80, true>, Layout<64, false>>,
+                                          kInstance<Layout<64, false>, Layout<64, true>>};
+
+ConvertKernel find_convert(DType dtype, const BackwardWorkspace& workspace) {
+    for (const ConvertInstance& instance : kInstances)
+        if (instance.queries == workspace.dq_layout and
+            (workspace.dk == nullptr or instance.keys == workspace.key_layout))
+            return dtype == DType::kBF16 ? instance.bf16 : instance.f16;
+    return nullptr;
+}
+
+int num_blocks(int all_heads, int length, SumsLayout layout) {
+    return all_heads * ceil_div(length, layout.row_block);
 }
 
 }  // namespace
 
-cudaError_t convert_sums(const BackwardParams& params, const BackwardWorkspace& workspace, int kernel_dim,
-                         int kernel_v_dim, cudaStream_t stream) {
+cudaError_t convert_sums(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile,
+                         int kernel_dim, int kernel_v_dim, cudaStream_t stream) {
     const BackwardShape& shape = params.shape;
-    const ConvertArguments queries{.sums = workspace.dq,
-                                   .rows = workspace.rows,
-                                   .to = params.dq,
-                                   .f32 = params.gradients_f32,
-                                   .length = shape.q_len,
-                                   .heads = shape.heads,
-                                   .dim = shape.dim,
-                                   .kernel_dim = kernel_dim,
-                                   .rows_per_head = workspace.rows_per_head,
-                                   .scale = params.scale};
-    cudaError_t error = launch_convert(params, queries, workspace.dq_layout, stream);
-    if (workspace.dk == nullptr)
-        return error;
-    ConvertArguments keys = queries;
-    keys.rows = nullptr;
-    keys.length = shape.kv_len;
-    keys.heads = shape.kv_heads;
-    keys.rows_per_head = workspace.rows_per_key_head;
-    keys.scale = 1.f;
-    keys.sums = workspace.dk;
-    keys.to = params.dk;
-    if (error == cudaSuccess)
-        error = launch_convert(params, keys, workspace.key_layout, stream);
-    keys.sums = workspace.dv;
-    keys.to = params.dv;
-    keys.dim = shape.v_dim;
-    keys.kernel_dim = kernel_v_dim;
-    return error == cudaSuccess ? launch_convert(params, keys, workspace.key_layout, stream) : error;
+    const ConvertArguments dq{.sums = workspace.dq,
+                              .rows = workspace.rows,
+                              .to = params.dq,
+                              .f32 = params.gradients_f32,
+                              .length = shape.q_len,
+                              .heads = shape.heads,
+                              .dim = shape.dim,
+                              .kernel_dim = kernel_dim,
+                              .rows_per_head = workspace.rows_per_head,
+                              .scale = params.scale,
+                              .num_ctas = num_blocks(shape.batch * shape.heads, shape.q_len, workspace.dq_layout)};
+    ConvertArguments dk{.sums = workspace.dk,
+                        .rows = nullptr,
+                        .to = params.dk,
+                        .f32 = params.gradients_f32,
+                        .length = shape.kv_len,
+                        .heads = shape.kv_heads,
+                        .dim = shape.dim,
+                        .kernel_dim = kernel_dim,
+                        .rows_per_head = workspace.rows_per_key_head,
+                        .scale = 1.f,
+                        .num_ctas = 0};
+    if (workspace.dk != nullptr)
+        dk.num_ctas = num_blocks(shape.batch * shape.kv_heads, shape.kv_len, workspace.key_layout);
+    ConvertArguments dv = dk;
+    dv.sums = workspace.dv;
+    dv.to = params.dv;
+    dv.dim = shape.v_dim;
+    dv.kernel_dim = kernel_v_dim;
+    const ConvertKernel kernel = find_convert(params.dtype, workspace);
+    if (kernel == nullptr)
+        return cudaErrorInvalidValue;
+    const WholeGroups whole_groups = make_whole_groups(params, kernel_dim, tile);
+    kernel<<<dq.num_ctas + 2 * dk.num_ctas, kWarpgroupThreads, 0, stream>>>({dq, dk, dv, whole_groups});
+    return cudaGetLastError();
 }
 
 cudaError_t preload_convert() {
     cudaFuncAttributes attributes;
-    for (const SumsLayout layout : {SumsLayout{64, false}, {64, true}, {80, true}})
-        for (const ConvertKernel kernel : {kernel_for<BFloat16>(layout), kernel_for<Float16>(layout)})
+    for (const ConvertInstance& instance : kInstances)
+        for (const ConvertKernel kernel : {instance.bf16, instance.f16})
             if (const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel); error != cudaSuccess)
                 return error;
     return cudaSuccess;

@@ -5,11 +5,12 @@
 #include "csrc/attention/sm90/backward/producer.cuh"
 #include "csrc/attention/sm90/backward/reducer.cuh"
 #include "csrc/attention/sm90/backward/scheduler.cuh"
+#include "csrc/attention/sm90/backward/tickets.cuh"
 
-// The backward kernel is persistent. A CTA has a scheduler warp, a producer warp, a reducer warp and Config::kConsumers
-// consumer warpgroups. It claims work items, tiles of keys with a head set of one key head (schedule.cuh). dK and dV of an
-// item stay in registers over all bands and heads. They are stored or, where a key head has several head sets, added to sums
-// in global memory, as dQ of each step is. convert.cu converts the sums.
+// The backward kernel is persistent. A CTA has a scheduler warp, a producer warp, a reducer warp, a ticket warp and
+// Config::kConsumers consumer warpgroups. It claims work items, tiles of keys with a head set of one key head
+// (schedule.cuh). dK and dV of an item stay in registers over all bands and heads. They are stored or, where a key head
+// has several head sets, added to sums in global memory, as dQ of each step is. convert.cu converts the sums.
 //
 // A step is a block of queries of one head that sees keys of the tile. Schedule of a work item with steps 0 .. n - 1:
 //   scheduler   writes a run of blocks for each band; claims the next tile once the loads of this one are issued
@@ -26,6 +27,7 @@
 //                        P(j) and dS(j) are stored;  dV += P(j)·dO(j);  dK += dS(j)·Q(j);  dQ = dS(j)·K;
 //                        S(j+1) = Q(j+1)·K, dQ is stored meanwhile (with three warpgroups, before);
 //                        dP(j+1) = dO(j+1)·V, P(j+1) is computed meanwhile;  dS(j+1)
+//   tickets     computes where the addition of dQ(j) stands in a fixed order, if there is one, ahead of the consumers
 //   reducer     adds dQ(j) to the sums while the consumers go on; behind the last step dK and dV, if they are sums
 // All variants wait for the product of dQ in step(), before hand_over_dq.
 //
@@ -41,6 +43,8 @@
 //   q_empty (consumer warpgroups)     the queries, after the product for dK
 //   dout_full (1)  producer and TMA   dO of a step
 //   dout_empty (consumer warpgroups)  dO, after the product for dV
+//   described (1)  producer           the descriptor of a step, for the ticket warp
+//   ticketed (1)   ticket warp        the ticket of a step
 // Named barriers:
 //   kLogitsStored (consumers)  dS of all keys of the tile is stored, for dQ; in wide kernels P too, for dV. The other
 //                              kernels have two places for dS. A warpgroup overwrites dS(j) in step j + 2, after the
@@ -67,6 +71,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         prefetch_tensor_map(maps.k);
         prefetch_tensor_map(maps.v);
         memory.init_barriers();
+        memory.schedule() = choose_schedule(args);
     }
     __syncthreads();
     if (warpgroup == 0) {
@@ -79,6 +84,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             BackwardReducer<Config>{memory, args, lane}.run();
         else if (warp == 2)
             BackwardScheduler<Config>{memory, args, lane}.run();
+        else if (warp == 3 and args.deterministic)
+            BackwardTickets<Config>{memory, args, lane}.run();
     } else {
         warpgroup_reg_alloc<Config::kConsumerRegisters>();
         // Computed again: ptxas would keep `warpgroup` in local memory.

@@ -12,10 +12,14 @@
 namespace jaxmagi::sm90 {
 
 inline BackwardArguments make_arguments(const BackwardParams& params, const BackwardWorkspace& workspace,
-                                        int kernel_dim, int tile_keys) {
+                                        int kernel_dim, TileShape tile) {
     const BackwardShape& shape = params.shape;
     const bool capped = params.soft_cap > 0;
-    return {.schedule = make_schedule(shape, params.num_masks, kernel_dim, tile_keys, params.num_sms, params.deterministic),
+    const int few_heads = heads_of_item(shape, kernel_dim), group = shape.heads / shape.kv_heads;
+    return {.head_sets = make_schedule(params, tile, few_heads, false),
+            .even_tiles = make_schedule(params, tile, few_heads, true),
+            .groups = make_schedule(params, tile, group, true),
+            .whole_groups = make_whole_groups(params, kernel_dim, tile),
             .workspace = workspace,
             .bands = params.bands,
             .tiles = params.tiles,
@@ -75,8 +79,8 @@ cudaError_t launch_backward(const BackwardParams& params, const BackwardWorkspac
     BackwardTensorMaps maps;
     if (const cudaError_t error = encode_maps<Config>(params, &maps); error != cudaSuccess)
         return error;
-    const BackwardArguments args = make_arguments(params, workspace, Config::kDim, Config::kKeys);
-    const int grid = std::min(params.num_sms, args.schedule.num_items);
+    const BackwardArguments args = make_arguments(params, workspace, Config::kDim, {Config::kRows, Config::kKeys});
+    const int grid = std::min(params.num_sms, args.head_sets.num_claims);
     backward_kernel<Config><<<grid, Config::kThreads, BackwardMemory<Config>::kBytes, stream>>>(maps, args);
     return cudaGetLastError();
 }

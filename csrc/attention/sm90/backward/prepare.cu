@@ -9,11 +9,12 @@ namespace {
 constexpr int kThreads = 256, kWarpSize = 32;
 constexpr int kHeads = kWarpSize, kRows = 64;  // heads and rows of a CTA of transpose_rows
 constexpr int kMostBlockRows = 128;
+constexpr int kZerosOfCta = 16 * kThreads;  // in units of 16 bytes
 
 struct RowsArguments {
     const float *lse, *delta;
     EightRows* rows;
-    int q_len, heads, rows_per_head, ctas_per_example;
+    int q_len, heads, rows_per_head, ctas_per_example, ctas_by_heads;
     int block_rows;  // of a block of queries
 };
 
@@ -63,10 +64,11 @@ __device__ void write_rows(const StagedRows& staged, EightRows* to, int num_rows
 
 // Writes the row statistics. A CTA takes some rows of some heads of an example: heads are contiguous in what it reads,
 // positions in what it writes.
-__global__ void __launch_bounds__(kThreads) transpose_rows(const __grid_constant__ RowsArguments args) {
+__device__ void transpose_rows(const RowsArguments& args, int cta) {
     __shared__ StagedRows staged;
-    const int first_head = blockIdx.y * kHeads, first_row = blockIdx.x % args.ctas_per_example * kRows;
-    const int64_t example = blockIdx.x / args.ctas_per_example;
+    const int by_rows = cta / args.ctas_by_heads;  // of all examples
+    const int first_head = cta % args.ctas_by_heads * kHeads, first_row = by_rows % args.ctas_per_example * kRows;
+    const int64_t example = by_rows / args.ctas_per_example;
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     for (int eight = warp; eight < (kRows + args.block_rows) / 8 - 1; eight += kThreads / kWarpSize)
         stage_rows(args, staged, example, first_row, first_head + lane, eight);
@@ -85,21 +87,25 @@ struct OrderArguments {
     int* tile_ranks;
     int capacity, key_tiles;
     int blocks_per_head, block_rows;  // blocks of queries, and the rows of one
+    int ranks_ctas, ranges_ctas;      // of a mask
 };
 
-// Inverts the order of the tiles in the tile schedule. Masks are along x, since there may be more than a grid's height.
-__global__ void __launch_bounds__(kThreads) find_tile_ranks(const __grid_constant__ OrderArguments args) {
-    const int64_t first = int64_t{blockIdx.x} * args.key_tiles;
-    for (int i = blockIdx.y * kThreads + threadIdx.x; i < args.key_tiles; i += gridDim.y * kThreads)
+// Inverts the order of the tiles in the tile schedule.
+__device__ void find_tile_ranks(const OrderArguments& args, int cta) {
+    const int64_t first = int64_t{cta / args.ranks_ctas} * args.key_tiles;
+    const int stride = args.ranks_ctas * kThreads;
+    for (int i = cta % args.ranks_ctas * kThreads + threadIdx.x; i < args.key_tiles; i += stride)
         args.tile_ranks[first + args.tiles[first + i].tile] = i;
 }
 
 // Finds the bands that touch each block of queries of a mask, with a warp for each block. Bands are transposed.
-__global__ void __launch_bounds__(kThreads) find_band_ranges(const __grid_constant__ OrderArguments args) {
-    const ScheduledBand* bands = args.bands + int64_t{blockIdx.x} * args.capacity;
-    Range* ranges = args.band_ranges + int64_t{blockIdx.x} * args.blocks_per_head;
-    const int lane = threadIdx.x % kWarpSize, stride = gridDim.y * kThreads / kWarpSize;
-    for (int block = (blockIdx.y * kThreads + threadIdx.x) / kWarpSize; block < args.blocks_per_head; block += stride) {
+__device__ void find_band_ranges(const OrderArguments& args, int cta) {
+    const int mask = cta / args.ranges_ctas;
+    const ScheduledBand* bands = args.bands + int64_t{mask} * args.capacity;
+    Range* ranges = args.band_ranges + int64_t{mask} * args.blocks_per_head;
+    const int lane = threadIdx.x % kWarpSize, stride = args.ranges_ctas * kThreads / kWarpSize;
+    const int first = (cta % args.ranges_ctas * kThreads + threadIdx.x) / kWarpSize;
+    for (int block = first; block < args.blocks_per_head; block += stride) {
         const int row = block * args.block_rows;
         int begin = args.capacity, end = 0;
         for (int i = lane; i < args.capacity; i += kWarpSize) {
@@ -115,60 +121,104 @@ __global__ void __launch_bounds__(kThreads) find_band_ranges(const __grid_consta
     }
 }
 
-void launch_transpose(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile,
-                      cudaStream_t stream) {
-    const BackwardShape& shape = params.shape;
-    const int ctas_per_example = ceil_div(workspace.rows_per_head, kRows);
-    const dim3 grid(shape.batch * ctas_per_example, ceil_div(shape.heads, kHeads));
-    const RowsArguments args{.lse = params.lse,
-                             .delta = params.delta,
-                             .rows = workspace.rows,
-                             .q_len = shape.q_len,
-                             .heads = shape.heads,
-                             .rows_per_head = workspace.rows_per_head,
-                             .ctas_per_example = ctas_per_example,
-                             .block_rows = tile.rows};
-    transpose_rows<<<grid, kThreads, 0, stream>>>(args);
+// The workspace's part that begins with zeros, in units of 16 bytes. Those in [key_sums, end_key_sums) are of the sums of
+// dK and dV, which are not used if work items have whole groups.
+struct ZeroArguments {
+    float4* to;
+    int64_t count, key_sums, end_key_sums;
+    WholeGroups whole_groups;
+};
+
+__device__ void zero(const ZeroArguments& args, int cta) {
+    const int64_t begin = int64_t{cta} * kZerosOfCta, first = begin + threadIdx.x;
+    const bool unused = args.key_sums <= begin and begin + kZerosOfCta <= args.end_key_sums;
+    if (unused and args.whole_groups.chosen())
+        return;
+#pragma unroll 4
+    for (int i = 0; i < kZerosOfCta; i += kThreads)
+        if (first + i < args.count)
+            args.to[first + i] = {0.f, 0.f, 0.f, 0.f};
 }
 
-void launch_order(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile,
-                  cudaStream_t stream) {
-    const int blocks_per_head = workspace.rows_per_head / tile.rows;
-    const OrderArguments args{.bands = params.bands,
-                              .tiles = params.tiles,
-                              .band_ranges = workspace.band_ranges,
-                              .tile_ranks = workspace.tile_ranks,
-                              .capacity = params.capacity,
-                              .key_tiles = workspace.key_tiles,
-                              .blocks_per_head = blocks_per_head,
-                              .block_rows = tile.rows};
+// All of it in one launch, for short sequences take less time than launches. CTAs do one thing each: they are numbered
+// by what they do, and `*_end` is the number of the first one that does something else.
+struct PrepareArguments {
+    RowsArguments rows;
+    OrderArguments order;
+    ZeroArguments zeros;
+    int rows_end, ranks_end, ranges_end;
+};
+
+__global__ void __launch_bounds__(kThreads) prepare(const __grid_constant__ PrepareArguments args) {
+    const int cta = blockIdx.x;
+    if (cta < args.rows_end)
+        transpose_rows(args.rows, cta);
+    else if (cta < args.ranks_end)
+        find_tile_ranks(args.order, cta - args.rows_end);
+    else if (cta < args.ranges_end)
+        find_band_ranges(args.order, cta - args.ranks_end);
+    else
+        zero(args.zeros, cta - args.ranges_end);
+}
+
+RowsArguments rows_arguments(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile) {
+    return {.lse = params.lse,
+            .delta = params.delta,
+            .rows = workspace.rows,
+            .q_len = params.shape.q_len,
+            .heads = params.shape.heads,
+            .rows_per_head = workspace.rows_per_head,
+            .ctas_per_example = ceil_div(workspace.rows_per_head, kRows),
+            .ctas_by_heads = ceil_div(params.shape.heads, kHeads),
+            .block_rows = tile.rows};
+}
+
+OrderArguments order_arguments(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile) {
     constexpr int kMaxCtas = 1024, kWarps = kThreads / kWarpSize;
-    const dim3 ranks_grid(params.num_masks, std::min(kMaxCtas, ceil_div(workspace.key_tiles, kThreads)));
-    const dim3 ranges_grid(params.num_masks, std::min(kMaxCtas, ceil_div(blocks_per_head, kWarps)));
-    find_tile_ranks<<<ranks_grid, kThreads, 0, stream>>>(args);
-    if (params.deterministic)
-        find_band_ranges<<<ranges_grid, kThreads, 0, stream>>>(args);
+    const int blocks_per_head = workspace.rows_per_head / tile.rows;
+    return {.bands = params.bands,
+            .tiles = params.tiles,
+            .band_ranges = workspace.band_ranges,
+            .tile_ranks = workspace.tile_ranks,
+            .capacity = params.capacity,
+            .key_tiles = workspace.key_tiles,
+            .blocks_per_head = blocks_per_head,
+            .block_rows = tile.rows,
+            .ranks_ctas = std::min(kMaxCtas, ceil_div(workspace.key_tiles, kThreads)),
+            .ranges_ctas = std::min(kMaxCtas, ceil_div(blocks_per_head, kWarps))};
+}
+
+ZeroArguments zero_arguments(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile,
+                             int kernel_dim) {
+    float4* const begin = reinterpret_cast<float4*>(workspace.dq);
+    const bool has_key_sums = workspace.dk != nullptr;
+    return {.to = begin,
+            .count = workspace.bytes_to_clear / 16,
+            .key_sums = has_key_sums ? reinterpret_cast<float4*>(workspace.dk) - begin : 0,
+            .end_key_sums = has_key_sums ? reinterpret_cast<float4*>(workspace.counter) - begin : 0,
+            .whole_groups = make_whole_groups(params, kernel_dim, tile)};
 }
 
 }  // namespace
 
 cudaError_t prepare_backward(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile,
-                             cudaStream_t stream) {
-    char* const sums = reinterpret_cast<char*>(workspace.dq);
-    const cudaError_t error = cudaMemsetAsync(sums, 0, workspace.bytes_to_clear, stream);
-    if (error != cudaSuccess)
-        return error;
-    launch_transpose(params, workspace, tile, stream);
-    launch_order(params, workspace, tile, stream);
+                             int kernel_dim, cudaStream_t stream) {
+    PrepareArguments args{.rows = rows_arguments(params, workspace, tile),
+                          .order = order_arguments(params, workspace, tile),
+                          .zeros = zero_arguments(params, workspace, tile, kernel_dim)};
+    args.rows_end = params.shape.batch * args.rows.ctas_per_example * args.rows.ctas_by_heads;
+    args.ranks_end = args.rows_end + params.num_masks * args.order.ranks_ctas;
+    args.ranges_end = args.ranks_end + (params.deterministic ? params.num_masks * args.order.ranges_ctas : 0);
+    const int64_t ctas = args.ranges_end + ceil_div(args.zeros.count, int64_t{kZerosOfCta});
+    if (ctas > INT32_MAX)
+        return cudaErrorInvalidConfiguration;
+    prepare<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(args);
     return cudaGetLastError();
 }
 
 cudaError_t preload_prepare() {
     cudaFuncAttributes attributes;
-    cudaError_t error = cudaFuncGetAttributes(&attributes, transpose_rows);
-    if (error == cudaSuccess)
-        error = cudaFuncGetAttributes(&attributes, find_tile_ranks);
-    return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, find_band_ranges) : error;
+    return cudaFuncGetAttributes(&attributes, prepare);
 }
 
 }  // namespace jaxmagi::sm90

@@ -11,8 +11,6 @@
 namespace jaxmagi::sm90 {
 
 template <typename Config> struct BackwardProducer {
-    static constexpr int kChunkBlocks = 8192 / Config::kRows;
-
     BackwardMemory<Config> memory;
     const BackwardTensorMaps& maps;
     const BackwardArguments& args;
@@ -30,10 +28,12 @@ template <typename Config> struct BackwardProducer {
                 end_step = step + num_steps;
             }
             if (num_steps < 0)
-                return;
+                break;
             load_blocks(run);
             memory.run_empty(index).arrive();
         }
+        memory.descriptor(step).head = -1;
+        memory.described(step).arrive();
     }
 
 private:
@@ -51,38 +51,25 @@ private:
     }
 
     // Loads the blocks of a run from the last to the first, since under a causal mask all tiles have the last block:
-    // CTAs that began together with different tiles need the same queries, and find them in the L2 cache. The query
-    // heads of the item follow each other within chunks of blocks. If they changed at every block, the 8 heads of an item
-    // of dimension 192 would go through more than the cache holds before the neighbouring tile needs the same queries; if
-    // each went over the whole sequence, tiles of different lengths would drift apart.
+    // CTAs that began together with different tiles need the same queries, and find them in the L2 cache.
     __device__ __forceinline__ void load_blocks(const BackwardBandRun& run) {
 #pragma unroll 1
-        for (int end = run.blocks.end; end > run.blocks.begin;) {
-            const int begin = max((end - 1) / kChunkBlocks * kChunkBlocks, run.blocks.begin);
-#pragma unroll 1
-            for (int head = 0; head < args.schedule.heads_per_item; ++head)
-                load_chunk(run, {begin, end}, run.first_head + head);
-            end = begin;
+        for (int block = run.blocks.end - 1; block >= run.blocks.begin; --block, ++step) {
+            load_queries(run, block);
+            load_dout(run, block);
         }
     }
 
-    __device__ __forceinline__ void load_chunk(const BackwardBandRun& run, Range blocks, int head) {
-#pragma unroll 1
-        for (int block = blocks.end - 1; block >= blocks.begin; --block, ++step) {
-            load_queries(run, block, head);
-            load_dout(run, block, head);
-        }
-    }
-
-    __device__ __forceinline__ void load_queries(const BackwardBandRun& run, int block, int head) const {
+    __device__ __forceinline__ void load_queries(const BackwardBandRun& run, int block) const {
         const int first = run.origin + block * Config::kRows;
-        const int any_head = run.example * args.heads + head;  // of all examples
+        const int any_head = run.example * args.heads + run.head;  // of all examples
         const int head_row = any_head * args.workspace.rows_per_head, row = head_row + first;
         describe(run, block, first, any_head, head_row * Config::kSumPanels + first);
+        memory.described(step).arrive();
         memory.q_empty(step).wait(memory.q_parity(step) ^ 1);
         const Mbarrier full = memory.q_full(step);
         full.arrive_and_expect(Config::kQBytes + Config::kRowsBytes);
-        load<Config::kDim>(memory.q(step), maps.q, Config::kRows, {0, head, first, run.example}, full);
+        load<Config::kDim>(memory.q(step), maps.q, Config::kRows, {0, run.head, first, run.example}, full);
         bulk_load(shared_address(memory.rows(step)), args.workspace.rows + row / 8, Config::kRowsBytes, full);
     }
 
@@ -106,12 +93,12 @@ private:
         descriptor.tile = run.key / Config::kKeys;
     }
 
-    __device__ __forceinline__ void load_dout(const BackwardBandRun& run, int block, int head) const {
+    __device__ __forceinline__ void load_dout(const BackwardBandRun& run, int block) const {
         memory.dout_empty(step).wait(memory.dout_parity(step) ^ 1);
         const Mbarrier full = memory.dout_full(step);
         full.arrive_and_expect(Config::kDoutBytes);
         load<Config::kVDim>(memory.dout(step), maps.dout, Config::kRows,
-                            {0, head, run.origin + block * Config::kRows, run.example}, full);
+                            {0, run.head, run.origin + block * Config::kRows, run.example}, full);
     }
 
     template <int kColumns>

@@ -7,14 +7,6 @@
 
 // The reducer warp adds dQ of each step to the sums in global memory and, where work items have parts of a group, dK and
 // dV of each item.
-//
-// Where the order of sums is fixed, each block of queries has a counter of the additions that are done, and an addition
-// waits until the counter has reached its ticket. Tiles of keys come from the first to the last, the bands of a tile
-// from the last of the mask to the first. CTAs claim tiles in that order too, so that an addition only waits for tiles
-// of running CTAs, and the first tile that is not done waits for nothing. All CTAs go through blocks and query heads in
-// the same order: under a causal mask the first tiles are the longest, and blocks that all tiles have come first, so
-// that a CTA is no more than one step behind another. Neighbouring tiles share the bands at their common edge: a tile
-// begins with the bands that it shares with the next tile, and the next tile ends with them.
 
 namespace jaxmagi::sm90 {
 
@@ -33,11 +25,11 @@ template <typename Config> struct BackwardReducer {
                 break;
             const StepDescriptor& descriptor = memory.descriptor(step);
             if (args.deterministic)
-                add_in_order(descriptor);
+                add_in_order(descriptor, step);
             else
                 add(descriptor);
             if constexpr (Config::kCanAddGradients)
-                if (args.schedule.adds_gradients() and descriptor.last)
+                if (memory.schedule().adds_gradients() and descriptor.last)
                     add_gradients(descriptor);
         }
         if (elect_lane())
@@ -73,7 +65,8 @@ private:
     // Adds one part of dQ. Those of a pass lie `kDqPasses` parts apart in global memory.
     __device__ __forceinline__ void add_dq(float* to, int pass, int part) const {
         const int index = part * Config::kDqPasses + pass;
-        add_part(to + index * part_stride(), part, min(Config::kPartBytes, Config::kSumBytes - index * Config::kPartBytes));
+        const int bytes = min(Config::kPartBytes, Config::kSumBytes - index * Config::kPartBytes);
+        add_part(to + index * part_stride(), part, bytes);
     }
 
     // Adds dQ of a step. The first part of the first pass was waited for.
@@ -98,10 +91,10 @@ private:
 
     // Adds dK and dV of the work item whose last step this is. In a fixed order, each head set waits for the one before.
     __device__ __forceinline__ void add_gradients(const StepDescriptor& descriptor) const {
-        const int key_head = descriptor.head / args.schedule.group_size;
+        const int key_head = descriptor.head / memory.schedule().group_size;
         int* const counter = args.workspace.key_additions + key_head * args.workspace.key_tiles + descriptor.tile;
         if (args.deterministic and elect_lane())
-            wait_for_ticket(counter, descriptor.head % args.schedule.group_size / args.schedule.heads_per_item);
+            wait_for_ticket(counter, descriptor.head % memory.schedule().group_size / memory.schedule().heads_per_item);
         add_gradient<Config::kDim>(args.workspace.dk, key_head, descriptor.tile);
         add_gradient<Config::kVDim>(args.workspace.dv, key_head, descriptor.tile);
         if (args.deterministic and elect_lane()) {
@@ -138,10 +131,10 @@ private:
 
     // Adds dQ of a step when its ticket comes up. The next ticket has to wait until the additions are complete, but
     // parts are released when they were read.
-    __device__ __forceinline__ void add_in_order(const StepDescriptor& descriptor) const {
+    __device__ __forceinline__ void add_in_order(const StepDescriptor& descriptor, unsigned step) const {
         float* const to = target(descriptor);
         int* const counter = args.workspace.additions + descriptor.row / Config::kRows;
-        const int ticket = ticket_of(descriptor);
+        memory.ticketed(step).wait(memory.step_parity(step));
 #pragma unroll
         for (int pass = 0; pass < Config::kDqPasses; ++pass) {
             for (int part = 0; part < Config::kConsumers; ++part)
@@ -149,7 +142,7 @@ private:
                     wait_for_part(part);
             if (elect_lane()) {
                 if (pass == 0)
-                    wait_for_ticket(counter, ticket);
+                    wait_for_ticket(counter, descriptor.ticket);
                 for (int part = 0; part < Config::kConsumers; ++part)
                     add_dq(to, pass, part);
                 bulk_wait_read<0>();
@@ -175,28 +168,6 @@ private:
     __device__ __forceinline__ static void finish_ticket(int* counter) {
         fence_global_for_async();
         asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
-    }
-
-    // Returns the number of additions to the block that come before this one.
-    __device__ __forceinline__ int ticket_of(const StepDescriptor& descriptor) const {
-        const int blocks_per_head = args.workspace.rows_per_head / Config::kRows;
-        const int block = descriptor.mask * blocks_per_head + descriptor.block;  // 2^31 of them would take 16 GiB
-        const Range touching = args.workspace.band_ranges[block];
-        const ScheduledBand* bands = args.bands + int64_t{descriptor.mask} * args.capacity;
-        const int first = descriptor.block * Config::kRows;
-        const Range queries{first, first + Config::kRows};
-        int before = 0;
-#pragma unroll 1
-        for (int i = touching.begin + lane; i < touching.end; i += 32) {
-            const ScheduledBand band = bands[i];
-            const Range keys = rows_of_keys({band.q0, band.q1, band.k0, band.k1, band.lo, band.hi}, queries);
-            if (is_empty(keys))
-                continue;
-            const Range tiles{keys.begin / Config::kKeys, ceil_div(keys.end, Config::kKeys)};
-            before += max(0, min(tiles.end, descriptor.tile) - tiles.begin);
-            before += i > descriptor.band and tiles.begin <= descriptor.tile and descriptor.tile < tiles.end;
-        }
-        return __reduce_add_sync(~0u, before);
     }
 };
 

@@ -4,11 +4,13 @@
 
 #include "csrc/attention/sm90/backward/backward.h"
 #include "csrc/common/math.h"
+#include "csrc/mask/band.h"
 
 // How the work is cut into work items, and the order in which the CTAs claim them. A work item is a tile of keys of one
-// key head, with a head set: as many query heads of the group as heads_of_item says. Where a group has several sets, dK
-// and dV of a tile are added up in the workspace. In return few heads are under way at once, whose dQ stays in the L2
-// cache, and more items share the last round.
+// key head, with a head set: as many query heads of the group as heads_of_item says, or all. Where a group has several
+// sets, dK and dV of a tile are added up in the workspace. In return few heads are under way at once, whose dQ stays in the
+// L2 cache. The items of the last round, in which not every CTA would have one, are split: several CTAs have some blocks of
+// queries each.
 
 namespace jaxmagi::sm90 {
 
@@ -16,12 +18,14 @@ namespace jaxmagi::sm90 {
 // of head sets (of any example, where one mask serves all) whose queries stay in the L2 cache together. It has more where
 // the balance of work needs them or, with a fixed order of sums, where tiles would often wait. In the last section the
 // longest tiles come first, unless the order of sums is fixed.
-struct BackwardSchedule {
+struct alignas(16) BackwardSchedule {
     int num_items, per_mask, per_section;  // numbers of work items
     int num_tiles;                         // of one mask
     int head_sets, section;                // head sets of a mask and of a section
     int heads_per_item, sets_per_key_head, group_size;  // query heads; head sets; query heads of a key head
     int longest_first;                     // the first work item from which the longest tiles come first
+    int first_split, num_splits, split_blocks;  // the first work item that is split; parts of one; blocks of a part
+    int num_claims;                             // work items that are not split, and parts of those that are
 
     // Returns true if dK and dV of a tile are added up in the workspace.
     JAXMAGI_HOST_DEVICE bool adds_gradients() const { return sets_per_key_head > 1; }
@@ -30,6 +34,7 @@ struct BackwardSchedule {
 struct BackwardItem {
     int mask, rank, head_set;  // head_set counts those of the mask, example by example
     bool by_position;          // the rank is the tile's position; otherwise that in the tile schedule, longest first
+    Range blocks;              // which of the tile's blocks of queries, in the order of the steps
 };
 
 // Returns true if the kernel has code that adds dK and dV up. In kernels of three consumer warpgroups, for head dimension
@@ -46,47 +51,108 @@ inline int heads_of_item(const BackwardShape& shape, int kernel_dim) {
     return not can_add_gradients(kernel_dim) ? group : group % 2 == 0 ? 2 : 1;
 }
 
-// Returns true if a key head has several head sets, so that dK and dV of a tile are added up in the workspace.
-inline bool adds_gradients(const BackwardShape& shape, int kernel_dim) {
+// Returns true if a key head has several head sets, so that dK and dV of a tile may be added up in the workspace.
+inline bool may_add_gradients(const BackwardShape& shape, int kernel_dim) {
     return heads_of_item(shape, kernel_dim) < shape.heads / shape.kv_heads;
+}
+
+// Decides on the device whether work items have all query heads of a group although heads_of_item says fewer. They do
+// where all tiles have few blocks of queries, as with short documents: with all heads in turn these stay in the L2 cache,
+// and there are no sums of dK and dV to be cleared and converted.
+struct WholeGroups {
+    const ScheduledTile* longest;  // of the first mask
+    int most_blocks;               // -1: never
+
+    __device__ __forceinline__ bool chosen() const { return longest->num_blocks <= most_blocks; }
+};
+
+// The most blocks of queries that a tile may have, and the fewest work items that there have to be for a multiprocessor.
+inline constexpr int kWholeGroupBlocks = 16, kWholeGroupItems = 8;
+
+inline WholeGroups make_whole_groups(const BackwardParams& params, int kernel_dim, TileShape tile) {
+    const BackwardShape& shape = params.shape;
+    const int64_t items = int64_t{shape.batch} * shape.kv_heads * ceil_div(shape.kv_len, tile.keys);
+    const bool possible = may_add_gradients(shape, kernel_dim) and items >= int64_t{kWholeGroupItems} * params.num_sms;
+    return {params.tiles, possible ? kWholeGroupBlocks : -1};
 }
 
 // How much of the L2 cache the queries, dO and dQ of a section may fill.
 inline constexpr int64_t kBackwardSectionBytes = int64_t{32} << 20;
 
-// How many CTAs with tiles of 128 keys work on one head set at a time with a fixed order of sums, if there are enough
-// heads: few, so that they seldom wait, but enough to profit from the L2 cache. With smaller tiles, which read more for
-// each product, there are twice as many CTAs: with all heads of a group in an item, 16k of D 256 took 1.37 (full) and
-// 1.29 (causal) times the time without a fixed order; with 16 of them full took 1.57, with 64 causal 1.38 to 1.40.
-inline constexpr int kBackwardCtasPerHead = 16;
+// Returns how many CTAs work on one head set at a time with a fixed order of sums, if there are enough heads. Tiles of one
+// head wait for each other, those behind a shared prefix for tiles that are many times as long: few CTAs seldom wait.
+// Smaller tiles read more for each product, which more CTAs find in the L2 cache. Where all tiles are about as long, each
+// CTA is a step behind another and never waits again, so that a quarter of the tiles may be under way.
+inline int ctas_per_head_set(TileShape tile, int tiles, bool even) {
+    const int few = tile.keys < 128 ? 32 : 16;
+    return even ? std::max(2 * few, tiles / 4) : few;
+}
 
-inline BackwardSchedule make_schedule(const BackwardShape& shape, int num_masks, int kernel_dim, int tile_keys,
-                                      int num_sms, bool deterministic) {
-    const int group = shape.heads / shape.kv_heads, heads = heads_of_item(shape, kernel_dim), sets = group / heads;
-    const int tiles = ceil_div(shape.kv_len, tile_keys), head_sets = shape.batch / num_masks * shape.kv_heads * sets;
+// Returns true if nearly all tiles of the first mask are about as long. Tiles are those of a tile schedule.
+__device__ __forceinline__ bool are_even(const ScheduledTile* tiles, int num_tiles) {
+    return 4 * tiles[num_tiles * 7 / 8].num_blocks >= 3 * tiles[0].num_blocks;
+}
+
+// The fewest steps of a part of a split item, and the most parts. Each part loads keys and adds dK and dV up, which takes
+// as long as two or three steps.
+inline constexpr int kSplitSteps = 16, kMostSplits = 16;
+
+// Splits the work items of the last round if a quarter of the CTAs would have none. Parts add dK and dV up in any order, so
+// nothing is split if the order of sums is fixed.
+inline void split_last_round(BackwardSchedule* schedule, int num_blocks, int num_sms, bool deterministic) {
+    const int last_round = schedule->num_items % num_sms;
+    const bool splits = schedule->adds_gradients() and not deterministic and 4 * last_round <= 3 * num_sms;
+    const int fewest_blocks = ceil_div(kSplitSteps, schedule->heads_per_item);
+    schedule->first_split = schedule->num_items - (splits ? last_round : 0);
+    schedule->split_blocks = std::max(fewest_blocks, ceil_div(num_blocks, kMostSplits));
+    schedule->num_splits = ceil_div(num_blocks, schedule->split_blocks);
+    const int num_split = schedule->num_items - schedule->first_split;
+    schedule->num_claims = schedule->first_split + num_split * schedule->num_splits;
+}
+
+// heads: query heads of a work item. even: tiles are about as long, which matters if the order of sums is fixed.
+inline BackwardSchedule make_schedule(const BackwardParams& params, TileShape tile, int heads, bool even) {
+    const BackwardShape& shape = params.shape;
+    const int num_masks = params.num_masks, num_sms = params.num_sms;
+    const bool deterministic = params.deterministic;
+    const int group = shape.heads / shape.kv_heads, sets = group / heads;
+    const int tiles = ceil_div(shape.kv_len, tile.keys), head_sets = shape.batch / num_masks * shape.kv_heads * sets;
     const int64_t set_bytes = int64_t{shape.q_len} * heads * (6 * shape.dim + 2 * shape.v_dim);
     // In a smaller section, the longest tiles of the last section would end long after the others.
     const int64_t balanced = ceil_div(num_sms * 9 / 10, tiles);
-    // Tiles of one head wait for each other, those behind a shared prefix for tiles that are many times as long.
-    const int ctas_per_head = kBackwardCtasPerHead * (tile_keys < 128 ? 2 : 1);
-    const int64_t seldom_waiting = deterministic ? num_sms / ctas_per_head : 1;
+    const int64_t seldom_waiting = deterministic ? num_sms / ctas_per_head_set(tile, tiles, even) : 1;
     const int64_t wanted = std::max({int64_t{1}, seldom_waiting, balanced, kBackwardSectionBytes / set_bytes});
     const int sections = std::max(1, head_sets / static_cast<int>(std::min<int64_t>(wanted, head_sets)));
     const int section = ceil_div(head_sets, sections);
     const int num_items = num_masks * head_sets * tiles, last_section = (head_sets - 1) % section + 1;
-    return {.num_items = num_items,
-            .per_mask = head_sets * tiles,
-            .per_section = section * tiles,
-            .num_tiles = tiles,
-            .head_sets = head_sets,
-            .section = section,
-            .heads_per_item = heads,
-            .sets_per_key_head = sets,
-            .group_size = group,
-            .longest_first = deterministic ? num_items : num_items - last_section * tiles};
+    BackwardSchedule schedule{.num_items = num_items,
+                              .per_mask = head_sets * tiles,
+                              .per_section = section * tiles,
+                              .num_tiles = tiles,
+                              .head_sets = head_sets,
+                              .section = section,
+                              .heads_per_item = heads,
+                              .sets_per_key_head = sets,
+                              .group_size = group,
+                              .longest_first = deterministic ? num_items : num_items - last_section * tiles};
+    split_last_round(&schedule, ceil_div(shape.q_len, tile.rows), num_sms, deterministic);
+    return schedule;
 }
 
-JAXMAGI_HOST_DEVICE BackwardItem item_at(const BackwardSchedule& schedule, int index) {
+// Returns the blocks of a part of a split item. The last part has all that are left: a tile has more than a head has where
+// several bands of the tile share a block.
+JAXMAGI_HOST_DEVICE Range split_at(const BackwardSchedule& schedule, int part) {
+    const bool last = part + 1 == schedule.num_splits;
+    return {part * schedule.split_blocks, last ? INT32_MAX : (part + 1) * schedule.split_blocks};
+}
+
+JAXMAGI_HOST_DEVICE BackwardItem item_at(const BackwardSchedule& schedule, int claim) {
+    int index = claim;
+    Range blocks{0, INT32_MAX};
+    if (const int split = claim - schedule.first_split; split >= 0) {
+        index = schedule.first_split + split / schedule.num_splits;
+        blocks = split_at(schedule, split % schedule.num_splits);
+    }
     const int mask = index / schedule.per_mask;
     const bool by_position = index < schedule.longest_first;
     index -= mask * schedule.per_mask;
@@ -94,7 +160,7 @@ JAXMAGI_HOST_DEVICE BackwardItem item_at(const BackwardSchedule& schedule, int i
     index -= first * schedule.num_tiles;
     const int rest = schedule.head_sets - first, width = rest < schedule.section ? rest : schedule.section;
     const int rank = index / width;
-    return {mask, rank, first + index - rank * width, by_position};
+    return {mask, rank, first + index - rank * width, by_position, blocks};
 }
 
 }  // namespace jaxmagi::sm90

@@ -11,6 +11,8 @@
 namespace jaxmagi::sm90 {
 
 template <typename Config> struct BackwardScheduler {
+    static constexpr int kChunkBlocks = 8192 / Config::kRows;
+
     BackwardMemory<Config> memory;
     const BackwardArguments& args;
     int lane;
@@ -20,8 +22,8 @@ template <typename Config> struct BackwardScheduler {
         if (lane == 0)
             memory.current_tile().item = -1;
 #pragma unroll 1
-        for (int index = claim_index(); index < args.schedule.num_items; index = claim_index()) {
-            find_tile(item_at(args.schedule, index));
+        for (int claim = claim_work(); claim < memory.schedule().num_claims; claim = claim_work()) {
+            find_tile(item_at(memory.schedule(), claim));
             schedule();
             // A CTA that claims a tile long before it can begin with it keeps the tile from other CTAs.
             memory.run_empty(num_runs - 1).wait(memory.run_parity(num_runs - 1));
@@ -29,60 +31,63 @@ template <typename Config> struct BackwardScheduler {
         wait_for_free_run();
         __syncwarp();
         if (lane == 0)
-            memory.work_item(begin_tile().item).num_steps = -1;
+            begin_item().num_steps = -1;
         write_empty_run();
     }
 
 private:
-    // Claims the next work item. Where the order of sums is fixed, all tiles that it may wait for were claimed before
-    // it, by CTAs that run.
-    __device__ __forceinline__ int claim_index() const {
+    // Claims the next work item or part of one. Where the order of sums is fixed, all tiles that it may wait for were
+    // claimed before it, by CTAs that run.
+    __device__ __forceinline__ int claim_work() const {
         int claimed = 0;
         if (lane == 0)
             asm volatile("atom.global.add.u32 %0, [%1], 1;" : "=r"(claimed) : "l"(args.workspace.counter) : "memory");
         return __shfl_sync(~0u, claimed, 0);
     }
 
-    // Called by one lane.
-    __device__ __forceinline__ CurrentTile& begin_tile() const {
+    // Returns the next work item of the CTA. Called by one lane.
+    __device__ __forceinline__ BackwardWorkItem& begin_item() const {
         CurrentTile& tile = memory.current_tile();
-        ++tile.item;
         tile.has_no_run = true;
-        return tile;
+        return memory.work_item(++tile.item);
     }
 
     __device__ __forceinline__ void find_tile(const BackwardItem& item) const {
-        const int64_t first = int64_t{item.mask} * args.schedule.num_tiles;
-        int rank = item.rank;
-        if (item.by_position)
-            rank = args.workspace.tile_ranks[first + rank];
         __syncwarp();
         if (lane == 0) {
+            const int64_t first = int64_t{item.mask} * memory.schedule().num_tiles;
+            int rank = item.rank;
+            if (item.by_position)
+                rank = args.workspace.tile_ranks[first + rank];
             const ScheduledTile scheduled = args.tiles[first + rank];
-            CurrentTile& tile = begin_tile();
+            CurrentTile& tile = memory.current_tile();
+            tile.blocks = item.blocks;
             tile.key = scheduled.tile * Config::kKeys;
             tile.first_band = scheduled.first_band;
             tile.end_band = scheduled.end_band;
             tile.mask = item.mask;
             tile.bands = args.bands + int64_t{item.mask} * args.capacity;
-            const int key_head = item.head_set / args.schedule.sets_per_key_head;
-            const int set = item.head_set % args.schedule.sets_per_key_head;
+            const int key_head = item.head_set / memory.schedule().sets_per_key_head;
+            const int set = item.head_set % memory.schedule().sets_per_key_head;
             tile.key_head = key_head % args.kv_heads;
             tile.example = item.mask + key_head / args.kv_heads;
-            tile.first_head = tile.key_head * args.schedule.group_size + set * args.schedule.heads_per_item;
+            tile.first_head = tile.key_head * memory.schedule().group_size + set * memory.schedule().heads_per_item;
         }
         __syncwarp();
     }
 
+    // Nobody needs an item without steps if dK and dV are added up, to sums that begin with zeros.
     __device__ __forceinline__ void schedule() {
         const int num_blocks = count_blocks();
+        if (num_blocks == 0 and memory.schedule().adds_gradients())
+            return;
         wait_for_free_run();
         write_item(num_blocks);
         __syncwarp();
         if (num_blocks == 0)
             write_empty_run();
         else
-            write_runs();
+            write_chunks();
     }
 
     // A band and the blocks of queries that see keys of the tile in it. Keys of the tile that do not exist count too.
@@ -115,6 +120,7 @@ private:
         return Config::kTransposedDq and not args.deterministic;
     }
 
+    // Returns the number of blocks of queries of the work item.
     __device__ __forceinline__ int count_blocks() const {
         const CurrentTile& tile = memory.current_tile();
         int count = 0;
@@ -123,7 +129,7 @@ private:
             const Range blocks = find_run(i).blocks;
             count += blocks.end - blocks.begin;
         }
-        return __reduce_add_sync(~0u, count);
+        return max(0, min(__reduce_add_sync(~0u, count), tile.blocks.end) - tile.blocks.begin);
     }
 
     // Returns a bit for each of 32 keys: set if some query sees the key, or if it does not exist.
@@ -140,8 +146,8 @@ private:
 
     // Writes the work item, which the barrier of its first run publishes.
     __device__ __forceinline__ void write_item(int num_blocks) const {
-        const CurrentTile& tile = memory.current_tile();
-        BackwardWorkItem& work = memory.work_item(tile.item);
+        CurrentTile& tile = memory.current_tile();
+        BackwardWorkItem& work = memory.work_item(tile.item + 1);
         bool all_visible = true;
 #pragma unroll 1
         for (int word = 0; word < Config::kKeys / 32; ++word) {
@@ -152,43 +158,87 @@ private:
         }
         if (lane != 0)
             return;
-        work.num_steps = num_blocks * args.schedule.heads_per_item;
+        begin_item();
+        tile.blocks.end = tile.blocks.begin + num_blocks;
+        tile.chunk = tile.blocks.begin;
+        tile.head = tile.first_head;
+        work.num_steps = num_blocks * memory.schedule().heads_per_item;
         work.key = tile.key;
         work.key_head = tile.key_head;
         work.example = tile.example;
         work.all_visible = all_visible;
     }
 
-    // Writes the runs of the tile. Where the order of sums is fixed, bands come from the last to the first, as
-    // BackwardReducer explains.
-    __device__ __forceinline__ void write_runs() {
-        const CurrentTile& tile = memory.current_tile();
+    // Writes the runs of the work item, chunk by chunk of its blocks, and in each head by head. If heads changed at every
+    // block, the 8 heads of an item of dimension 192 would go through more than the L2 cache holds before the neighbouring
+    // tile needs the same queries; if each went over the whole sequence, tiles of different lengths would drift apart.
+    __device__ __forceinline__ void write_chunks() {
+        CurrentTile& tile = memory.current_tile();
 #pragma unroll 1
-        for (int i = lane; i - lane < tile.end_band - tile.first_band; i += 32)
-            write_runs_of_lanes(args.deterministic ? tile.end_band - 1 - i : tile.first_band + i);
+        while (tile.chunk < tile.blocks.end) {
+            write_chunk();
+            if (lane == 0 and ++tile.head == tile.first_head + memory.schedule().heads_per_item) {
+                tile.head = tile.first_head;
+                tile.chunk += kChunkBlocks;
+            }
+            __syncwarp();
+        }
+    }
+
+    // Writes the runs of a chunk of one head. Where the order of sums is fixed, bands come from the last to the first, as
+    // tickets.cuh explains.
+    __device__ __forceinline__ void write_chunk() {
+        CurrentTile& tile = memory.current_tile();
+        if (lane == 0) {
+            tile.band = 0;
+            tile.blocks_before = 0;
+        }
+        __syncwarp();
+#pragma unroll 1
+        while (tile.band < tile.end_band - tile.first_band and tile.blocks_before < end_of_chunk()) {
+            const int band = tile.band + lane;
+            write_runs(args.deterministic ? tile.end_band - 1 - band : tile.first_band + band);
+            if (lane == 0)
+                tile.band += 32;
+            __syncwarp();
+        }
+    }
+
+    __device__ __forceinline__ int end_of_chunk() const {
+        const CurrentTile& tile = memory.current_tile();
+        return min(tile.chunk + kChunkBlocks, tile.blocks.end);
     }
 
     // Writes the runs of 32 bands, each found by one lane.
-    __device__ __forceinline__ void write_runs_of_lanes(int index) {
+    __device__ __forceinline__ void write_runs(int index) {
         const LaneRun found = find_run(index);
 #pragma unroll 1
         for (unsigned nonempty = __ballot_sync(~0u, not is_empty(found.blocks)); nonempty != 0;
              nonempty &= nonempty - 1) {
             wait_for_free_run();
-            if (lane == __ffs(nonempty) - 1) {
-                write_run(found, index);
-                publish_run();
-            }
-            ++num_runs;
-            __syncwarp();
+            bool written = false;
+            if (lane == __ffs(nonempty) - 1)
+                written = write_run(found, index);
+            num_runs += __any_sync(~0u, written);
         }
     }
 
-    // Called by one lane.
-    __device__ __forceinline__ void write_run(const LaneRun& found, int band_index) const {
+    // Returns those blocks of a band that belong to the chunk. Steps go from the last block to the first.
+    __device__ __forceinline__ Range take_blocks(Range blocks) const {
+        CurrentTile& tile = memory.current_tile();
+        const int begin = max(tile.chunk - tile.blocks_before, 0), end = end_of_chunk() - tile.blocks_before;
+        tile.blocks_before += blocks.end - blocks.begin;
+        return {max(blocks.begin, blocks.end - end), blocks.end - begin};
+    }
+
+    // Writes a run, unless it has no block in the chunk. Returns true if it does. Called by one lane.
+    __device__ __forceinline__ bool write_run(const LaneRun& found, int band_index) const {
         const CurrentTile& tile = memory.current_tile();
         const Band& band = found.band;
         BackwardBandRun& run = memory.band_run(num_runs);
+        run.blocks = take_blocks(found.blocks);
+        if (is_empty(run.blocks))
+            return false;
         run.key_begin = band.q0 - tile.key;
         run.key_end = band.q1 - tile.key;
         run.lower = band.lo + tile.key;
@@ -196,14 +246,15 @@ private:
         run.first_query = band.k0;
         run.end_query = band.k1;
         run.origin = found.origin;
-        run.blocks = found.blocks;
         run.band = band_index;
-        run.first_head = tile.first_head;
+        run.head = tile.head;
         const bool holds_keys = band.q0 <= tile.key and tile.key + Config::kKeys <= band.q1;
         // Every query of a block sees every key if the block lies between these, counted from the origin.
         const int from = max(band.k0, band.lo + tile.key + Config::kKeys - 1) - found.origin;
         const int to = min(band.k1, run.upper) - found.origin;
         run.unmasked = {ceil_div(max(from, 0), Config::kRows), holds_keys ? max(to, 0) / Config::kRows : 0};
+        publish_run();
+        return true;
     }
 
     // Writes what a run has from its tile and hands it to the producer. Called by one lane.

@@ -14,6 +14,7 @@ struct SumsLayout {
     int row_block;
     bool transposed;
 
+    constexpr bool operator==(const SumsLayout&) const = default;
     // Returns how many parts, one after the other, the columns of a head are divided into.
     constexpr int panels(int dim) const { return transposed ? sm90::panels(dim) : 1; }
 };

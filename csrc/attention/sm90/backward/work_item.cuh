@@ -22,18 +22,19 @@ struct alignas(16) StepDescriptor {
     int key_begin, key_end, lower, upper;  // read together
     int first_column, end_column;          // read together
     bool masked, last;  // last: of the work item
-    int head;  // query head of all examples
+    int head;  // query head of all examples; -1: no more steps
     int row;  // first row of the sums of dQ, panel by panel: 2^31 of them would take 512 GiB
     int mask, block, band, tile;  // fix the order of sums: block of queries in its head, index of the band in the mask
+    int ticket;                   // how many additions to the block come before (tickets.cuh)
 };
 
-// The blocks of queries that see keys of a tile in one band, for the producer.
+// Blocks of queries of one head that see keys of a tile in one band, for the producer.
 struct alignas(16) BackwardBandRun {
     int key_begin, key_end;        // keys of the band, counted from the tile's first key
     int lower, upper;              // queries [lower, upper) see the first key, [lower + 1, upper + 1) the next one
     int first_query, end_query;    // queries of the band
-    Range blocks, unmasked;        // all blocks; those in which every query sees every key
-    int band, first_head;
+    Range blocks, unmasked;        // those of the run; those of the band in which every query sees every key
+    int band, head;
     int item;                      // number of work items that the CTA had before
     int key, key_head, example, mask;
     bool first;                    // first run of the work item
@@ -46,6 +47,9 @@ struct alignas(16) CurrentTile {
     int first_band, end_band, mask, key_head, example, first_head;
     const ScheduledBand* bands;  // of the mask
     bool has_no_run;             // no run of the tile was written yet
+    Range blocks;                // of queries, over all bands: those of the work item
+    // The chunk of blocks that runs are written of, of one head; the next band and the blocks of those before it.
+    int chunk, head, band, blocks_before;
 };
 
 }  // namespace jaxmagi::sm90

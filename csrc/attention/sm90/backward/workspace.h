@@ -22,8 +22,8 @@ struct BackwardWorkspace {
     int rows_per_key_head;  // with padding
     // The next six, from dq to key_additions, are contiguous and have to be set to zero.
     float* dq;       // [batch, heads, panels of dq_layout, rows_per_head · columns of a panel]
-    float *dk, *dv;  // [batch, kv_heads, rows_per_key_head · dim or v_dim of the kernel] (key_sums.cuh). Null where a work
-                     // item has all query heads of a group
+    float *dk, *dv;  // [batch, kv_heads, rows_per_key_head · dim or v_dim of the kernel] (key_sums.cuh). Null where every
+                     // work item has all query heads of a group
     int* counter;  // number of claimed work items
     int* additions;      // [batch, heads, panels of dq_layout, blocks of queries]: how many additions to a block of dq are
                          // done, counted at its first panel. Deterministic runs only
@@ -43,11 +43,12 @@ inline int padded_rows(int q_len, int block_rows, bool deterministic) {
 }
 
 // Returns the layout of the workspace at base, which may be nullptr if only `bytes` is wanted.
-inline BackwardWorkspace lay_out(char* base, const BackwardShape& shape, TileShape tile, int kernel_dim, int kernel_v_dim,
-                                 int num_masks, bool deterministic) {
+inline BackwardWorkspace lay_out(char* base, const BackwardShape& shape, TileShape tile, int kernel_dim,
+                                 int kernel_v_dim, int num_masks, bool deterministic) {
     const int rows_per_head = padded_rows(shape.q_len, tile.rows, deterministic);
     const int64_t all_rows = int64_t{shape.batch} * shape.heads * rows_per_head;
-    const int64_t additions = deterministic ? all_rows * query_sums_layout(tile.rows).panels(kernel_dim) / tile.rows : 0;
+    const int panels = query_sums_layout(tile.rows).panels(kernel_dim);
+    const int64_t additions = deterministic ? all_rows * panels / tile.rows : 0;
     const int64_t band_ranges = deterministic ? int64_t{num_masks} * (rows_per_head / tile.rows) : 0;
     int64_t bytes = 0;
     const auto take = [&](int64_t size) {
@@ -62,14 +63,15 @@ inline BackwardWorkspace lay_out(char* base, const BackwardShape& shape, TileSha
                              .rows_per_key_head = ceil_div(shape.kv_len, tile.keys) * tile.keys};
     layout.dq = reinterpret_cast<float*>(take(all_rows * kernel_dim * sizeof(float)));
     const int64_t key_heads = int64_t{shape.batch} * shape.kv_heads;
-    if (adds_gradients(shape, kernel_dim)) {
+    const bool has_key_sums = may_add_gradients(shape, kernel_dim);
+    if (has_key_sums) {
         const int64_t key_rows = key_heads * layout.rows_per_key_head;
         layout.dk = reinterpret_cast<float*>(take(key_rows * kernel_dim * sizeof(float)));
         layout.dv = reinterpret_cast<float*>(take(key_rows * kernel_v_dim * sizeof(float)));
     }
     layout.counter = reinterpret_cast<int*>(take(sizeof(int)));
     layout.additions = reinterpret_cast<int*>(take(additions * sizeof(int)));
-    const int64_t key_additions = deterministic and adds_gradients(shape, kernel_dim) ? key_heads * layout.key_tiles : 0;
+    const int64_t key_additions = deterministic and has_key_sums ? key_heads * layout.key_tiles : 0;
     layout.key_additions = reinterpret_cast<int*>(take(key_additions * sizeof(int)));
     layout.bytes_to_clear = bytes;
     layout.rows = reinterpret_cast<EightRows*>(take(all_rows / 8 * sizeof(EightRows)));
