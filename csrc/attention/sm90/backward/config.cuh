@@ -61,7 +61,8 @@ template <typename Config> struct BackwardMemory {
     static constexpr int kRuns = Config::kConsumers == 2 ? 4 : 2, kWorkItems = kRuns + 2;
     // The producer describes step s after the consumers released the queries of step s - kQStages - 1. They had then
     // stored dQ of the step before that one, for which the reducer had to have read dQ of the step before that, and so
-    // was done with the one before.
+    // was done with the one before. In a fixed order the ticket warp was done with that one, too, for whose ticket the
+    // reducer had waited.
     static constexpr int kSteps = Config::kQStages + 4;
     static constexpr int kSingleBarriers = 2;
     static constexpr int kK = 0, kV = kK + Config::kKBytes, kQ = kV + Config::kVBytes,

@@ -109,13 +109,13 @@ __device__ __forceinline__ void convert_transposed(const ConvertArguments& args,
     }
 }
 
-// The sums of dQ and, where they are sums too, of dK and dV; without these, no CTAs convert them.
+// The sums of dQ and, where they may be sums too, of dK and dV. With whole groups nothing was added to these.
 struct ConvertAllArguments {
     ConvertArguments dq, dk, dv;
     WholeGroups whole_groups;
 };
 
-// Converts all sums in one launch, for short sequences take less time than launches.
+// Converts all sums in one launch, since a launch takes longer than the sums of a short sequence.
 template <typename Element, typename QueryLayout, typename KeyLayout>
 __global__ void __launch_bounds__(kWarpgroupThreads) convert_all(const __grid_constant__ ConvertAllArguments args) {
     const auto run = [](auto layout, const ConvertArguments& sums, int cta) {

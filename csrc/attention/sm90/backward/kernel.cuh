@@ -8,12 +8,12 @@
 #include "csrc/attention/sm90/backward/tickets.cuh"
 
 // The backward kernel is persistent. A CTA has a scheduler warp, a producer warp, a reducer warp, a ticket warp and
-// Config::kConsumers consumer warpgroups. It claims work items, tiles of keys with a head set of one key head
-// (schedule.cuh). dK and dV of an item stay in registers over all bands and heads. They are stored or, where a key head
-// has several head sets, added to sums in global memory, as dQ of each step is. convert.cu converts the sums.
+// Config::kConsumers consumer warpgroups. It claims work items, tiles of keys with a head set of one key head, or parts
+// of them (schedule.cuh). dK and dV of an item stay in registers over all bands and heads. They are stored or, where a
+// key head has several head sets, added to sums in global memory, as dQ of each step is. convert.cu converts the sums.
 //
 // A step is a block of queries of one head that sees keys of the tile. Schedule of a work item with steps 0 .. n - 1:
-//   scheduler   writes a run of blocks for each band; claims the next tile once the loads of this one are issued
+//   scheduler   writes a run of blocks for each head and band; claims the next tile once the loads of this one are issued
 //   producer    loads K V | Q0 dO0 | Q1 dO1 | ...   each when its stage is free
 //   consumers   S(0), dP(0), P(0), dS(0); steps 0 .. n - 1; dK and dV are stored.
 //               Step j begins with P(j) and dS(j). Its products are issued in the order in which they stand here, and

@@ -15,6 +15,7 @@ inline BackwardArguments make_arguments(const BackwardParams& params, const Back
                                         int kernel_dim, TileShape tile) {
     const BackwardShape& shape = params.shape;
     const bool capped = params.soft_cap > 0;
+    // Tiles of whole groups are so short that neighbours never wait long, as if they were even.
     const int few_heads = heads_of_item(shape, kernel_dim), group = shape.heads / shape.kv_heads;
     return {.head_sets = make_schedule(params, tile, few_heads, false),
             .even_tiles = make_schedule(params, tile, few_heads, true),

@@ -6,13 +6,13 @@
 
 namespace jaxmagi::sm90 {
 
-// Fills the workspace with zeros, the row statistics, the positions of tiles in the tile schedule and, for a fixed order of
-// sums, the bands of each block of queries.
+// Fills the workspace with the zeros that it begins with, the row statistics, the positions of tiles in the tile
+// schedule and, for a fixed order of sums, the bands of each block of queries.
 cudaError_t prepare_backward(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile,
                              int kernel_dim, cudaStream_t stream);
 
-// Writes dq from the sums in the workspace, and dk and dv where these are sums too. kernel_dim, kernel_v_dim, tile: of the
-// kernel.
+// Writes dq from the sums in the workspace, and dk and dv where these are sums too. kernel_dim, kernel_v_dim, tile: of
+// the kernel.
 cudaError_t convert_sums(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile,
                          int kernel_dim, int kernel_v_dim, cudaStream_t stream);
 

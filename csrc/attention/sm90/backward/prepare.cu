@@ -140,8 +140,8 @@ __device__ void zero(const ZeroArguments& args, int cta) {
             args.to[first + i] = {0.f, 0.f, 0.f, 0.f};
 }
 
-// All of it in one launch, for short sequences take less time than launches. CTAs do one thing each: they are numbered
-// by what they do, and `*_end` is the number of the first one that does something else.
+// All of it in one launch, since a launch takes longer than a short sequence. CTAs do one thing each: they are numbered by
+// what they do, and `*_end` is the number of the first one that does something else.
 struct PrepareArguments {
     RowsArguments rows;
     OrderArguments order;

@@ -4,9 +4,10 @@
 #include "csrc/attention/sm90/backward/config.cuh"
 #include "csrc/common/sm90/bits.cuh"
 
-// The scheduler warp claims tiles of keys and finds, for each band of the mask, the run of blocks of queries that see
-// keys of the tile. It does so while the consumers still work on the tile before, so that the producer waits neither
-// for the counter of work items nor for the bands. Bands are transposed: their rows are keys, their columns queries.
+// The scheduler warp claims work items, or parts of them, and finds the runs of blocks of queries that see keys of the
+// tile: chunk by chunk of these blocks, in a chunk head by head, for each head band by band of the mask. It does so
+// while the consumers still work on the tile before, so that the producer waits neither for the counter of work items
+// nor for the bands. Bands are transposed: their rows are keys, their columns queries.
 
 namespace jaxmagi::sm90 {
 
@@ -76,7 +77,8 @@ private:
         __syncwarp();
     }
 
-    // Nobody needs an item without steps if dK and dV are added up, to sums that begin with zeros.
+    // Writes the work item and its runs. Nobody needs an item without steps if dK and dV are added up, to sums that begin
+    // with zeros. The last run is then an older one, or none: its barrier is new, and nobody waits.
     __device__ __forceinline__ void schedule() {
         const int num_blocks = count_blocks();
         if (num_blocks == 0 and memory.schedule().adds_gradients())

@@ -3,16 +3,16 @@
 #include "csrc/attention/sm90/backward/arguments.cuh"
 #include "csrc/attention/sm90/backward/config.cuh"
 
-// The ticket warp computes the tickets of steps where the order of sums is fixed, ahead of the reducer: its loads take as
-// long as an addition.
+// The ticket warp computes the tickets of steps where the order of sums is fixed, ahead of the reducer, since the loads
+// for a ticket take as long as an addition.
 //
-// Each block of queries has a counter of the additions that are done, and an addition waits until the counter has reached
-// its ticket. Tiles of keys come from the first to the last, the bands of a tile
-// from the last of the mask to the first. CTAs claim tiles in that order too, so that an addition only waits for tiles
-// of running CTAs, and the first tile that is not done waits for nothing. All CTAs go through blocks and query heads in
-// the same order: under a causal mask the first tiles are the longest, and blocks that all tiles have come first, so
-// that a CTA is no more than one step behind another. Neighbouring tiles share the bands at their common edge: a tile
-// begins with the bands that it shares with the next tile, and the next tile ends with them.
+// Each block of queries has a counter of the additions that are done, and an addition waits until the counter has
+// reached its ticket. Tiles of keys come from the first to the last, the bands of a tile from the last of the mask to
+// the first. CTAs claim tiles in that order too, so that an addition only waits for tiles of running CTAs, and the
+// first tile that is not done waits for nothing. All CTAs go through blocks and query heads in the same order: under a
+// causal mask the first tiles are the longest, and blocks that all tiles have come first, so that a CTA is no more than
+// one step behind another. Neighbouring tiles share the bands at their common edge: a tile begins with the bands that
+// it shares with the next tile, and the next tile ends with them.
 
 namespace jaxmagi::sm90 {
 

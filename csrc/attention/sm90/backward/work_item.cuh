@@ -7,7 +7,7 @@
 
 namespace jaxmagi::sm90 {
 
-// One tile of keys with a head set of one key head, for the consumers.
+// One tile of keys with a head set of one key head, or some blocks of queries of it, for the consumers.
 struct alignas(16) BackwardWorkItem {
     uint32_t visible[4];  // a bit for each key: set if some query sees the key, or if the key does not exist
     int num_steps;  // blocks of queries of all heads of the item; 0: no query sees a key; -1: no more work items
