@@ -9,7 +9,7 @@ import numpy as np
 from jaxmagi.attention import attention
 
 from .device_reference import Logits, Report, check, judge
-from .gpu_harness import Shape, as_mask, default_logits
+from .gpu_harness import Shape, as_mask, default_logits, poison_masked
 from .gradient_reference import Cotangents, Gradients, check_gradients, judge_gradients
 from .helpers import Operands
 
@@ -21,6 +21,13 @@ def make_cotangents(shape: Shape) -> Cotangents:
     rows = (shape.batch, shape.q_len, shape.heads)
     dout = jnp.asarray(rng.standard_normal((*rows, shape.v_dim), np.float32)).astype(shape.dtype)
     return Cotangents(dout, jnp.asarray(rng.standard_normal(rows, np.float32)))
+
+
+def poison_both(operands: Operands, shape: Shape, poison: float) -> tuple[Operands, Cotangents]:
+    """Puts ``poison`` into fully masked keys, values and queries, and into the cotangents of the latter."""
+    poisoned, masked_queries = poison_masked(operands, poison)
+    cotangents = make_cotangents(shape)
+    return poisoned, cotangents._replace(out=jnp.where(masked_queries, poison, cotangents.out))
 
 
 @functools.partial(jax.jit, static_argnames=("logits", "deterministic"))

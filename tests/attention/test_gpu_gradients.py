@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmagi.masks import UNBOUNDED
 from tests.cases import tile_edge_bands
 
 from .gpu_harness import (
@@ -16,10 +17,9 @@ from .gpu_harness import (
     default_logits,
     make_operands,
     pad_bands,
-    poison_masked,
     random_operands,
 )
-from .gradient_harness import gradients, make_cotangents, run_and_check_both
+from .gradient_harness import gradients, make_cotangents, poison_both, run_and_check_both
 from .gradient_reference import Cotangents, Gradients
 from .helpers import Operands
 from .test_gpu_operands import KV_LEN, Q_LEN
@@ -49,9 +49,7 @@ def test_few_work_items(rng: np.random.Generator, dim: int, v_dim: int) -> None:
     """Fewer items than multiprocessors: each but those of D 192 is split, in the middle of bands."""
     shape = Shape(2000, 1900, 8, 1, dim, v_dim)
     for count in (1, 8, 40):
-        operands, masked_queries = poison_masked(random_operands(rng, shape, count=count), jnp.nan)
-        cotangents = make_cotangents(shape)
-        cotangents = cotangents._replace(out=jnp.where(masked_queries, jnp.nan, cotangents.out))
+        operands, cotangents = poison_both(random_operands(rng, shape, count=count), shape, jnp.nan)
         run_and_check_both(operands, shape, cotangents=cotangents)
 
 
@@ -59,12 +57,10 @@ def test_few_work_items(rng: np.random.Generator, dim: int, v_dim: int) -> None:
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_short_documents(rng: np.random.Generator, dim: int, deterministic: bool) -> None:
     """Work items have all heads of a group, for tiles have few blocks of queries; some tiles have none."""
-    shape, no_limit = Shape(8192, 8192, 8, 2, dim, dim, batch=9), 2**30
+    shape = Shape(8192, 8192, 8, 2, dim, dim, batch=9)
     edges = np.cumsum(rng.integers(100, 400, 30))
-    documents = [(q, k, q, k, -no_limit, 0) for q, k in itertools.pairwise(edges)]
-    operands, masked_queries = poison_masked(make_operands(shape, np.array(documents, np.int32)), jnp.nan)
-    cotangents = make_cotangents(shape)
-    cotangents = cotangents._replace(out=jnp.where(masked_queries, jnp.nan, cotangents.out))
+    documents = [(begin, end, begin, end, -UNBOUNDED, 0) for begin, end in itertools.pairwise(edges)]
+    operands, cotangents = poison_both(make_operands(shape, np.array(documents, np.int32)), shape, jnp.nan)
     run_and_check_both(operands, shape, cotangents=cotangents, deterministic=deterministic)
 
 
@@ -88,23 +84,19 @@ def test_more_masks_than_a_grid_is_high(rng: np.random.Generator, deterministic:
 def test_nan_that_nobody_sees(rng: np.random.Generator, dim: int, v_dim: int) -> None:
     """NaN is in fully masked keys, values and queries, and in the cotangents of the latter."""
     shape = Shape(Q_LEN, KV_LEN, 8, 2, dim, v_dim, batch=2)
-    cotangents = make_cotangents(shape)
     for count in (1, 2, 5, 9):
         operands = random_operands(rng, shape, count=count)
         for poison in (jnp.nan, jnp.inf):
-            poisoned, masked_queries = poison_masked(operands, poison)
-            out = jnp.where(masked_queries, poison, cotangents.out)
-            run_and_check_both(poisoned, shape, cotangents=cotangents._replace(out=out))
+            poisoned, cotangents = poison_both(operands, shape, poison)
+            run_and_check_both(poisoned, shape, cotangents=cotangents)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_bands_begin_anywhere(dim: int, deterministic: bool) -> None:
     """Bands begin at every row of a block of 80 queries, with masked rows of NaN between them."""
-    no_limit, kv_len = 2**30, 150
-    bands = np.array([(q, q + 79, 0, kv_len, -no_limit, no_limit) for q in range(0, 80 * 83, 83)], np.int32)
+    kv_len = 150
+    bands = np.array([(q, q + 79, 0, kv_len, -UNBOUNDED, UNBOUNDED) for q in range(0, 80 * 83, 83)], np.int32)
     shape = Shape(80 * 83, kv_len, 8, 2, dim, dim)
-    operands, masked_queries = poison_masked(make_operands(shape, bands), jnp.nan)
-    cotangents = make_cotangents(shape)
-    cotangents = cotangents._replace(out=jnp.where(masked_queries, jnp.nan, cotangents.out))
+    operands, cotangents = poison_both(make_operands(shape, bands), shape, jnp.nan)
     run_and_check_both(operands, shape, cotangents=cotangents, deterministic=deterministic)

@@ -96,7 +96,7 @@ __device__ __forceinline__ bool are_even(const ScheduledTile* tiles, int num_til
 }
 
 // The fewest steps of a part of a split item, and the most parts. Each part loads keys and adds dK and dV up, which takes
-// as long as two or three steps.
+// as long as several steps (docs/log/backward.md).
 inline constexpr int kSplitSteps = 16, kMostSplits = 16;
 
 // Splits the work items of the last round if a quarter of the CTAs would have none. Parts add dK and dV up in any order, so
