@@ -50,7 +50,8 @@ class Sizes(NamedTuple):
 
 
 ON_GPUS = Sizes(tokens=8192, window=384, floats=2**26, few_bytes=2**16, many_bytes=2**27)
-ELSEWHERE = Sizes(tokens=256, window=64, floats=2**20, few_bytes=2**13, many_bytes=2**20)
+# A long transfer takes longer than the latency of a short one on busy cores, which is some milliseconds.
+ELSEWHERE = Sizes(tokens=256, window=64, floats=2**20, few_bytes=2**13, many_bytes=2**22)
 
 
 def attention_probe(
