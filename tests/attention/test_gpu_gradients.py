@@ -64,6 +64,17 @@ def test_short_documents(rng: np.random.Generator, dim: int, deterministic: bool
     run_and_check_both(operands, shape, cotangents=cotangents, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("long", [0, 8])
+def test_one_long_example_among_short_documents(rng: np.random.Generator, long: int) -> None:
+    """The masks of a batch decide together how many heads a work item has."""
+    shape = Shape(8192, 8192, 8, 2, batch=9)
+    edges = np.cumsum(rng.integers(100, 400, 30))
+    documents = np.array([(q, k, q, k, -UNBOUNDED, 0) for q, k in itertools.pairwise(edges)], np.int32)
+    bands = np.stack([documents] * 9)
+    bands[long] = pad_bands(np.array([(0, 8192, 0, 8192, -UNBOUNDED, 0)], np.int32), len(documents))
+    run_and_check_both(make_operands(shape, bands), shape)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_more_masks_than_a_grid_is_high(rng: np.random.Generator, deterministic: bool) -> None:
     """A grid is at most 65535 high. All pairs of examples are the same."""

@@ -30,7 +30,8 @@ struct BackwardArguments {
 __device__ __forceinline__ const BackwardSchedule& choose_schedule(const BackwardArguments& args) {
     if (args.whole_groups.chosen())
         return args.groups;
-    return are_even(args.tiles, args.head_sets.num_tiles) ? args.even_tiles : args.head_sets;
+    const bool even = args.deterministic and are_even(args.tiles, args.head_sets.num_tiles);
+    return even ? args.even_tiles : args.head_sets;
 }
 
 }  // namespace jaxmagi::sm90

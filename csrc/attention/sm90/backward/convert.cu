@@ -42,9 +42,7 @@ template <int kRowBlock> struct ConvertedBlock {
     }
 };
 
-template <typename Element, int kRowBlock>
-__device__ __forceinline__ void convert(const ConvertArguments& args, int cta) {
-    static_assert(kRowBlock == 64);
+template <typename Element> __device__ __forceinline__ void convert(const ConvertArguments& args, int cta) {
     const ConvertedBlock<64> block{args, cta};
     const unsigned thread = threadIdx.x, lane = thread % 32, first = thread / 32 * 16 + lane / 4;
     GradientRows<Element> out{.to = args.to, .f32 = args.f32, .dim = args.dim, .lane = lane};
@@ -119,10 +117,12 @@ struct ConvertAllArguments {
 template <typename Element, typename QueryLayout, typename KeyLayout>
 __global__ void __launch_bounds__(kWarpgroupThreads) convert_all(const __grid_constant__ ConvertAllArguments args) {
     const auto run = [](auto layout, const ConvertArguments& sums, int cta) {
-        if constexpr (decltype(layout)::kTransposed)
-            convert_transposed<Element, decltype(layout)::kRowBlock>(sums, cta);
+        using Sums = decltype(layout);
+        static_assert(Sums::kTransposed or Sums::kRowBlock == 64);
+        if constexpr (Sums::kTransposed)
+            convert_transposed<Element, Sums::kRowBlock>(sums, cta);
         else
-            convert<Element, decltype(layout)::kRowBlock>(sums, cta);
+            convert<Element>(sums, cta);
     };
     int cta = blockIdx.x;
     if (cta < args.dq.num_ctas)

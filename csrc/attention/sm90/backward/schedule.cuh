@@ -58,24 +58,35 @@ inline bool may_add_gradients(const BackwardShape& shape, int kernel_dim) {
 
 // Decides on the device whether work items have all query heads of a group although heads_of_item says fewer. They do
 // where all tiles have few blocks of queries, as with short documents: with all heads in turn these stay in the L2 cache,
-// and there are no sums of dK and dV to be cleared and converted. The first mask decides for all: if it alone is of short
-// documents, the others take longer than they had to.
+// and there are no sums of dK and dV to be cleared and converted.
 struct WholeGroups {
-    const ScheduledTile* longest;  // of the first mask
-    int most_blocks;               // -1: never
+    const ScheduledTile* tiles;  // [num_masks, num_tiles], the longest of a mask first
+    int num_masks, num_tiles;    // no masks: never
 
-    __device__ __forceinline__ bool chosen() const { return longest->num_blocks <= most_blocks; }
+    __device__ __forceinline__ bool chosen() const;
 };
 
 // The most blocks of queries that a tile may have, and the fewest work items that there have to be for a multiprocessor.
 // Both were chosen at D 128, where 15 blocks (a window) took 13 % less time with whole groups and 26 took 10 % more.
 inline constexpr int kWholeGroupBlocks = 16, kWholeGroupItems = 8;
+// The most masks that are looked at.
+inline constexpr int kWholeGroupMasks = 64;
+
+__device__ __forceinline__ bool WholeGroups::chosen() const {
+    bool few = num_masks > 0;
+#pragma unroll 1
+    for (int mask = 0; few and mask < num_masks; ++mask)
+        few = tiles[int64_t{mask} * num_tiles].num_blocks <= kWholeGroupBlocks;
+    return few;
+}
 
 inline WholeGroups make_whole_groups(const BackwardParams& params, int kernel_dim, TileShape tile) {
     const BackwardShape& shape = params.shape;
-    const int64_t items = int64_t{shape.batch} * shape.kv_heads * ceil_div(shape.kv_len, tile.keys);
-    const bool possible = may_add_gradients(shape, kernel_dim) and items >= int64_t{kWholeGroupItems} * params.num_sms;
-    return {params.tiles, possible ? kWholeGroupBlocks : -1};
+    const int num_tiles = ceil_div(shape.kv_len, tile.keys);
+    const int64_t items = int64_t{shape.batch} * shape.kv_heads * num_tiles;
+    const bool possible = may_add_gradients(shape, kernel_dim) and params.num_masks <= kWholeGroupMasks and
+                          items >= int64_t{kWholeGroupItems} * params.num_sms;
+    return {params.tiles, possible ? params.num_masks : 0, num_tiles};
 }
 
 // How much of the L2 cache the queries, dO and dQ of a section may fill.

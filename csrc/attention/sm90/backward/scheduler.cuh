@@ -179,6 +179,7 @@ private:
 #pragma unroll 1
         while (tile.chunk < tile.blocks.end) {
             write_chunk();
+            __syncwarp();
             if (lane == 0 and ++tile.head == tile.first_head + memory.schedule().heads_per_item) {
                 tile.head = tile.first_head;
                 tile.chunk += kChunkBlocks;
@@ -213,34 +214,44 @@ private:
 
     // Writes the runs of 32 bands, each found by one lane.
     __device__ __forceinline__ void write_runs(int index) {
-        const LaneRun found = find_run(index);
+        LaneRun found = find_run(index);
+        keep_blocks_of_chunk(found.blocks);
 #pragma unroll 1
         for (unsigned nonempty = __ballot_sync(~0u, not is_empty(found.blocks)); nonempty != 0;
              nonempty &= nonempty - 1) {
             wait_for_free_run();
-            bool written = false;
             if (lane == __ffs(nonempty) - 1)
-                written = write_run(found, index);
-            num_runs += __any_sync(~0u, written);
+                write_run(found, index);
+            ++num_runs;
+            __syncwarp();
         }
     }
 
-    // Returns those blocks of a band that belong to the chunk. Steps go from the last block to the first.
-    __device__ __forceinline__ Range take_blocks(Range blocks) const {
+    // Keeps those blocks of each lane's band that belong to the chunk. Steps go from the last block of a band to the first.
+    __device__ __forceinline__ void keep_blocks_of_chunk(Range& blocks) const {
         CurrentTile& tile = memory.current_tile();
-        const int begin = max(tile.chunk - tile.blocks_before, 0), end = end_of_chunk() - tile.blocks_before;
-        tile.blocks_before += blocks.end - blocks.begin;
-        return {max(blocks.begin, blocks.end - end), blocks.end - begin};
+        const int count = blocks.end - blocks.begin;
+        int behind = count;  // the blocks of the band and of those before it
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int other = __shfl_up_sync(~0u, behind, distance);
+            behind += lane >= distance ? other : 0;
+        }
+        behind += tile.blocks_before;
+        const int before = behind - count;
+        __syncwarp();
+        if (lane == 31)
+            tile.blocks_before = behind;
+        const int begin = max(tile.chunk - before, 0), end = end_of_chunk() - before;
+        blocks = {max(blocks.begin, blocks.end - end), blocks.end - begin};
     }
 
-    // Writes a run, unless it has no block in the chunk. Returns true if it does. Called by one lane.
-    __device__ __forceinline__ bool write_run(const LaneRun& found, int band_index) const {
+    // Called by one lane.
+    __device__ __forceinline__ void write_run(const LaneRun& found, int band_index) const {
         const CurrentTile& tile = memory.current_tile();
         const Band& band = found.band;
         BackwardBandRun& run = memory.band_run(num_runs);
-        run.blocks = take_blocks(found.blocks);
-        if (is_empty(run.blocks))
-            return false;
+        run.blocks = found.blocks;
         run.key_begin = band.q0 - tile.key;
         run.key_end = band.q1 - tile.key;
         run.lower = band.lo + tile.key;
@@ -256,7 +267,6 @@ private:
         const int to = min(band.k1, run.upper) - found.origin;
         run.unmasked = {ceil_div(max(from, 0), Config::kRows), holds_keys ? max(to, 0) / Config::kRows : 0};
         publish_run();
-        return true;
     }
 
     // Writes what a run has from its tile and hands it to the producer. Called by one lane.
