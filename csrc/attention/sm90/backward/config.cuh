@@ -47,9 +47,9 @@ struct BackwardConfig {
     static constexpr int kRowsBytes = kRows / 8 * static_cast<int>(sizeof(EightRows));
     // A 16-bit P or dS of a step, queries by keys. There are two: two of dS, or in wide kernels P and dS.
     static constexpr int kLogitsBytes = kRows * kPanelRowBytes * panels(kKeys);
-    // The reducer adds to sums in global memory from a part of shared memory for each warpgroup: 64 columns of a row block
-    // of dQ, which are contiguous in global memory, or 64 times 64 numbers of dK or dV. Wide kernels store dQ in several
-    // passes.
+    // The reducer adds to sums in global memory from a part of shared memory for each warpgroup: 64 columns of a row
+    // block of dQ, which are contiguous in global memory, or 64 times 64 numbers of dK or dV. Wide kernels store dQ in
+    // several passes.
     static constexpr int kPartBytes = kRowBlock * 64 * 4, kDqPasses = kWide ? panels(kDim) / kConsumers : 1;
     static constexpr int kPartsBytes = kConsumers * kPartBytes, kSumBytes = kRows * kDim * 4;
 };
@@ -59,10 +59,10 @@ template <typename Config> struct BackwardMemory {
     // the first run of t, which belongs to item t - kRuns or a later one. Its keys were loaded after the last product
     // of item t - kRuns - 1, and so after all consumers had stored the gradients of the item before that.
     static constexpr int kRuns = Config::kConsumers == 2 ? 4 : 2, kWorkItems = kRuns + 2;
-    // The producer describes step s after the consumers released the queries of step s - kQStages - 1. They had then
-    // stored dQ of the step before that one, for which the reducer had to have read dQ of the step before that, and so
-    // was done with the one before. In a fixed order the ticket warp was done with that one, too, for whose ticket the
-    // reducer had waited.
+    // The producer describes step s after the consumers released the queries of step m = s - kQStages - 1. They had
+    // then stored dQ of step m, for which the reducer had to have read dQ of step m - 1. With two warps that take
+    // turns, the one that read it was done with step m - 3, and the other one, which had read dQ of step m - 2, with
+    // step m - 4.
     static constexpr int kSteps = Config::kQStages + 4;
     static constexpr int kSingleBarriers = 2;
     static constexpr int kK = 0, kV = kK + Config::kKBytes, kQ = kV + Config::kVBytes,
@@ -77,21 +77,22 @@ template <typename Config> struct BackwardMemory {
                          kBarriers = kSchedule + static_cast<int>(sizeof(BackwardSchedule)),
                          kStageBarriers = kSingleBarriers + 2 * kRuns,
                          kStepBarriers = kStageBarriers + 2 * Config::kQStages + 2 * Config::kDoutStages,
-                         kDone = kBarriers + 8 * (kStepBarriers + 2 * kSteps),
-                         kEnd = kDone + 8, kMostBytes = 227 * 1024, kAlignment = 1024, kBase = 1024;
-    // Dynamic shared memory begins at kBase, behind what the system reserves, as load_backward checks; if it were declared
-    // to be aligned, ptxas would spill.
+                         kEnd = kBarriers + 8 * (kStepBarriers + kSteps), kMostBytes = 227 * 1024, kAlignment = 1024,
+                         kBase = 1024;
+    // Dynamic shared memory begins at kBase, behind what the system reserves, as load_backward checks; if it were
+    // declared to be aligned, ptxas would spill.
     static constexpr int kBytes = kEnd;
     static_assert(kBytes <= kMostBytes and kBase % kAlignment == 0);
 
     char* base;  // aligned
 
     // The base is a constant: from `raw`, ptxas computes addresses anew between the products of a step, with a special
-    // register that holds them up, 160 clocks a step at D 128 and 310 at D 64. With a soft cap, which is slower anyway,
-    // ptxas spills for the constant and for `raw` alike, but not for the latter aligned, which adds nothing to it.
-    __device__ __forceinline__ explicit BackwardMemory(char* raw)
-        : base(Config::kSoftCap ? raw + (-shared_address(raw) & (kAlignment - 1))
-                                : static_cast<char*>(__cvta_shared_to_generic(kBase))) {
+    // register that holds them up, 160 clocks a step at D 128 and 310 at D 64. For consumers with a soft cap, which are
+    // slower anyway, ptxas spills for the constant and for `raw` alike, but not for the latter aligned, which adds
+    // nothing to it.
+    __device__ __forceinline__ BackwardMemory(char* raw, bool is_consumer)
+        : base(Config::kSoftCap and is_consumer ? raw + (-shared_address(raw) & (kAlignment - 1))
+                                                : static_cast<char*>(__cvta_shared_to_generic(kBase))) {
         if (not Config::kSoftCap and shared_address(raw) != kBase)
             __trap();
     }
@@ -132,8 +133,6 @@ template <typename Config> struct BackwardMemory {
     __device__ __forceinline__ BackwardSchedule& schedule() const {
         return *reinterpret_cast<BackwardSchedule*>(base + kSchedule);
     }
-    // Tells the reducer that there are no more steps; set before the last arrival at its barriers.
-    __device__ __forceinline__ volatile int& done() const { return *reinterpret_cast<volatile int*>(base + kDone); }
     __device__ __forceinline__ Mbarrier kv_full() const { return barrier(0); }
     __device__ __forceinline__ Mbarrier kv_empty() const { return barrier(1); }
     __device__ __forceinline__ Mbarrier run_full(unsigned run) const { return barrier(kSingleBarriers + run % kRuns); }
@@ -153,10 +152,9 @@ template <typename Config> struct BackwardMemory {
     __device__ __forceinline__ Mbarrier dout_empty(unsigned step) const {
         return barrier(kStageBarriers + 2 * Config::kQStages + Config::kDoutStages + step % Config::kDoutStages);
     }
-    // The descriptor of the step is there; so is its ticket.
-    __device__ __forceinline__ Mbarrier described(unsigned step) const { return barrier(kStepBarriers + step % kSteps); }
-    __device__ __forceinline__ Mbarrier ticketed(unsigned step) const {
-        return barrier(kStepBarriers + kSteps + step % kSteps);
+    // The descriptor of the step is there.
+    __device__ __forceinline__ Mbarrier described(unsigned step) const {
+        return barrier(kStepBarriers + step % kSteps);
     }
     __device__ __forceinline__ static int step_parity(unsigned step) { return step / kSteps & 1; }
     // Parity of the number of times that the stage of the step was used before.
@@ -179,11 +177,8 @@ template <typename Config> struct BackwardMemory {
             dout_full(stage).init(1);
             dout_empty(stage).init(Config::kConsumers);
         }
-        for (int step = 0; step < kSteps; ++step) {
+        for (int step = 0; step < kSteps; ++step)
             described(step).init(1);
-            ticketed(step).init(1);
-        }
-        done() = 0;
         fence_mbarrier_init();
     }
 
@@ -193,8 +188,16 @@ private:
     }
 };
 
-// Named barriers. kPartEmpty + i and kPartFull + i are those of consumer warpgroup i and the reducer warp.
-enum BackwardBarrier { kLogitsStored = 1, kLogitsRead = 2, kZeroFilled = 3, kPartEmpty = 4, kPartFull = 7 };
-inline constexpr int kPartThreads = kWarpgroupThreads + 32;
+// Named barriers. kPartEmpty + i and kPartFull + i are those of consumer warpgroup i and a reducer warp, kReducerTurn +
+// i that of reducer warp i and the other one.
+enum BackwardBarrier {
+    kLogitsStored = 1,
+    kLogitsRead = 2,
+    kZeroFilled = 3,
+    kPartEmpty = 4,
+    kPartFull = 7,
+    kReducerTurn = 10
+};
+inline constexpr int kPartThreads = kWarpgroupThreads + 32, kTurnThreads = 64;
 
 }  // namespace jaxmagi::sm90

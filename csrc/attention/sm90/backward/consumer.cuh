@@ -55,7 +55,6 @@ template <typename Consumer> __device__ __forceinline__ void run_consumer(Consum
         }
         consumer.store(dk, dv, item);
     }
-    stop_reducer(consumer.memory, consumer.thread);
 }
 
 }  // namespace jaxmagi::sm90

@@ -6,10 +6,10 @@
 #include "csrc/attention/sm90/backward/softmax.cuh"
 #include "csrc/attention/sm90/backward/store_logits.cuh"
 
-// The consumer warpgroup of narrow kernels, with a head dimension of at most 128. The products for S, dP and dQ take nearly
-// all of the bandwidth of shared memory. Those for dV and dK have P and dS from registers and leave half of it to others: a
-// part of dV runs while the warpgroups wait for each other's dS, the rest and dK while dQ is stored, read by the reducer
-// and sent. So dQ has left when S of the next step comes.
+// The consumer warpgroup of narrow kernels, with a head dimension of at most 128. The products for S, dP and dQ take
+// nearly all of the bandwidth of shared memory. Those for dV and dK have P and dS from registers and leave half of it
+// to others: a part of dV runs while the warpgroups wait for each other's dS, the rest and dK while dQ is stored, read
+// by the reducer and sent. So dQ has left when S of the next step comes.
 
 namespace jaxmagi::sm90 {
 

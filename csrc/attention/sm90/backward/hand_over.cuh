@@ -12,8 +12,8 @@ __device__ __forceinline__ void store_shared(SharedAddress to, float4 x) {
                  : "memory");
 }
 
-// Stores numbers of the thread, `number(i)` for i below `count`, at most kMost, in the warpgroup's part of shared memory:
-// waits until the reducer has read what was there before, and announces this.
+// Stores numbers of the thread, `number(i)` for i below `count`, at most kMost, in the warpgroup's part of shared
+// memory: waits until the reducer has read what was there before, and announces this.
 template <int kMost, typename Config, typename Number>
 __device__ __forceinline__ void hand_over_part(BackwardMemory<Config> memory, ConsumerThread thread, int count,
                                                const Number& number) {
@@ -45,18 +45,6 @@ __device__ __forceinline__ void hand_over_gradient(BackwardMemory<Config> memory
 #pragma unroll
     for (int first = 0; first < kCount; first += kPartCount)
         hand_over_part<kPartCount>(memory, thread, kCount - first, [&](int i) { return number(first + i); });
-}
-
-// Tells the reducer that there are no more steps.
-template <typename Config>
-__device__ __forceinline__ void stop_reducer(BackwardMemory<Config> memory, ConsumerThread thread) {
-    if (thread.warpgroup != 0)
-        return;
-    const unsigned index = thread.index();
-    named_barrier_sync(kPartEmpty, kPartThreads);
-    if (index == 0)
-        memory.done() = 1;
-    named_barrier_arrive(kPartFull, kPartThreads);
 }
 
 }  // namespace jaxmagi::sm90

@@ -5,15 +5,16 @@
 #include "csrc/attention/sm90/backward/producer.cuh"
 #include "csrc/attention/sm90/backward/reducer.cuh"
 #include "csrc/attention/sm90/backward/scheduler.cuh"
-#include "csrc/attention/sm90/backward/tickets.cuh"
 
-// The backward kernel is persistent. A CTA has a scheduler warp, a producer warp, a reducer warp, a ticket warp and
-// Config::kConsumers consumer warpgroups. It claims work items, tiles of keys with a head set of one key head, or parts
-// of them (schedule.cuh). dK and dV of an item stay in registers over all bands and heads. They are stored or, where a
-// key head has several head sets, added to sums in global memory, as dQ of each step is. convert.cu converts the sums.
+// The backward kernel is persistent. A CTA has a scheduler warp, a producer warp, a reducer of one warp or, with a
+// fixed order of sums, two, and Config::kConsumers consumer warpgroups. It claims work items, tiles of keys with a head
+// set of one key head, or parts of them (schedule.cuh). dK and dV of an item stay in registers over all bands and
+// heads. They are stored or, where a key head has several head sets, added to sums in global memory, as dQ of each step
+// is. convert.cu converts the sums.
 //
 // A step is a block of queries of one head that sees keys of the tile. Schedule of a work item with steps 0 .. n - 1:
-//   scheduler   writes a run of blocks for each head and band; claims the next tile once the loads of this one are issued
+//   scheduler   writes a run of blocks for each head and band; claims the next tile once all loads of this one are
+//               issued
 //   producer    loads K V | Q0 dO0 | Q1 dO1 | ...   each when its stage is free
 //   consumers   S(0), dP(0), P(0), dS(0); steps 0 .. n - 1; dK and dV are stored.
 //               Step j begins with P(j) and dS(j). Its products are issued in the order in which they stand here, and
@@ -27,8 +28,8 @@
 //                        P(j) and dS(j) are stored;  dV += P(j)·dO(j);  dK += dS(j)·Q(j);  dQ = dS(j)·K;
 //                        S(j+1) = Q(j+1)·K, dQ is stored meanwhile (with three warpgroups, before);
 //                        dP(j+1) = dO(j+1)·V, P(j+1) is computed meanwhile;  dS(j+1)
-//   tickets     computes where the addition of dQ(j) stands in a fixed order, if there is one, ahead of the consumers
-//   reducer     adds dQ(j) to the sums while the consumers go on; behind the last step dK and dV, if they are sums
+//   reducer     adds dQ(j) to the sums while the consumers go on, with a fixed order when its ticket comes up; behind
+//               the last step dK and dV, if they are sums
 // All variants wait for the product of dQ in step(), before hand_over_dq.
 //
 // Mbarriers (arrivals of a phase), who completes them, and what they protect:
@@ -43,8 +44,7 @@
 //   q_empty (consumer warpgroups)     the queries, after the product for dK
 //   dout_full (1)  producer and TMA   dO of a step
 //   dout_empty (consumer warpgroups)  dO, after the product for dV
-//   described (1)  producer           the descriptor of a step, for the ticket warp
-//   ticketed (1)   ticket warp        the ticket of a step
+//   described (1)  producer           the descriptor of a step, for the reducer, which two behind the last step end
 // Named barriers:
 //   kLogitsStored (consumers)  dS of all keys of the tile is stored, for dQ; in wide kernels P too, for dV. The other
 //                              kernels have two places for dS. A warpgroup overwrites dS(j) in step j + 2, after the
@@ -52,9 +52,11 @@
 //   kLogitsRead (consumers)    P and dS may be overwritten, since all warpgroups have waited for the products of the
 //                              step before. Only wide kernels need it: they have one place for each
 //   kZeroFilled (consumers)    keys and values that no query sees, or fully masked rows of Q and dO, are zero-filled
-//   kPartEmpty + i (warpgroup i and the reducer)  the warpgroup's part, of dQ, dK or dV, may be overwritten: the reducer
-//                                                 has read the one before; it arrives once before it has read any
+//   kPartEmpty + i (warpgroup i and the reducer)  the warpgroup's part, of dQ, dK or dV, may be overwritten: the
+//                                                 reducer has read the one before; it arrives once before it has read
+//                                                 any
 //   kPartFull + i (warpgroup i and the reducer)   the warpgroup's part is stored
+//   kReducerTurn + i (the warps of the reducer)   the next parts are those of reducer warp i
 
 namespace jaxmagi::sm90 {
 
@@ -62,7 +64,7 @@ template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardTensorMaps maps, const __grid_constant__ BackwardArguments args) {
     extern __shared__ char raw[];
-    const BackwardMemory<Config> memory(raw);
+    const BackwardMemory<Config> memory(raw, false);
     const int warpgroup = uniform(threadIdx.x / kWarpgroupThreads);
     const int thread = threadIdx.x % kWarpgroupThreads;
     if (warpgroup == 0 and thread == 0) {
@@ -80,20 +82,19 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         const int warp = uniform(thread / 32);
         if (warp == 0 and elect_lane())
             BackwardProducer<Config>{memory, maps, args}.run();
-        else if (warp == 1)
-            BackwardReducer<Config>{memory, args, lane}.run();
         else if (warp == 2)
             BackwardScheduler<Config>{memory, args, lane}.run();
-        else if (warp == 3 and args.deterministic)
-            BackwardTickets<Config>{memory, args, lane}.run();
+        else if (warp == 1 or (warp == 3 and args.deterministic))
+            BackwardReducer<Config>{memory, args, warp / 2}.run();
     } else {
         warpgroup_reg_alloc<Config::kConsumerRegisters>();
         // Computed again: ptxas would keep `warpgroup` in local memory.
         const ConsumerThread consumer{uniform(threadIdx.x / kWarpgroupThreads) - 1, thread};
+        const BackwardMemory<Config> own_memory(raw, true);
         if constexpr (Config::kWide)
-            run_consumer(BackwardConsumerWide<Config>{memory, args, consumer});
+            run_consumer(BackwardConsumerWide<Config>{own_memory, args, consumer});
         else
-            run_consumer(BackwardConsumerNarrow<Config>{memory, args, consumer});
+            run_consumer(BackwardConsumerNarrow<Config>{own_memory, args, consumer});
     }
 }
 

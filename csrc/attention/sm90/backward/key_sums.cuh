@@ -3,10 +3,10 @@
 #include "csrc/attention/sm90/backward/config.cuh"
 #include "csrc/common/math.h"
 
-// The layout of the fp32 sums of dK and dV, [batch, kv_heads, ...]. It is that of the accumulators, in parts of 64 times
-// 64 numbers (the last ones of 96 columns have less), in the order in which the warpgroups hand them over. In narrow
-// kernels a warpgroup has 64 keys and all columns: [keys / 64, columns, 64]. In wide ones it has all 64 keys of the tile
-// and some panels of columns, transposed: [panels, keys, 64].
+// The layout of the fp32 sums of dK and dV, [batch, kv_heads, ...]. It is that of the accumulators, in parts of 64
+// times 64 numbers (the last ones of 96 columns have less), in the order in which the warpgroups hand them over. In
+// narrow kernels a warpgroup has 64 keys and all columns: [keys / 64, columns, 64]. In wide ones it has all 64 keys of
+// the tile and some panels of columns, transposed: [panels, keys, 64].
 
 namespace jaxmagi::sm90 {
 

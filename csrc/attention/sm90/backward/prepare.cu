@@ -121,8 +121,8 @@ __device__ void find_band_ranges(const OrderArguments& args, int cta) {
     }
 }
 
-// The workspace's part that begins with zeros, in units of 16 bytes. Those in [key_sums, end_key_sums) are of the sums of
-// dK and dV, which are not used if work items have whole groups.
+// The workspace's part that begins with zeros, in units of 16 bytes. Those in [key_sums, end_key_sums) are of the sums
+// of dK and dV, which are not used if work items have whole groups.
 struct ZeroArguments {
     float4* to;
     int64_t count, key_sums, end_key_sums;
@@ -140,8 +140,8 @@ __device__ void zero(const ZeroArguments& args, int cta) {
             args.to[first + i] = {0.f, 0.f, 0.f, 0.f};
 }
 
-// All of it in one launch, since a launch takes longer than a short sequence. CTAs do one thing each: they are numbered by
-// what they do, and `*_end` is the number of the first one that does something else.
+// All of it in one launch, since a launch takes longer than a short sequence. CTAs do one thing each: they are numbered
+// by what they do, and `*_end` is the number of the first one that does something else.
 struct PrepareArguments {
     RowsArguments rows;
     OrderArguments order;

@@ -32,11 +32,20 @@ template <typename Config> struct BackwardProducer {
             load_blocks(run);
             memory.run_empty(index).arrive();
         }
-        memory.descriptor(step).head = -1;
-        memory.described(step).arrive();
+        end_steps();
     }
 
 private:
+    // Tells the warps of the reducer, of which one may wait for the next step and one for the step after it, that there
+    // are no more.
+    __device__ __forceinline__ void end_steps() {
+        for (const unsigned end = step + 2; step < end; ++step) {
+            memory.descriptor(step).head = -1;
+            memory.described(step).arrive();
+            memory.q_empty(step).wait(memory.q_parity(step) ^ 1);
+        }
+    }
+
     // Loads keys and values once the consumers released those of the work item before.
     __device__ __forceinline__ void load_keys(const BackwardBandRun& run, int num_steps) const {
         memory.kv_empty().wait((run.item & 1) ^ 1);
@@ -50,11 +59,14 @@ private:
         load<Config::kVDim>(memory.v(), maps.v, Config::kKeys, at, memory.kv_full());
     }
 
-    // Loads the blocks of a run from the last to the first, since under a causal mask all tiles have the last block:
-    // CTAs that began together with different tiles need the same queries, and find them in the L2 cache.
+    // Loads the blocks of a run, from the last to the first unless the tile is mirrored: under a causal mask all tiles
+    // have the last block, so that CTAs that began together with different tiles need the same queries, and find them
+    // in the L2 cache.
     __device__ __forceinline__ void load_blocks(const BackwardBandRun& run) {
+        const int stride = run.mirrored ? 1 : -1;
+        int block = run.mirrored ? run.blocks.begin : run.blocks.end - 1;
 #pragma unroll 1
-        for (int block = run.blocks.end - 1; block >= run.blocks.begin; --block, ++step) {
+        for (int left = run.blocks.end - run.blocks.begin; left > 0; --left, block += stride, ++step) {
             load_queries(run, block);
             load_dout(run, block);
         }
@@ -85,6 +97,7 @@ private:
         descriptor.end_column = run.end_query - first;
         descriptor.masked = block < run.unmasked.begin or block >= run.unmasked.end;
         descriptor.last = step + 1 == end_step;
+        descriptor.mirrored = run.mirrored;
         descriptor.head = head;
         descriptor.row = row;
         descriptor.mask = run.mask;

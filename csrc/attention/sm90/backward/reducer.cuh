@@ -3,40 +3,93 @@
 #include "csrc/attention/sm90/backward/arguments.cuh"
 #include "csrc/attention/sm90/backward/config.cuh"
 #include "csrc/attention/sm90/backward/key_sums.cuh"
+#include "csrc/attention/sm90/backward/tickets.cuh"
 #include "csrc/common/sm90/bulk.cuh"
 
-// The reducer warp adds dQ of each step to the sums in global memory and, where work items have parts of a group, dK and
-// dV of each item.
+// The reducer adds dQ of each step to the sums in global memory and, where work items have parts of a group, dK and dV
+// of each item. It is one warp or, with a fixed order of sums, two that take turns step by step: while the additions of
+// a step complete, until another CTA may begin with its own, the other warp computes the ticket of the next step and
+// adds.
 
 namespace jaxmagi::sm90 {
 
 template <typename Config> struct BackwardReducer {
     BackwardMemory<Config> memory;
     const BackwardArguments& args;
-    int lane;
+    int index;  // of the warp: 0, or 1 for the second one of a fixed order
+
+    // With a fixed order, narrow kernels go on to the next step before the additions of a step are complete. Wide ones
+    // move more bytes in a step: a CTA that went on would get so far ahead of those that add after it that the queries,
+    // dO and dQ that they share would leave the L2 cache (full 16k at D 256: 1.44 times the time without an order, not
+    // 1.11).
+    static constexpr bool kPassesTurnEarly = not Config::kWide;
 
     __device__ __forceinline__ void run() const {
-        for (int part = 0; part < Config::kConsumers; ++part)
-            release(part);
-#pragma unroll 1
-        for (unsigned step = 0;; ++step) {
-            wait_for_part(0);
-            if (memory.done() != 0)
-                break;
-            const StepDescriptor& descriptor = memory.descriptor(step);
+        if (index == 0) {
+            for (int part = 0; part < Config::kConsumers; ++part)
+                release(part);
             if (args.deterministic)
-                add_in_order(descriptor, step);
+                named_barrier_arrive(kReducerTurn, kTurnThreads);
+        }
+        const int num_warps = args.deterministic ? 2 : 1;
+#pragma unroll 1
+        for (unsigned step = index;; step += num_warps) {
+            memory.described(step).wait(memory.step_parity(step));
+            const StepDescriptor& descriptor = memory.descriptor(step);
+            if (descriptor.head < 0)
+                break;
+            if (args.deterministic)
+                run_step_in_order(descriptor);
             else
-                add(descriptor);
-            if constexpr (Config::kCanAddGradients)
-                if (memory.schedule().adds_gradients() and descriptor.last)
-                    add_gradients(descriptor);
+                run_step(descriptor);
         }
         if (elect_lane())
             bulk_wait();
     }
 
 private:
+    __device__ __forceinline__ void run_step(const StepDescriptor& descriptor) const {
+        wait_for_part(0);
+        add(descriptor);
+        if constexpr (Config::kCanAddGradients)
+            if (ends_item(descriptor))
+                add_gradients(descriptor);
+    }
+
+    // Adds when the ticket of the step comes up. The parts are those of this step from the turn of the warp until it
+    // passes the turn on.
+    __device__ __forceinline__ void run_step_in_order(const StepDescriptor& descriptor) const {
+        const int ticket = ticket_of<Config>(args, descriptor);
+        named_barrier_sync(kReducerTurn + index, kTurnThreads);
+        wait_for_part(0);
+        if (elect_lane())
+            wait_for_ticket(additions(descriptor), ticket);
+        __syncwarp();
+        add(descriptor);
+        const bool has_gradients = ends_item(descriptor), early = kPassesTurnEarly and not has_gradients;
+        if (early)
+            pass_turn();
+        if (elect_lane()) {
+            bulk_wait();
+            finish_ticket(additions(descriptor));
+        }
+        if constexpr (Config::kCanAddGradients)
+            if (has_gradients)
+                add_gradients(descriptor);
+        if (not early)
+            pass_turn();
+    }
+
+    __device__ __forceinline__ void pass_turn() const {
+        __syncwarp();
+        named_barrier_arrive(kReducerTurn + 1 - index, kTurnThreads);
+    }
+
+    // Returns true if dK and dV of the work item are added up behind this step.
+    __device__ __forceinline__ bool ends_item(const StepDescriptor& descriptor) const {
+        return Config::kCanAddGradients and descriptor.last and memory.schedule().adds_gradients();
+    }
+
     // Lets a warpgroup store its next part.
     __device__ __forceinline__ static void release(int part) {
         __syncwarp();
@@ -45,6 +98,11 @@ private:
 
     __device__ __forceinline__ float* target(const StepDescriptor& descriptor) const {
         return args.workspace.dq + int64_t{descriptor.row} * Config::kSumColumns;
+    }
+
+    // Returns the counter of the additions to the block of a step.
+    __device__ __forceinline__ int* additions(const StepDescriptor& descriptor) const {
+        return args.workspace.additions + descriptor.row / Config::kRows;
     }
 
     __device__ __forceinline__ int64_t part_stride() const {
@@ -89,7 +147,8 @@ private:
         }
     }
 
-    // Adds dK and dV of the work item whose last step this is. In a fixed order, each head set waits for the one before.
+    // Adds dK and dV of the work item whose last step this is. In a fixed order, each head set waits for the one
+    // before.
     __device__ __forceinline__ void add_gradients(const StepDescriptor& descriptor) const {
         const int key_head = descriptor.head / memory.schedule().group_size;
         int* const counter = args.workspace.key_additions + key_head * args.workspace.key_tiles + descriptor.tile;
@@ -127,33 +186,6 @@ private:
         if (elect_lane())
             bulk_wait_read<kPending>();
         release(part);
-    }
-
-    // Adds dQ of a step when its ticket comes up. The next ticket has to wait until the additions are complete, but
-    // parts are released when they were read.
-    __device__ __forceinline__ void add_in_order(const StepDescriptor& descriptor, unsigned step) const {
-        float* const to = target(descriptor);
-        int* const counter = args.workspace.additions + descriptor.row / Config::kRows;
-        memory.ticketed(step).wait(memory.step_parity(step));
-#pragma unroll
-        for (int pass = 0; pass < Config::kDqPasses; ++pass) {
-            for (int part = 0; part < Config::kConsumers; ++part)
-                if (pass + part > 0)
-                    wait_for_part(part);
-            if (elect_lane()) {
-                if (pass == 0)
-                    wait_for_ticket(counter, descriptor.ticket);
-                for (int part = 0; part < Config::kConsumers; ++part)
-                    add_dq(to, pass, part);
-                bulk_wait_read<0>();
-            }
-            for (int part = 0; part < Config::kConsumers; ++part)
-                release(part);
-        }
-        if (elect_lane()) {
-            bulk_wait();
-            finish_ticket(counter);
-        }
     }
 
     __device__ __forceinline__ static void wait_for_ticket(const int* counter, int ticket) {

@@ -14,16 +14,20 @@
 
 namespace jaxmagi::sm90 {
 
-// Work items of a mask are sorted by section, then by position of their tile, then by head set. A section is a number
-// of head sets (of any example, where one mask serves all) whose queries stay in the L2 cache together. It has more where
-// the balance of work needs them or, with a fixed order of sums, where tiles would often wait. In the last section the
-// longest tiles come first, unless the order of sums is fixed.
+// In which order the tiles of a section come: by position, from either end, or the longest tiles first.
+enum class TileOrder { kFirstToLast, kLastToFirst, kLongestFirst };
+
+// Work items of a mask are sorted by section, then by the order of their tiles, then by head set. A section is a number
+// of head sets (of any example, where one mask serves all) whose queries stay in the L2 cache together. It has more
+// where the balance of work needs them or, with a fixed order of sums, where tiles would often wait. The last section
+// has an order of its own: the tiles at its end should be short, since CTAs have nothing to do behind it.
 struct alignas(16) BackwardSchedule {
     int num_items, per_mask, per_section;  // numbers of work items
     int num_tiles;                         // of one mask
     int head_sets, section;                // head sets of a mask and of a section
     int heads_per_item, sets_per_key_head, group_size;  // query heads; head sets; query heads of a key head
-    int longest_first;                     // the first work item from which the longest tiles come first
+    TileOrder order, last_order;           // of the tiles of all sections but the last, and of that one
+    int last_section;                      // its first work item
     int first_split, num_splits, split_blocks;  // the first work item that is split; parts of one; blocks of a part
     int num_claims;                             // work items that are not split, and parts of those that are
 
@@ -33,12 +37,12 @@ struct alignas(16) BackwardSchedule {
 
 struct BackwardItem {
     int mask, rank, head_set;  // head_set counts those of the mask, example by example
-    bool by_position;          // the rank is the tile's position; otherwise that in the tile schedule, longest first
+    TileOrder order;           // in which the tile has the rank
     Range blocks;              // which of the tile's blocks of queries, in the order of the steps
 };
 
-// Returns true if the kernel has code that adds dK and dV up. In kernels of three consumer warpgroups, for head dimension
-// 192, ptxas finds no registers for it.
+// Returns true if the kernel has code that adds dK and dV up. In kernels of three consumer warpgroups, for head
+// dimension 192, ptxas finds no registers for it.
 constexpr bool can_add_gradients(int kernel_dim) {
     return kernel_dim != 192;
 }
@@ -57,8 +61,8 @@ inline bool may_add_gradients(const BackwardShape& shape, int kernel_dim) {
 }
 
 // Decides on the device whether work items have all query heads of a group although heads_of_item says fewer. They do
-// where all tiles have few blocks of queries, as with short documents: with all heads in turn these stay in the L2 cache,
-// and there are no sums of dK and dV to be cleared and converted.
+// where all tiles have few blocks of queries, as with short documents: with all heads in turn these stay in the L2
+// cache, and there are no sums of dK and dV to be cleared and converted.
 struct WholeGroups {
     const ScheduledTile* tiles;  // [num_masks, num_tiles], the longest of a mask first
     int num_masks, num_tiles;    // no masks: never
@@ -66,18 +70,19 @@ struct WholeGroups {
     __device__ __forceinline__ bool chosen() const;
 };
 
-// The most blocks of queries that a tile may have, and the fewest work items that there have to be for a multiprocessor.
-// Both were chosen at D 128, where 15 blocks (a window) took 13 % less time with whole groups and 26 took 10 % more.
+// The most blocks of queries that a tile may have, and the fewest work items that there have to be for a
+// multiprocessor. Both were chosen at D 128, where 15 blocks (a window) took 13 % less time with whole groups and 26
+// took 10 % more.
 inline constexpr int kWholeGroupBlocks = 16, kWholeGroupItems = 8;
 // The most masks that are looked at.
 inline constexpr int kWholeGroupMasks = 64;
 
 __device__ __forceinline__ bool WholeGroups::chosen() const {
-    bool few = num_masks > 0;
-#pragma unroll 1
-    for (int mask = 0; few and mask < num_masks; ++mask)
-        few = tiles[int64_t{mask} * num_tiles].num_blocks <= kWholeGroupBlocks;
-    return few;
+    int longest = 0;
+#pragma unroll 8  // loads in flight
+    for (int mask = 0; mask < num_masks; ++mask)
+        longest = max(longest, tiles[int64_t{mask} * num_tiles].num_blocks);
+    return num_masks > 0 and longest <= kWholeGroupBlocks;
 }
 
 inline WholeGroups make_whole_groups(const BackwardParams& params, int kernel_dim, TileShape tile) {
@@ -92,26 +97,39 @@ inline WholeGroups make_whole_groups(const BackwardParams& params, int kernel_di
 // How much of the L2 cache the queries, dO and dQ of a section may fill.
 inline constexpr int64_t kBackwardSectionBytes = int64_t{32} << 20;
 
-// Returns how many CTAs work on one head set at a time with a fixed order of sums, if there are enough heads. Tiles of one
-// head wait for each other, those behind a shared prefix for tiles that are many times as long: few CTAs seldom wait.
-// Smaller tiles read more for each product, which more CTAs find in the L2 cache. Where all tiles are about as long, each
-// CTA is a step behind another and never waits again, so that a quarter of the tiles may be under way.
-inline int ctas_per_head_set(TileShape tile, int tiles, bool even) {
-    const int few = tile.keys < 128 ? 32 : 16;
-    return even ? std::max(2 * few, tiles / 4) : few;
+// Returns true if all tiles of a head set may be under way at a time with a fixed order of sums. Mirrored tiles then
+// seldom wait for each other (tickets.cuh). With more tiles, blocks of queries would leave the L2 cache before the next
+// tile adds to them.
+inline bool has_few_tiles(int tiles, int num_sms) {
+    return 4 * tiles <= num_sms;
 }
 
-// Returns true if nearly all tiles of the first mask are about as long. Tiles are those of a tile schedule.
+// Returns how many CTAs work on one head set at a time with a fixed order of sums, if there are enough heads. Tiles of
+// one head wait for each other, those behind a shared prefix for tiles that are many times as long: few CTAs seldom
+// wait. Smaller tiles read more for each product, which more CTAs find in the L2 cache. Where all tiles are about as
+// long, or long, each CTA is a step behind another and never waits again, so that a quarter of the tiles may be under
+// way.
+inline int ctas_per_head_set(TileShape tile, int tiles, int num_sms, bool even) {
+    if (has_few_tiles(tiles, num_sms))
+        return tiles;
+    const int few = tile.keys < 128 ? 32 : 8;
+    return even ? std::max(tile.keys < 128 ? 64 : 32, tiles / 4) : few;
+}
+
+// Returns true if nearly all tiles of the first mask are about as long, or long enough to make up for a wait at their
+// beginning. Tiles are those of a tile schedule.
 __device__ __forceinline__ bool are_even(const ScheduledTile* tiles, int num_tiles) {
-    return 4 * tiles[num_tiles * 7 / 8].num_blocks >= 3 * tiles[0].num_blocks;
+    constexpr int kLongBlocks = 128;
+    const int short_one = tiles[num_tiles * 7 / 8].num_blocks;
+    return 4 * short_one >= 3 * tiles[0].num_blocks or short_one >= kLongBlocks;
 }
 
-// The fewest steps of a part of a split item, and the most parts. Each part loads keys and adds dK and dV up, which takes
-// as long as several steps (docs/log/backward.md).
+// The fewest steps of a part of a split item, and the most parts. Each part loads keys and adds dK and dV up, which
+// takes as long as several steps (docs/log/backward.md).
 inline constexpr int kSplitSteps = 16, kMostSplits = 16;
 
-// Splits the work items of the last round if a quarter of the CTAs would have none. Parts add dK and dV up in any order, so
-// nothing is split if the order of sums is fixed.
+// Splits the work items of the last round if a quarter of the CTAs would have none. Parts add dK and dV up in any
+// order, so nothing is split if the order of sums is fixed.
 inline void split_last_round(BackwardSchedule* schedule, int num_blocks, int num_sms, bool deterministic) {
     const int last_round = schedule->num_items % num_sms;
     const bool splits = schedule->adds_gradients() and not deterministic and 4 * last_round <= 3 * num_sms;
@@ -133,11 +151,11 @@ inline BackwardSchedule make_schedule(const BackwardParams& params, TileShape ti
     const int64_t set_bytes = int64_t{shape.q_len} * heads * (6 * shape.dim + 2 * shape.v_dim);
     // In a smaller section, the longest tiles of the last section would end long after the others.
     const int64_t balanced = ceil_div(num_sms * 9 / 10, tiles);
-    const int64_t seldom_waiting = deterministic ? num_sms / ctas_per_head_set(tile, tiles, even) : 1;
+    const int64_t seldom_waiting = deterministic ? num_sms / ctas_per_head_set(tile, tiles, num_sms, even) : 1;
     const int64_t wanted = std::max({int64_t{1}, seldom_waiting, balanced, kBackwardSectionBytes / set_bytes});
     const int sections = std::max(1, head_sets / static_cast<int>(std::min<int64_t>(wanted, head_sets)));
     const int section = ceil_div(head_sets, sections);
-    const int num_items = num_masks * head_sets * tiles, last_section = (head_sets - 1) % section + 1;
+    const int num_items = num_masks * head_sets * tiles, last_sets = (head_sets - 1) % section + 1;
     BackwardSchedule schedule{.num_items = num_items,
                               .per_mask = head_sets * tiles,
                               .per_section = section * tiles,
@@ -147,13 +165,19 @@ inline BackwardSchedule make_schedule(const BackwardParams& params, TileShape ti
                               .heads_per_item = heads,
                               .sets_per_key_head = sets,
                               .group_size = group,
-                              .longest_first = deterministic ? num_items : num_items - last_section * tiles};
+                              .order = TileOrder::kFirstToLast,
+                              .last_order = TileOrder::kLongestFirst,
+                              .last_section = num_items - last_sets * tiles};
+    if (deterministic) {
+        schedule.order = has_few_tiles(tiles, num_sms) ? TileOrder::kLastToFirst : TileOrder::kFirstToLast;
+        schedule.last_order = TileOrder::kFirstToLast;
+    }
     split_last_round(&schedule, ceil_div(shape.q_len, tile.rows), num_sms, deterministic);
     return schedule;
 }
 
-// Returns the blocks of a part of a split item. The last part has all that are left: a tile has more than a head has where
-// several bands of the tile share a block.
+// Returns the blocks of a part of a split item. The last part has all that are left: a tile has more than a head has
+// where several bands of the tile share a block.
 JAXMAGI_HOST_DEVICE Range split_at(const BackwardSchedule& schedule, int part) {
     const bool last = part + 1 == schedule.num_splits;
     return {part * schedule.split_blocks, last ? INT32_MAX : (part + 1) * schedule.split_blocks};
@@ -167,13 +191,13 @@ JAXMAGI_HOST_DEVICE BackwardItem item_at(const BackwardSchedule& schedule, int c
         blocks = split_at(schedule, split % schedule.num_splits);
     }
     const int mask = index / schedule.per_mask;
-    const bool by_position = index < schedule.longest_first;
+    const TileOrder order = index < schedule.last_section ? schedule.order : schedule.last_order;
     index -= mask * schedule.per_mask;
     const int first = index / schedule.per_section * schedule.section;
     index -= first * schedule.num_tiles;
     const int rest = schedule.head_sets - first, width = rest < schedule.section ? rest : schedule.section;
     const int rank = index / width;
-    return {mask, rank, first + index - rank * width, by_position, blocks};
+    return {mask, rank, first + index - rank * width, order, blocks};
 }
 
 }  // namespace jaxmagi::sm90

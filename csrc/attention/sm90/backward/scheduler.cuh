@@ -24,7 +24,7 @@ template <typename Config> struct BackwardScheduler {
             memory.current_tile().item = -1;
 #pragma unroll 1
         for (int claim = claim_work(); claim < memory.schedule().num_claims; claim = claim_work()) {
-            find_tile(item_at(memory.schedule(), claim));
+            find_tile(claim);
             schedule();
             // A CTA that claims a tile long before it can begin with it keeps the tile from other CTAs.
             memory.run_empty(num_runs - 1).wait(memory.run_parity(num_runs - 1));
@@ -53,15 +53,14 @@ private:
         return memory.work_item(++tile.item);
     }
 
-    __device__ __forceinline__ void find_tile(const BackwardItem& item) const {
+    __device__ __forceinline__ void find_tile(int claim) const {
         __syncwarp();
         if (lane == 0) {
+            const BackwardItem item = item_at(memory.schedule(), claim);
             const int64_t first = int64_t{item.mask} * memory.schedule().num_tiles;
-            int rank = item.rank;
-            if (item.by_position)
-                rank = args.workspace.tile_ranks[first + rank];
-            const ScheduledTile scheduled = args.tiles[first + rank];
+            const ScheduledTile scheduled = args.tiles[first + schedule_rank(item, first)];
             CurrentTile& tile = memory.current_tile();
+            tile.mirrored = item.order == TileOrder::kLastToFirst;
             tile.blocks = item.blocks;
             tile.key = scheduled.tile * Config::kKeys;
             tile.first_band = scheduled.first_band;
@@ -77,8 +76,17 @@ private:
         __syncwarp();
     }
 
-    // Writes the work item and its runs. Nobody needs an item without steps if dK and dV are added up, to sums that begin
-    // with zeros. The last run is then an older one, or none: its barrier is new, and nobody waits.
+    // Returns the rank of the item's tile in the tile schedule. first: the index of the first tile of its mask.
+    __device__ __forceinline__ int schedule_rank(const BackwardItem& item, int64_t first) const {
+        if (item.order == TileOrder::kLongestFirst)
+            return item.rank;
+        const bool reversed = item.order == TileOrder::kLastToFirst;
+        const int position = reversed ? memory.schedule().num_tiles - 1 - item.rank : item.rank;
+        return args.workspace.tile_ranks[first + position];
+    }
+
+    // Writes the work item and its runs. Nobody needs an item without steps if dK and dV are added up, to sums that
+    // begin with zeros. The last run is then an older one, or none: its barrier is new, and nobody waits.
     __device__ __forceinline__ void schedule() {
         const int num_blocks = count_blocks();
         if (num_blocks == 0 and memory.schedule().adds_gradients())
@@ -171,9 +179,10 @@ private:
         work.all_visible = all_visible;
     }
 
-    // Writes the runs of the work item, chunk by chunk of its blocks, and in each head by head. If heads changed at every
-    // block, the 8 heads of an item of dimension 192 would go through more than the L2 cache holds before the neighbouring
-    // tile needs the same queries; if each went over the whole sequence, tiles of different lengths would drift apart.
+    // Writes the runs of the work item, chunk by chunk of its blocks, and in each head by head. If heads changed at
+    // every block, the 8 heads of an item of dimension 192 would go through more than the L2 cache holds before the
+    // neighbouring tile needs the same queries; if each went over the whole sequence, tiles of different lengths would
+    // drift apart.
     __device__ __forceinline__ void write_chunks() {
         CurrentTile& tile = memory.current_tile();
 #pragma unroll 1
@@ -188,8 +197,8 @@ private:
         }
     }
 
-    // Writes the runs of a chunk of one head. Where the order of sums is fixed, bands come from the last to the first, as
-    // tickets.cuh explains.
+    // Writes the runs of a chunk of one head. Where the order of sums is fixed, bands come as blocks do, from the last
+    // to the first unless the tile is mirrored, as tickets.cuh explains.
     __device__ __forceinline__ void write_chunk() {
         CurrentTile& tile = memory.current_tile();
         if (lane == 0) {
@@ -200,7 +209,8 @@ private:
 #pragma unroll 1
         while (tile.band < tile.end_band - tile.first_band and tile.blocks_before < end_of_chunk()) {
             const int band = tile.band + lane;
-            write_runs(args.deterministic ? tile.end_band - 1 - band : tile.first_band + band);
+            const bool backwards = args.deterministic and not tile.mirrored;
+            write_runs(backwards ? tile.end_band - 1 - band : tile.first_band + band);
             if (lane == 0)
                 tile.band += 32;
             __syncwarp();
@@ -227,7 +237,8 @@ private:
         }
     }
 
-    // Keeps those blocks of each lane's band that belong to the chunk. Steps go from the last block of a band to the first.
+    // Keeps those blocks of each lane's band that belong to the chunk. Steps go from the last block of a band to the
+    // first unless the tile is mirrored.
     __device__ __forceinline__ void keep_blocks_of_chunk(Range& blocks) const {
         CurrentTile& tile = memory.current_tile();
         const int count = blocks.end - blocks.begin;
@@ -243,7 +254,10 @@ private:
         if (lane == 31)
             tile.blocks_before = behind;
         const int begin = max(tile.chunk - before, 0), end = end_of_chunk() - before;
-        blocks = {max(blocks.begin, blocks.end - end), blocks.end - begin};
+        if (tile.mirrored)
+            blocks = {blocks.begin + begin, min(blocks.end, blocks.begin + end)};
+        else
+            blocks = {max(blocks.begin, blocks.end - end), blocks.end - begin};
     }
 
     // Called by one lane.
@@ -276,6 +290,7 @@ private:
         run.item = tile.item;
         run.first = tile.has_no_run;
         tile.has_no_run = false;
+        run.mirrored = tile.mirrored;
         run.key = tile.key;
         run.key_head = tile.key_head;
         run.example = tile.example;

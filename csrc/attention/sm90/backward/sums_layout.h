@@ -2,14 +2,14 @@
 
 #include "csrc/common/sm90/panel.h"
 
-// The layout of fp32 sums of gradients in global memory. It is that of wgmma accumulators, which have 64 rows, so that a
-// part of them in shared memory is added as it lies.
+// The layout of fp32 sums of gradients in global memory. It is that of wgmma accumulators, which have 64 rows, so that
+// a part of them in shared memory is added as it lies.
 
 namespace jaxmagi::sm90 {
 
-// A row block of 64 rows that is not transposed has, for every 8 columns, 4 numbers of each of 128 threads. A transposed
-// one has, for every 64 columns (rows of the accumulator) and every 8 rows, 4 numbers of each of 128 threads; there all
-// rows of the same 64 columns are contiguous, so that a row block may begin at any multiple of 8.
+// A row block of 64 rows that is not transposed has, for every 8 columns, 4 numbers of each of 128 threads. A
+// transposed one has, for every 64 columns (rows of the accumulator) and every 8 rows, 4 numbers of each of 128
+// threads; there all rows of the same 64 columns are contiguous, so that a row block may begin at any multiple of 8.
 struct SumsLayout {
     int row_block;
     bool transposed;

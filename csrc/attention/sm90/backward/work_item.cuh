@@ -21,11 +21,10 @@ struct alignas(16) BackwardWorkItem {
 struct alignas(16) StepDescriptor {
     int key_begin, key_end, lower, upper;  // read together
     int first_column, end_column;          // read together
-    bool masked, last;  // last: of the work item
+    bool masked, last, mirrored;  // last: of the work item; mirrored: of its tile (tickets.cuh)
     int head;  // query head of all examples; -1: no more steps
     int row;  // first row of the sums of dQ, panel by panel: 2^31 of them would take 512 GiB
     int mask, block, band, tile;  // fix the order of sums: block of queries in its head, index of the band in the mask
-    int ticket;                   // how many additions to the block come before (tickets.cuh)
 };
 
 // Blocks of queries of one head that see keys of a tile in one band, for the producer.
@@ -37,7 +36,7 @@ struct alignas(16) BackwardBandRun {
     int band, head;
     int item;                      // number of work items that the CTA had before
     int key, key_head, example, mask;
-    bool first;                    // first run of the work item
+    bool first, mirrored;          // first run of the work item; blocks come from the first to the last
     int origin;  // query at which block 0 begins, one of the first kRows. At another place here, ptxas would spill
 };
 
@@ -46,7 +45,7 @@ struct alignas(16) CurrentTile {
     int item, key;  // number of work items before; first key
     int first_band, end_band, mask, key_head, example, first_head;
     const ScheduledBand* bands;  // of the mask
-    bool has_no_run;             // no run of the tile was written yet
+    bool has_no_run, mirrored;   // no run of the tile was written yet; bands and blocks come from the first to the last
     Range blocks;                // of queries, over all bands: those of the work item
     // The chunk of blocks that runs are written of, of one head; the next band and the blocks of those before it.
     int chunk, head, band, blocks_before;

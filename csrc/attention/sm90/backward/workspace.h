@@ -20,14 +20,16 @@ struct BackwardWorkspace {
     int rows_per_head;  // with padding
     int key_tiles;
     int rows_per_key_head;  // with padding
-    // The next six, from dq to key_additions, are contiguous and have to be set to zero, dk and dv only if work items do
-    // not have whole groups.
+    // The next six, from dq to key_additions, are contiguous and have to be set to zero, dk and dv only if work items
+    // do not have whole groups.
     float* dq;       // [batch, heads, panels of dq_layout, rows_per_head · columns of a panel]
-    float *dk, *dv;  // [batch, kv_heads, rows_per_key_head · dim or v_dim of the kernel] (key_sums.cuh). Null where every
-                     // work item has all query heads of a group
+    // [batch, kv_heads, rows_per_key_head · dim or v_dim of the kernel] (key_sums.cuh). Null where every work item has
+    // all query heads of a group.
+    float *dk, *dv;
     int* counter;  // how many work items, or parts of them, are claimed
-    int* additions;      // [batch, heads, panels of dq_layout, blocks of queries]: how many additions to a block of dq are
-                         // done, counted at its first panel. Deterministic runs only
+    // [batch, heads, panels of dq_layout, blocks of queries]: how many additions to a block of dq are done, counted at
+    // its first panel. Deterministic runs only.
+    int* additions;
     int* key_additions;  // [batch, kv_heads, key_tiles]: the same for dk and dv
     int64_t bytes_to_clear;
     EightRows* rows;  // [batch, heads, rows_per_head / 8]
