@@ -37,7 +37,7 @@ template <typename Config> struct BackwardProducer {
 
 private:
     // Tells the warps of the reducer, of which one may wait for the next step and one for the step after it, that there
-    // are no more.
+    // are no more. As before any other step, the consumers have to be done with what the second descriptor overwrites.
     __device__ __forceinline__ void end_steps() {
         for (const unsigned end = step + 2; step < end; ++step) {
             memory.descriptor(step).head = -1;
