@@ -28,7 +28,13 @@ _D64, _D256 = (tuple(f"{kind} 16k D{dim}" for kind in ("full", "causal")) for di
 _SEQUENCES = ("documents causal", "documents full", "documents 16x2048 causal", "window 1023")
 _SHORT = tuple(f"causal {length} D128" for length in ("1k", "2k", "4k"))
 _FLEX = ("FlexAttention", "FlexAttention FLASH")
-_ALL_MASKS = (*MASKS, SHORT_DOCUMENTS, "causal 8k D128", "causal 32k D128")
+_ALL_MASKS = (
+    *MASKS,
+    *(f"{name} D64" for name in MASKS),
+    SHORT_DOCUMENTS,
+    "causal 8k D128",
+    "causal 32k D128",
+)
 _AS_FAST_BACKWARD = (
     *("full 8k D128", "full 32k D128", "causal 32k D128"),
     *(*_D64, *_D256, *_SEQUENCES, SHORT_DOCUMENTS),
