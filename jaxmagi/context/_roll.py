@@ -68,14 +68,16 @@ def roll(
             ranks or stacked, x or ``segment_ids`` has another number of tokens, ``segment_ids`` are no
             integers, x cannot hold ``fill``, or ``shift`` is no integer in its range.
 
-    >>> plan = plan_context(masks.causal(64), cp_size=jax.device_count())
-    >>> mesh = jax.make_mesh((jax.device_count(),), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
-    >>> @jax.jit
-    ... @jax.shard_map(mesh=mesh, in_specs=jax.P("context"), out_specs=jax.P("context"))
-    ... def targets(tokens, plan):
-    ...     return roll(tokens, plan, -1, axis_name="context", fill=-100)
-    >>> undispatch(targets(dispatch(jnp.arange(64), plan), plan), plan)[-3:].tolist()
-    [62, 63, -100]
+    Examples:
+        >>> ranks, auto = jax.device_count(), jax.sharding.AxisType.Auto
+        >>> plan = plan_context(masks.causal(64), cp_size=ranks)
+        >>> mesh = jax.make_mesh((ranks,), ("context",), axis_types=(auto,))
+        >>> @jax.jit
+        ... @jax.shard_map(mesh=mesh, in_specs=jax.P("context"), out_specs=jax.P("context"))
+        ... def targets(tokens, plan):
+        ...     return roll(tokens, plan, -1, axis_name="context", fill=-100)
+        >>> undispatch(targets(dispatch(jnp.arange(64), plan), plan), plan)[-3:].tolist()
+        [62, 63, -100]
     """
     check_plan(plan)
     shift = _checked_shift(shift)

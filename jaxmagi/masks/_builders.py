@@ -42,9 +42,10 @@ def causal(q_len: int, kv_len: int | None = None) -> AttnMask:
         q_len: the number of queries.
         kv_len: the number of keys; by default ``q_len``.
 
-    >>> causal(2, 4).to_dense().astype(int)
-    array([[1, 1, 1, 0],
-           [1, 1, 1, 1]])
+    Examples:
+        >>> causal(2, 4).to_dense().astype(int)
+        array([[1, 1, 1, 0],
+               [1, 1, 1, 1]])
     """
     return sliding_window(q_len, -1, 0, kv_len=kv_len)
 
@@ -62,11 +63,12 @@ def sliding_window(length: int, left: int, right: int = 0, *, kv_len: int | None
         right: keys after the query's own; -1 = all of them.
         kv_len: the number of keys; by default ``length``.
 
-    >>> sliding_window(4, 1).to_dense().astype(int)
-    array([[1, 0, 0, 0],
-           [1, 1, 0, 0],
-           [0, 1, 1, 0],
-           [0, 0, 1, 1]])
+    Examples:
+        >>> sliding_window(4, 1).to_dense().astype(int)
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [0, 1, 1, 0],
+               [0, 0, 1, 1]])
     """
     length, kv_len = _two_lengths(length, kv_len, "length")
     lo, hi = _limits((left, right), kv_len - length)
@@ -83,10 +85,11 @@ def documents(
         inner: the mask inside a document: ``"causal"`` (``k <= q``), ``"full"``, or ``(left, right)``
             as in `sliding_window`.
 
-    >>> documents([1, 2]).to_dense().astype(int)
-    array([[1, 0, 0],
-           [0, 1, 0],
-           [0, 1, 1]])
+    Examples:
+        >>> documents([1, 2]).to_dense().astype(int)
+        array([[1, 0, 0],
+               [0, 1, 0],
+               [0, 1, 1]])
     """
     ends = np.cumsum(checked_lengths(lengths, "lengths"))
     begins = np.concatenate([[0], ends[:-1]])
@@ -112,11 +115,12 @@ def from_segment_ids(
         NotImplementedError: runs of one id form more than 2**22 pairs of a run of queries and a run of keys,
             the latter not behind the former if causal.
 
-    >>> from_segment_ids([1, 2, 1, 0]).to_dense().astype(int)
-    array([[1, 0, 0, 0],
-           [0, 1, 0, 0],
-           [1, 0, 1, 0],
-           [0, 0, 0, 0]])
+    Examples:
+        >>> from_segment_ids([1, 2, 1, 0]).to_dense().astype(int)
+        array([[1, 0, 0, 0],
+               [0, 1, 0, 0],
+               [1, 0, 1, 0],
+               [0, 0, 0, 0]])
     """
     causal = flag(causal, "causal")
     ids = integer_array(segment_ids, "segment_ids")
@@ -138,10 +142,11 @@ def block_causal(length: int, block: int) -> AttnMask:
         length: the number of tokens.
         block: tokens of a block; the last block may be shorter.
 
-    >>> block_causal(3, 2).to_dense().astype(int)
-    array([[1, 1, 0],
-           [1, 1, 0],
-           [1, 1, 1]])
+    Examples:
+        >>> block_causal(3, 2).to_dense().astype(int)
+        array([[1, 1, 0],
+               [1, 1, 0],
+               [1, 1, 1]])
     """
     starts, ends = _blocks(length, block, "block")
     return _mask([_band(starts, ends, 0, ends)], length, length)
@@ -169,11 +174,12 @@ def shared_prefix(prefix: int, branches: Sequence[int] | Int[Array | np.ndarray,
         prefix: tokens of the prompt.
         branches: tokens of each branch, in order; zeros are allowed.
 
-    >>> shared_prefix(1, [1, 2]).to_dense().astype(int)
-    array([[1, 0, 0, 0],
-           [1, 1, 0, 0],
-           [1, 0, 1, 0],
-           [1, 0, 1, 1]])
+    Examples:
+        >>> shared_prefix(1, [1, 2]).to_dense().astype(int)
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [1, 0, 1, 0],
+               [1, 0, 1, 1]])
     """
     prefix = integer(prefix, "prefix")
     sizes = checked_lengths(branches, "branches")
@@ -205,12 +211,13 @@ def prefix_tree(
         ValueError: a parent does not come before its child, or a segment has 64 ancestors or more.
         NotImplementedError: the order of the segments needs more than 2**22 bands.
 
-    >>> prefix_tree([-1, 0, 1, 0], [1, 1, 2, 1]).to_dense().astype(int)
-    array([[1, 0, 0, 0, 0],
-           [1, 1, 0, 0, 0],
-           [1, 1, 1, 0, 0],
-           [1, 1, 1, 1, 0],
-           [1, 0, 0, 0, 1]])
+    Examples:
+        >>> prefix_tree([-1, 0, 1, 0], [1, 1, 2, 1]).to_dense().astype(int)
+        array([[1, 0, 0, 0, 0],
+               [1, 1, 0, 0, 0],
+               [1, 1, 1, 0, 0],
+               [1, 1, 1, 1, 0],
+               [1, 0, 0, 0, 1]])
     """
     above, sizes = integer_array(parents, "parents"), checked_lengths(lengths, "lengths")
     if len(above) != len(sizes):

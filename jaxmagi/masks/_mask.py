@@ -91,8 +91,10 @@ class AttnMask:
         Raises:
             ValueError: as in `from_bands`, or for an integer that is no `MaskType`.
 
-        >>> AttnMask.from_slices([(0, 2), (2, 4)], [(0, 2), (0, 4)], [MaskType.CAUSAL, MaskType.FULL]).area()
-        11
+        Examples:
+            >>> types = [MaskType.CAUSAL, MaskType.FULL]
+            >>> AttnMask.from_slices([(0, 2), (2, 4)], [(0, 2), (0, 4)], types).area()
+            11
         """
         q, k = (
             _validation.integer_array(ranges, name, columns=2)
@@ -198,12 +200,13 @@ class AttnMask:
             ValueError: the lengths of the masks differ, or one is traced or stacked.
             NotImplementedError: more than 2**22 pairs of bands have rows in common, and as many have keys.
 
-        >>> from jaxmagi import masks
-        >>> (masks.sliding_window(4, 1) & masks.documents([2, 2], "full")).to_dense().astype(int)
-        array([[1, 0, 0, 0],
-               [1, 1, 0, 0],
-               [0, 0, 1, 0],
-               [0, 0, 1, 1]])
+        Examples:
+            >>> from jaxmagi import masks
+            >>> (masks.sliding_window(4, 1) & masks.documents([2, 2], "full")).to_dense().astype(int)
+            array([[1, 0, 0, 0],
+                   [1, 1, 0, 0],
+                   [0, 0, 1, 0],
+                   [0, 0, 1, 1]])
         """
         if not isinstance(other, AttnMask):
             return NotImplemented
@@ -217,14 +220,15 @@ class AttnMask:
             ValueError: a query sees a key in both masks, or twice in one of them, the lengths of the masks
                 differ, or one is traced or stacked.
 
-        >>> from jaxmagi import masks
-        >>> sink = masks.full(5, 1).shift(kv_len=5)  # everybody sees the first key, besides a window
-        >>> (sink | masks.sliding_window(5, 1).crop(keys=(1, 5)).shift(keys=1)).to_dense().astype(int)
-        array([[1, 0, 0, 0, 0],
-               [1, 1, 0, 0, 0],
-               [1, 1, 1, 0, 0],
-               [1, 0, 1, 1, 0],
-               [1, 0, 0, 1, 1]])
+        Examples:
+            >>> from jaxmagi import masks
+            >>> sink = masks.full(5, 1).shift(kv_len=5)  # everybody sees the first key, besides a window
+            >>> (sink | masks.sliding_window(5, 1).crop(keys=(1, 5)).shift(keys=1)).to_dense().astype(int)
+            array([[1, 0, 0, 0, 0],
+                   [1, 1, 0, 0, 0],
+                   [1, 1, 1, 0, 0],
+                   [1, 0, 1, 1, 0],
+                   [1, 0, 0, 1, 1]])
         """
         if not isinstance(other, AttnMask):
             return NotImplemented
@@ -244,10 +248,11 @@ class AttnMask:
             ValueError: a range is reversed or not inside the mask (slices are not cut, and negative numbers
                 do not count from the end), or the mask is traced or stacked.
 
-        >>> from jaxmagi import masks
-        >>> masks.causal(4).crop(queries=slice(2, None), keys=(1, 4)).to_dense().astype(int)
-        array([[1, 1, 0],
-               [1, 1, 1]])
+        Examples:
+            >>> from jaxmagi import masks
+            >>> masks.causal(4).crop(queries=slice(2, None), keys=(1, 4)).to_dense().astype(int)
+            array([[1, 1, 0],
+                   [1, 1, 1]])
         """
         (bands,) = _single_bands([self], "crop")
         q0, q1 = _validation.token_range(queries, "queries", self.q_len)
@@ -273,10 +278,11 @@ class AttnMask:
             ValueError: a visible cell would leave the result (`crop` first), a length is out of bounds, or
                 the mask is traced or stacked.
 
-        >>> from jaxmagi import masks
-        >>> masks.full(1, 2).shift(1, 1, kv_len=4).to_dense().astype(int)
-        array([[0, 0, 0, 0],
-               [0, 1, 1, 0]])
+        Examples:
+            >>> from jaxmagi import masks
+            >>> masks.full(1, 2).shift(1, 1, kv_len=4).to_dense().astype(int)
+            array([[0, 0, 0, 0],
+                   [0, 1, 1, 0]])
         """
         (bands,) = _single_bands([self], "shift")
         farthest = UNBOUNDED - 1

@@ -96,13 +96,14 @@ def plan_context(
 
     A stream of masks under one compilation: ``"auto"`` decides once, and capacities only grow.
 
-    >>> first = plan_context(masks.causal(4096), cp_size=16)
-    >>> same = {"num_stages": first.stage_counts, "two_levels": first.two_levels}
-    >>> capacity = first.capacity
-    >>> for lengths in ([4096], [3000, 1096], [100] * 40 + [96]):
-    ...     plan = plan_context(masks.documents(lengths), cp_size=16, **same)
-    ...     capacity = capacity.union(plan.capacity)
-    ...     plan = plan.pad_to(capacity)
+    Examples:
+        >>> first = plan_context(masks.causal(4096), cp_size=16)
+        >>> same = {"num_stages": first.stage_counts, "two_levels": first.two_levels}
+        >>> capacity = first.capacity
+        >>> for lengths in ([4096], [3000, 1096], [100] * 40 + [96]):
+        ...     plan = plan_context(masks.documents(lengths), cp_size=16, **same)
+        ...     capacity = capacity.union(plan.capacity)
+        ...     plan = plan.pad_to(capacity)
     """
     bands = merge(mask_bands(mask))
     cp_size = checked_ranks(cp_size)
@@ -223,18 +224,18 @@ class _Draft(NamedTuple):
 def mask_bands(mask: AttnMask) -> Int32[np.ndarray, "S 6"]:
     """Returns the bands of a mask; ValueError if it cannot be planned."""
     if not isinstance(mask, AttnMask):
-        raise ValueError(f"plan_context takes an AttnMask, but got {type(mask).__name__}.")
+        raise ValueError(f"only an AttnMask can be planned, but got {type(mask).__name__}.")
     if is_traced(mask):
-        raise ValueError("plan_context needs the mask's host data, but the mask is traced: plan outside jit.")
+        raise ValueError("planning needs the mask's host data, but the mask is traced: plan outside jit.")
     if mask.bands.ndim != 2:
         raise ValueError(
-            f"plan_context takes one mask with bands [S, 6], but they are {mask.bands.shape}: "
+            f"planning takes a mask with bands [S, 6], but they are {mask.bands.shape}: "
             "fold the batch into one sequence with AttnMask.concatenate, or plan each mask and use "
             "ContextPlan.stack."
         )
     if mask.q_len != mask.kv_len:
         raise ValueError(
-            f"plan_context takes self-attention masks, but q_len={mask.q_len} and "
+            f"planning takes self-attention masks, but q_len={mask.q_len} and "
             f"kv_len={mask.kv_len} differ."
         )
     return host_bands(mask.bands, mask.q_len, mask.kv_len)

@@ -54,11 +54,12 @@ def plan_contexts(
             number of entries than masks, or for what `jaxmagi.plan_context` refuses.
         NotImplementedError: see `jaxmagi.plan_context`.
 
-    >>> full, window = plan_contexts(
-    ...     [masks.causal(4096), masks.sliding_window(4096, 511)], cp_size=4, weights=[1, 5]
-    ... )
-    >>> bool((full.token_order == window.token_order).all())
-    True
+    Examples:
+        >>> full, window = plan_contexts(
+        ...     [masks.causal(4096), masks.sliding_window(4096, 511)], cp_size=4, weights=[1, 5]
+        ... )
+        >>> bool((full.token_order == window.token_order).all())
+        True
     """
     masks = list_of(masks, AttnMask, "masks")
     layers = _weighted_masks(masks, weights)

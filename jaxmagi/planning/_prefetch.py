@@ -53,12 +53,13 @@ def prefetch_plans[Batch, Plan](
         ValueError: ``depth`` is no integer above zero; while iterating: ``fits`` is false, the plan is stale.
         TypeError: ``batches`` is not iterable, or ``make_plan`` or ``fits`` is no function.
 
-    >>> batches = [[3, 5], [8]]
-    >>> def make_plan(lengths):
-    ...     return plan_context(masks.documents(lengths), cp_size=2, num_stages=1)
-    >>> with prefetch_plans(batches, make_plan) as pairs:
-    ...     [(batch, plan.length) for batch, plan in pairs]
-    [([3, 5], 8), ([8], 8)]
+    Examples:
+        >>> batches = [[3, 5], [8]]
+        >>> def make_plan(lengths):
+        ...     return plan_context(masks.documents(lengths), cp_size=2, num_stages=1)
+        >>> with prefetch_plans(batches, make_plan) as pairs:
+        ...     [(batch, plan.length) for batch, plan in pairs]
+        [([3, 5], 8), ([8], 8)]
     """
     depth = integer(depth, "depth", minimum=1)
     if not callable(make_plan):
