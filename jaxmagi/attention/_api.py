@@ -125,8 +125,8 @@ def attention(
 
     Returns:
         The output [T, N, Dv] or [B, T, N, Dv] in the dtype of query. With ``return_residual`` a pair of it
-        and the residual: the log-sum-exp (natural log) of the logits and the sink, [T, N] or [B, T, N] in
-        float32 (float64 for float64 operands).
+        and the residual: the log-sum-exp (natural log) of the logits and the sink, or -inf for a query that
+        sees nothing, also with a sink; [T, N] or [B, T, N] in float32 (float64 for float64 operands).
 
     Raises:
         ValueError: for arguments that do not fit together, and for Explicit shardings that exclude each other

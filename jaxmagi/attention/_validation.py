@@ -55,8 +55,10 @@ def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if query.ndim not in (3, 4) or not query.ndim == key.ndim == value.ndim:
         raise ValueError(f"query, key and value must all be [T, N, D] or all [B, T, N, D], but are {shapes}.")
-    if key.shape[:-1] != value.shape[:-1] or query.shape[:-3] != key.shape[:-3]:
-        raise ValueError(f"key and value must agree in batch, length and heads, but the shapes are {shapes}.")
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(f"query, key and value must have one batch size, but the shapes are {shapes}.")
+    if key.shape[-3:-1] != value.shape[-3:-1]:
+        raise ValueError(f"key and value must agree in length and heads, but the shapes are {shapes}.")
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(f"query and key must have the same head dimension, but are {shapes}.")
     if 0 in (*query.shape[-2:], *key.shape[-2:], value.shape[-1]):

@@ -68,7 +68,7 @@ class CollectiveOptions:
         if self.wire_dtype is not None:
             self._set("wire_dtype", _wire_dtype(self.wire_dtype))
         if self.timeout is not None:
-            self._set("timeout", check_seconds(self.timeout))
+            self._set("timeout", check_seconds(self.timeout, "timeout"))
             if self.implementation == "xla":
                 raise ValueError(f'timeout={self.timeout}, but implementation="xla" has no time limit.')
 

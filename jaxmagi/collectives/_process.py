@@ -31,13 +31,13 @@ def set_timeout(seconds: float) -> None:
         ValueError: the number is out of range.
     """
     global _timeout_ms
-    _timeout_ms = timeout_ms(check_seconds(seconds))
+    _timeout_ms = timeout_ms(check_seconds(seconds, "seconds"))
 
 
-def check_seconds(seconds: Any) -> float:
+def check_seconds(seconds: Any, name: str) -> float:
     """Returns a time limit as a float; ValueError unless it is a number in range."""
     if not is_number(seconds) or not 1e-3 <= seconds <= _LONGEST:
-        raise ValueError(f"the time limit must be between 0.001 and {_LONGEST} seconds, but it is {seconds}.")
+        raise ValueError(f"{name} must be between 0.001 and {_LONGEST}, a time limit, but it is {seconds!r}.")
     return float(seconds)
 
 

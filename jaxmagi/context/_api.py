@@ -116,7 +116,7 @@ def context_attention(
     Returns:
         The output ``[..., N, Dv]`` in the dtype of query. With ``return_residual`` a pair of the output and
         the log-sum-exp ``[..., N]`` (natural log) of the logits and the sink, in float32 (float64 for float64
-        operands).
+        operands), or -inf for a query that sees nothing, also with a sink.
 
     Raises:
         ValueError: an axis is unknown, named twice or does not divide its dimension, the plan is for another

@@ -57,7 +57,7 @@ def intersection(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     if meetings.total > _MAX_PAIRS:
         raise NotImplementedError(
             f"{len(first)} and {len(second)} bands make {meetings.total} pairs with rows or keys in common, "
-            f"more than {_MAX_PAIRS}."
+            f"more than {_MAX_PAIRS}: crop the masks to parts that meet."
         )
     a, b = meetings.indices()
     order = np.lexsort((b, a))

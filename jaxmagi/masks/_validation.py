@@ -30,10 +30,10 @@ def integer_array(value: Any, name: str, *, columns: int | None = None) -> np.nd
         return np.zeros((0, *row), np.int64)
     _check_int64(value, array, name)
     if array.dtype.kind not in "iu":
-        raise ValueError(f"{name} must hold integers, but its dtype is {array.dtype}.")
+        raise ValueError(f"{name} must hold integers, but has dtype {array.dtype}.")
     if array.ndim != 1 + len(row) or array.shape[1:] != row:
         expected = "[n]" if columns is None else f"[n, {columns}]"
-        raise ValueError(f"{name} must have shape {expected}, but its shape is {array.shape}.")
+        raise ValueError(f"{name} must have shape {expected}, but has shape {array.shape}.")
     return array.astype(np.int64)
 
 
@@ -113,7 +113,7 @@ def check_disjoint(first: np.ndarray, second: np.ndarray) -> None:
         owners = "both masks"
     else:
         owners = f"two bands of the {'first' if b < len(first) else 'second'} mask"
-    raise ValueError(f"{owners} let query {q} see key {k}, {_counting_twice(bands, a, b)}")
+    raise ValueError(f"{owners} let query {q} see key {k}, {_counting_twice(bands, a, b)} Crop one first.")
 
 
 def _counting_twice(bands: np.ndarray, a: int, b: int) -> str:
@@ -136,7 +136,7 @@ def token_range(value: Any, name: str, length: int) -> tuple[int, int]:
     begin = integer(value[0], f"the beginning of {name}", maximum=length)
     end = integer(value[1], f"the end of {name}", maximum=length)
     if begin > end:
-        raise ValueError(f"{name} ({begin}, {end}) end before they begin.")
+        raise ValueError(f"{name}: the range ({begin}, {end}) ends before it begins.")
     return begin, end
 
 

@@ -165,7 +165,10 @@ def _resolve_mask(mask: Any, is_causal: bool, q_len: int, kv_len: int) -> AttnMa
     if mask is None:
         # Flax aligns its causal mask top-left, jaxmagi bottom-right; they agree where the lengths are equal.
         if is_causal and q_len != kv_len:
-            raise NotImplementedError(f"is_causal needs equal lengths, got {q_len} queries and {kv_len} keys")
+            raise NotImplementedError(
+                f"is_causal needs equal lengths, got {q_len} queries and {kv_len} keys: "
+                "masks.causal(q_len, kv_len) aligns them at the bottom right"
+            )
         return causal(q_len) if is_causal else full(q_len, kv_len)
     if not isinstance(mask, AttnMask | ContextPlan):
         raise NotImplementedError(

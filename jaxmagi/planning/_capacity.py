@@ -112,7 +112,10 @@ class PlanCapacity:
         self._check_same_kind(needed)
         short = self._shortages(needed, "")
         if short:
-            raise ValueError(f"capacity is too small: {', '.join(short)}.")
+            raise ValueError(
+                f"capacity is too small: {', '.join(short)}; its union with the capacity of a plan made "
+                "without one is large enough."
+            )
 
     def check_tables(self, cp_size: int, passes: Sequence[int], plans: int = 1) -> None:
         """Raises ValueError if tables of these sizes take more than 2**32 bytes.

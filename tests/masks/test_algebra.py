@@ -204,7 +204,7 @@ _CORNER = AttnMask.from_slices([(2, 4)], [(2, 4)], [0])
         (lambda: masks.full(4).crop((0, 5)), r"the end of queries must be between 0 and 4, but it is 5"),
         (lambda: masks.full(4).crop(slice(-2, None)), r"beginning of queries must be .* but it is -2"),
         (lambda: masks.full(4, 6).crop(keys=(7, 8)), r"beginning of keys must be between 0 and 6, .* 7"),
-        (lambda: masks.full(4).crop(keys=(3, 2)), r"keys \(3, 2\) end before they begin"),
+        (lambda: masks.full(4).crop(keys=(3, 2)), r"keys: the range \(3, 2\) ends before it begins"),
         (lambda: masks.full(4).crop(slice(0, 4, 2)), r"queries must be a slice .* slice\(0, 4, 2\)"),
         (lambda: masks.full(4).crop(_any(3)), r"queries must be a slice without a step or .* it is 3"),
         (lambda: masks.full(4).crop(_any((1, 2, 3))), r"it is \(1, 2, 3\)"),
