@@ -23,8 +23,8 @@ def layer(x: jax.Array, plan: Any) -> jax.Array:
     return context_attention(x, x, x, plan, axis_name=AXIS)
 
 
-def on_ranks(function: Any) -> Any:
-    return jax.shard_map(function, mesh=make_mesh(4), in_specs=P(AXIS), out_specs=P(AXIS))
+def on_ranks(function: Any, cp_size: int = 4) -> Any:
+    return jax.shard_map(function, mesh=make_mesh(cp_size), in_specs=P(AXIS), out_specs=P(AXIS))
 
 
 def test_scan_over_rematerialised_layers(x64: None, rng: np.random.Generator) -> None:
@@ -121,9 +121,9 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def test_stages_without_jit(waits: list[bool], rng: np.random.Generator) -> None:
     """A transfer starts and ends in one program, which is traced once; without jit it is synchronous."""
-    plan = make_plan(MASK, 4, 3, chunk_size=4)
+    plan = make_plan(MASK, 2, 3, chunk_size=4)
     x = rng.normal(size=(plan.token_order.size, 2, 8)).astype(np.float32)
-    mapped = on_ranks(lambda x: layer(x, plan))
+    mapped = on_ranks(lambda x: layer(x, plan), 2)
 
     def both() -> Any:
         y, vjp = jax.vjp(mapped, x)
