@@ -235,6 +235,7 @@ def mask_bands(mask: AttnMask) -> Int32[np.ndarray, "S 6"]:
         )
     if mask.q_len != mask.kv_len:
         raise ValueError(
-            f"planning takes self-attention masks, but q_len={mask.q_len} and kv_len={mask.kv_len} differ."
+            f"planning takes self-attention masks, but q_len={mask.q_len} and kv_len={mask.kv_len} differ: "
+            "for cross-attention keep the keys whole on each rank, and call attention inside shard_map."
         )
     return host_bands(mask.bands, mask.q_len, mask.kv_len)
