@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from sybil import Sybil
-from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+from sybil.parsers.markdown import PythonCodeBlockParser
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = sorted(page for page in DOCS.glob("*.md") if "```python" in page.read_text())
@@ -14,5 +14,5 @@ PAGES = sorted(page for page in DOCS.glob("*.md") if "```python" in page.read_te
 def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may write files, into a folder of the test."""
     monkeypatch.chdir(tmp_path)
-    for example in Sybil([PythonCodeBlockParser(), SkipParser()]).parse(page).examples():
+    for example in Sybil([PythonCodeBlockParser()]).parse(page).examples():
         example.evaluate()

@@ -37,7 +37,7 @@ def set_timeout(seconds: float) -> None:
 def check_seconds(seconds: Any, name: str) -> float:
     """Returns a time limit as a float; ValueError unless it is a number in range."""
     if not is_number(seconds) or not 1e-3 <= seconds <= _LONGEST:
-        raise ValueError(f"{name} must be between 0.001 and {_LONGEST}, a time limit, but it is {seconds!r}.")
+        raise ValueError(f"{name} must be between 0.001 and {_LONGEST} seconds, but it is {seconds!r}.")
     return float(seconds)
 
 

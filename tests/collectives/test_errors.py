@@ -142,7 +142,7 @@ def test_operands(call: Any, message: str) -> None:
             "must be one of ('float64', 'float32', 'bfloat16', 'float16'), but it is 'float8_e4m3fn'",
         ),
         ({"wire_dtype": np.int8}, "but it is 'int8'"),
-        ({"timeout": 0}, "timeout must be between 0.001 and 1000000, a time limit, but it is 0"),
+        ({"timeout": 0}, "timeout must be between 0.001 and 1000000 seconds, but it is 0"),
         ({"timeout": 2, "implementation": "xla"}, 'timeout=2.0, but implementation="xla" has no time limit'),
     ],
 )
