@@ -30,9 +30,9 @@ def test_time_limit(limit: None) -> None:
 
 @pytest.mark.parametrize("seconds", [0, -1.0, 1e-4, 1e7, float("nan"), float("inf"), True, "1"])
 def test_no_time_limit(seconds: Any, limit: None) -> None:
-    with pytest.raises(ValueError, match=f"between 0.001 and 1000000 seconds, but it is {seconds}"):
+    with pytest.raises(ValueError, match=f"between 0.001 and 1000000 seconds, but it is {seconds!r}"):
         collectives.set_timeout(seconds)
-    with pytest.raises(ValueError, match=f"between 0.001 and 1000000 seconds, but it is {seconds}"):
+    with pytest.raises(ValueError, match=f"between 0.001 and 1000000 seconds, but it is {seconds!r}"):
         CollectiveOptions(timeout=seconds)
     assert _process.timeout_ms(None) == 300_000
 
