@@ -27,8 +27,11 @@ class Attention(qwen3.Attention):
     def block(
         self, x: jax.Array, segment_pos: jax.Array, cache: None, attn_mask: Mask, segment_ids: None = None
     ) -> tuple[None, jax.Array]:
-        if cache is not None or segment_ids is not None:
-            raise NotImplementedError("there is no decoding cache, and the mask says where documents end")
+        if cache is not None:
+            raise NotImplementedError(f"there is no decoding cache, but cache is {type(cache).__name__}")
+        if segment_ids is not None:
+            ids = type(segment_ids).__name__
+            raise NotImplementedError(f"the mask says where documents end, but segment_ids is {ids}")
         query = qwen3.apply_rope(self.q_norm(self.q_proj(x)), segment_pos, self.head_dim)
         key = qwen3.apply_rope(self.k_norm(self.k_proj(x)), segment_pos, self.head_dim)
         return None, self.o_proj(self.attention_fn(query, key, self.v_proj(x), mask=attn_mask))

@@ -113,8 +113,8 @@ class PlanCapacity:
         short = self._shortages(needed, "")
         if short:
             raise ValueError(
-                f"capacity is too small: {', '.join(short)}; its union with the capacity of a plan made "
-                "without one is large enough."
+                f"capacity is too small: {', '.join(short)}. PlanCapacity.union makes one that is large "
+                "enough for both."
             )
 
     def check_tables(self, cp_size: int, passes: Sequence[int], plans: int = 1) -> None:

@@ -195,12 +195,15 @@ def test_other_documents_compile_nothing(
         assert np.isfinite(loss)
 
 
-@pytest.mark.parametrize(("cache", "segment_ids"), [({}, None), (None, np.ones((1, 8), np.int32))])
+@pytest.mark.parametrize(
+    ("cache", "segment_ids", "message"),
+    [({}, None, "cache is dict"), (None, np.ones((1, 8), np.int32), "segment_ids is ndarray")],
+)
 def test_what_would_be_ignored_raises(
-    example: Any, rng: np.random.Generator, cache: Any, segment_ids: Any
+    example: Any, rng: np.random.Generator, cache: Any, segment_ids: Any, message: str
 ) -> None:
     attention = with_jaxmagi(example, random_model(rng)).layers[0].attn
-    with pytest.raises(NotImplementedError, match="no decoding cache"):
+    with pytest.raises(NotImplementedError, match=message):
         attention(jnp.ones((1, 8, 32)), jnp.arange(8)[None], cache, jaxmagi.masks.causal(8), segment_ids)
 
 
