@@ -67,9 +67,9 @@ def all_gather(cp_size: int, tokens: int) -> GroupCastSpec:
 
 
 def documents(cp_size: int, tokens: int) -> GroupCastSpec:
-    """Returns what a plan of packed causal documents sends."""
+    """Returns all that a plan of packed causal documents sends, in one transfer."""
     mask = masks.documents(document_lengths(cp_size * tokens), "causal")
-    spec = plan_context(mask, cp_size, two_levels=False).transfer
+    spec = plan_context(mask, cp_size, num_stages=1, two_levels=False).transfers[0]
     assert isinstance(spec, GroupCastSpec)
     return spec
 

@@ -5,9 +5,9 @@
 namespace jaxmagi::collectives {
 
 struct LaunchOptions {
-    // Starts when the kernel before lets it, not when that is complete: programmatic dependent launch
-    // (dependent_launch.cuh).
-    bool overlaps = false;
+    cudaEvent_t started = nullptr;  // unless it is null, recorded when all CTAs run
+    bool overlaps = false;          // starts when the kernel before lets it, not when that is complete: programmatic
+                                    // dependent launch (dependent_launch.cuh)
 };
 
 // Launches a kernel of `ctas` CTAs. How many SMs a transfer uses is decided by `num_ctas` in group_cast.cu, and for a
@@ -15,16 +15,19 @@ struct LaunchOptions {
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), int ctas, int threads, size_t shared_bytes, cudaStream_t stream,
                    LaunchOptions options, const Arguments&... arguments) {
-    cudaLaunchAttribute attribute;
+    cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(ctas);
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = options.overlaps;
-    attribute = {.id = cudaLaunchAttributeProgrammaticStreamSerialization,
-                 .val = {.programmaticStreamSerializationAllowed = 1}};
+    config.attrs = attributes;
+    if (options.started != nullptr)
+        attributes[config.numAttrs++] = {.id = cudaLaunchAttributeLaunchCompletionEvent,
+                                         .val = {.launchCompletionEvent = {.event = options.started, .flags = 0}}};
+    if (options.overlaps)
+        attributes[config.numAttrs++] = {.id = cudaLaunchAttributeProgrammaticStreamSerialization,
+                                         .val = {.programmaticStreamSerializationAllowed = 1}};
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 

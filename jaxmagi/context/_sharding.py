@@ -13,16 +13,17 @@ from ..attention import MeshAxes, axis_names
 from ..planning import GroupCastSpec, RelayedSpec
 
 
-class PlannedWork(NamedTuple):
+class Stages(NamedTuple):
     """Holds what ranks compute and receive: the arrays of a `ContextPlan` that are sent to the devices."""
 
-    bands: Any  # int32 [cp, C, 6]
-    transfer: GroupCastSpec | RelayedSpec
+    bands: Any  # int32 [cp, num_stages, C, 6]
+    transfers: tuple[GroupCastSpec | RelayedSpec, ...]
+    backward: "Stages | None" = None  # stages of the backward pass, where they differ
 
     @property
     def stacked(self) -> bool:
-        """Returns whether each example of a batch has a plan of its own."""
-        return self.bands.ndim == 4
+        """Returns whether each example of a batch has stages of its own."""
+        return self.bands.ndim == 5
 
 
 class ContextOperands(NamedTuple):
@@ -31,7 +32,7 @@ class ContextOperands(NamedTuple):
     query: Any  # [T, N, D] or [B, T, N, D]
     key: Any
     value: Any
-    work: Any
+    stages: Any
     sinks: Any  # [N] in accumulator dtype, or None
 
 
@@ -68,10 +69,10 @@ class OperandSharding(NamedTuple):
     def specs(self, operands: ContextOperands) -> ContextOperands:
         """Returns the specs of all operands."""
         keys = P(*self.batch, self.tokens, self.key_heads, None)
-        ranks = P(*self.batch, self.tokens) if operands.work.stacked else P(self.tokens)
-        work = jax.tree.map(lambda leaf: ranks, operands.work)
+        ranks = P(*self.batch, self.tokens) if operands.stages.stacked else P(self.tokens)
+        stages = jax.tree.map(lambda leaf: ranks, operands.stages)
         sinks = None if operands.sinks is None else P(self.heads)
-        return ContextOperands(self.row_spec, keys, keys, work, sinks)
+        return ContextOperands(self.row_spec, keys, keys, stages, sinks)
 
 
 def find_axis(axis_name: str) -> tuple[int, bool]:
