@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu_log
+from jaxmagi.collectives import _process
 
 from . import gpu_sharing, launcher
 
@@ -68,6 +69,12 @@ def x64() -> Iterator[None]:
     """Runs the test with 64-bit types enabled (they are off by default, as they are for users)."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restores the time limit of collectives after the test, which may set it."""
+    monkeypatch.setattr(_process, "_timeout_ms", _process._timeout_ms)
 
 
 @pytest.fixture

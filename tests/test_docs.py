@@ -6,16 +6,14 @@ import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
-from jaxmagi.collectives import _process
-
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = sorted(page for page in DOCS.glob("*.md") if "```python" in page.read_text())
 
 
+@pytest.mark.usefixtures("time_limit")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_code_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may write files, into a folder of the test, and set the time limit of collectives."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(_process, "_timeout_ms", _process._timeout_ms)
     for example in Sybil([PythonCodeBlockParser()]).parse(page).examples():
         example.evaluate()

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,22 +13,17 @@ from jaxmagi import CollectiveOptions, _native, collectives
 from jaxmagi.collectives import _process
 
 
-@pytest.fixture
-def limit() -> Iterator[None]:
-    before = _process._timeout_ms
-    yield
-    _process._timeout_ms = before
-
-
-def test_time_limit(limit: None) -> None:
+@pytest.mark.usefixtures("time_limit")
+def test_time_limit() -> None:
     assert _process.timeout_ms(None) == 300_000
     for seconds, milliseconds in ((2, 2000), (0.001, 1), (0.0015, 2), (1e6, 10**9)):
         collectives.set_timeout(seconds)
         assert _process.timeout_ms(None) == milliseconds
 
 
+@pytest.mark.usefixtures("time_limit")
 @pytest.mark.parametrize("seconds", [0, -1.0, 1e-4, 1e7, float("nan"), float("inf"), True, "1"])
-def test_no_time_limit(seconds: Any, limit: None) -> None:
+def test_no_time_limit(seconds: Any) -> None:
     with pytest.raises(ValueError, match=f"between 0.001 and 1000000 seconds, but it is {seconds!r}"):
         collectives.set_timeout(seconds)
     with pytest.raises(ValueError, match=f"between 0.001 and 1000000 seconds, but it is {seconds!r}"):
