@@ -52,7 +52,7 @@ type Maker = Callable[[AttnMask, int, str | None], Method]
 
 
 def ours(mask: AttnMask, cp_size: int, implementation: str | None) -> Method:
-    """Receives the keys that are needed, by group casts."""
+    """Receives the keys that are needed, those of some heads while others compute."""
     plan = plan_context(mask, cp_size)
     attend = functools.partial(context_attention, axis_name=AXIS, implementation=implementation)
     return Method(attend, plan, np.asarray(plan.token_order).reshape(cp_size, -1), plan.shard_length)

@@ -44,7 +44,7 @@ def ring(mask: AttnMask, cp_size: int, cost: CostModel) -> Prediction:
         row_bytes = cost.row_bytes + direction.returns_gradients * cost.gradient_row_bytes
         far = cp_size > cost.ranks_per_host
         transfer = cost.transfer_seconds(np.array([0, rows] if far else [rows, 0]), row_bytes)
-        merges = (cp_size - 1) * cost.merge_seconds(rows)
+        merges = (cp_size - 1) * _merge_seconds(rows, cost)
         seconds += float(np.maximum(steps[:-1], transfer).sum() + steps[-1]) + merges
         received += (cp_size - 1) * rows * row_bytes
     return Prediction(seconds, received)
@@ -130,6 +130,11 @@ def _ring_steps(seconds: np.ndarray) -> np.ndarray:
     """Returns the slowest rank's compute in each step, float64 ``[cp]``, from seconds ``[rank, owner]``."""
     ranks = np.arange(len(seconds))
     return np.array([seconds[ranks, (ranks - step) % len(seconds)].max() for step in ranks])
+
+
+def _merge_seconds(rows: int, cost: CostModel) -> float:
+    """Returns the time to merge a partial result into another: two are read, one is written, in float32."""
+    return cost.memory_seconds(3.0 * rows * cost.num_heads * cost.head_dim * 4)
 
 
 def _seconds_of(bands: np.ndarray, cost: CostModel, direction: Pass) -> float:

@@ -67,9 +67,9 @@ def all_gather(cp_size: int, tokens: int) -> GroupCastSpec:
 
 
 def documents(cp_size: int, tokens: int) -> GroupCastSpec:
-    """Returns all that a plan of packed causal documents sends, in one transfer."""
+    """Returns what a plan of packed causal documents sends."""
     mask = masks.documents(document_lengths(cp_size * tokens), "causal")
-    spec = plan_context(mask, cp_size, num_stages=1, two_levels=False).transfers[0]
+    spec = plan_context(mask, cp_size, two_levels=False).transfer
     assert isinstance(spec, GroupCastSpec)
     return spec
 

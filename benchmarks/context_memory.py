@@ -3,9 +3,9 @@
     python -m benchmarks.context_memory [--processes 2] [--tokens 65536] [--rows REGEX] [--out FOLDER]
     PYTHONPATH=build/gpu_compiler python -m benchmarks.context_memory --described [...]
 
-Each rank has --tokens tokens in bfloat16, with 64 query heads, 8 key heads and head dimension 128, and a plan
-of one stage. "forward" returns the output, "both passes" the gradients of query, key and value for a given
-cotangent. --rows is matched with "forward, causal" and the like.
+Each rank has --tokens tokens in bfloat16, with 64 query heads, 8 key heads and head dimension 128. "forward"
+returns the output, "both passes" the gradients of query, key and value for a given cotangent. --rows is
+matched with "forward, causal" and the like.
 
 A row says what the compiled program takes for arguments, outputs and temporary arrays, and the most that JAX
 has held on the device once the program has run, arguments and outputs included; of all ranks the most. That
@@ -105,7 +105,7 @@ def measure(workload: str, direction: str, tokens: int, *, only_compile: bool) -
     """Compiles a program for the ranks of all processes, and runs it, unless it is for described GPUs."""
     processes = jax.process_count()
     mesh = described.h200s((processes,), (AXIS,)) if only_compile else mesh_of(processes)
-    plan = plan_context(MASKS[workload](processes * tokens), processes, num_stages=1)
+    plan = plan_context(MASKS[workload](processes * tokens), processes)
     function, heads = PASSES[direction]
     layout = NamedSharding(mesh, P(AXIS))
     operands = [

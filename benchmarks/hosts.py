@@ -7,8 +7,9 @@ The hosts are those of tests/hosts.py, on one machine; it takes the rights of ro
 than ranks, these share them: the turns of a GPU make all times longer, also those of the network.
 What crosses between them goes through NCCL's sockets over the loopback interface, 2 to 6 GB/s each way, which
 is a slow network whose rate changes from call to call, or with "memory" through memory of the host. Each rank
-has --tokens tokens, with 8 key heads of dimension 128. A plan of one stage says which rows its mask needs: a
-cast sends them in bfloat16, keys and values in one call, and a return brings their gradients back in float32.
+has --tokens tokens, with 8 key heads of dimension 128. A plan with one level says which rows its mask needs:
+a cast sends them in bfloat16, keys and values in one call, and a return brings their gradients back in
+float32.
 
 The rate is that of a plain `lax.ppermute` of 64 MB, by which every rank sends to the next host, in turns with
 the call that is compared with it. A rank needs its rows between hosts, those that it sends or those that it
@@ -105,7 +106,7 @@ def transfers(cp_size: int, tokens: int) -> list[Transfer]:
     """Returns what plans of all masks send, of so many tokens of each rank."""
     found = []
     for name, pattern in PATTERNS.items():
-        spec = plan_context(pattern(cp_size * tokens).mask(), cp_size, num_stages=1).transfers[0]
+        spec = plan_context(pattern(cp_size * tokens).mask(), cp_size, two_levels=False).transfer
         assert isinstance(spec, GroupCastSpec)
         size = f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
         found.append(Transfer(f"{name}, {size} a rank", spec))

@@ -1,4 +1,4 @@
-"""Checks the plans of random masks, ranks, hosts, chunk sizes, layouts and stagings against dense masks.
+"""Checks the plans of random masks, ranks, hosts, chunk sizes, layouts and levels against dense masks.
 
     uv run python -m benchmarks.plan_fuzz [--cases 5000] [--first 0] [--save]
 
@@ -34,7 +34,7 @@ def options_of(problem: Problem) -> dict[str, str]:
     cp_size, per_host = problem.arguments["cp_size"], problem.arguments["cost"].ranks_per_host
     return {
         "layout": layout if isinstance(layout, str) else "array",
-        "num_stages": str(problem.arguments["num_stages"]),
+        "two_levels": str(problem.arguments["two_levels"]),
         "hosts": str(-(-cp_size // per_host)),
         "cp_size": str(cp_size),
     }

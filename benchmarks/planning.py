@@ -2,10 +2,10 @@
 
     uv run python -m benchmarks.planning [--repeats 15] [--save]
 
-A plan is all that `plan_context` does, with ``num_stages="auto"``, on one thread. Received rows are given as
-multiples of a rank's own; "LPT" assigns chunks of 512 largest first, also where the plan has default chunks.
-The bound holds for plans with the same number of tokens per rank and the same largest area. Predicted are the
-forward and the backward pass together.
+A plan is all that `plan_context` does, on one thread. Received rows are given as multiples of a rank's own;
+"LPT" assigns chunks of 512 largest first, also where the plan has default chunks. The bound holds for plans
+with the same number of tokens per rank and the same largest area. Predicted are the forward and the backward
+pass together.
 """
 
 import argparse
@@ -59,7 +59,6 @@ class Row:
     fastest_ms: float
     slowest_ms: float
     peak_gb: float
-    num_stages: int
     imbalance: float
     work_imbalance: float
     backward_work_imbalance: float
@@ -153,7 +152,6 @@ def measure(name: str, setting: Setting, repeats: int) -> Row:
         fastest_ms=1e3 * timing.fastest,
         slowest_ms=1e3 * timing.slowest,
         peak_gb=peak_gb(name),
-        num_stages=plan.num_stages,
         imbalance=report.imbalance,
         work_imbalance=report.work_imbalance,
         backward_work_imbalance=report.backward_work_imbalance,

@@ -20,7 +20,7 @@ from benchmarks import _schemes
 from benchmarks._measure import save
 from benchmarks._schemes import Prediction
 from jaxmagi import AttnMask, CostModel, masks, plan_context
-from jaxmagi.planning import TwoLevels
+from jaxmagi.planning import LevelChoice
 from tests.cases import document_lengths
 
 TOKENS_PER_RANK = 16_384
@@ -35,7 +35,7 @@ MASKS: dict[str, Callable[[int], AttnMask]] = {
 }
 
 
-def planned(mask: AttnMask, cp_size: int, cost: CostModel, two_levels: TwoLevels = "auto") -> Prediction:
+def planned(mask: AttnMask, cp_size: int, cost: CostModel, two_levels: LevelChoice = "auto") -> Prediction:
     """Returns the prediction for a plan over all GPUs."""
     plan = plan_context(mask, cp_size, cost=cost, two_levels=two_levels)
     report = plan.report(cost)

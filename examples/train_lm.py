@@ -115,15 +115,14 @@ def local_batch(sequences: list[Packed], window: int) -> Batch:
 class ContextBatches:
     """Plans sequences, and makes batches of sequences and plans, sharded over mesh axes data and context.
 
-    All plans have as many stages and levels as those of ``example``, which must be the same on every host,
-    and their capacities only grow, so that the training step compiles at most a few times.
+    All plans have as many levels as those of ``example``, which must be the same on every host, and their
+    capacities only grow, so that the training step compiles at most a few times.
     """
 
     def __init__(self, mesh: jax.sharding.Mesh, window: int, example: Packed):
         self.window = window
         self.cp_size = mesh.shape["context"]
         plans = jaxmagi.plan_contexts(document_masks(example, window), self.cp_size)
-        self.num_stages = [plan.stage_counts for plan in plans]
         self.two_levels = [plan.two_levels for plan in plans]
         self.sharding = NamedSharding(mesh, P("data", "context"))
         self.capacities: list[jaxmagi.PlanCapacity | None] = [None, None]
@@ -141,9 +140,7 @@ class ContextBatches:
     def plan(self, sequence: Packed) -> Plans:
         """Returns the plans of the even and of the odd layers, on one layout that balances both."""
         sequence_masks = document_masks(sequence, self.window)
-        window, full = jaxmagi.plan_contexts(
-            sequence_masks, self.cp_size, num_stages=self.num_stages, two_levels=self.two_levels
-        )
+        window, full = jaxmagi.plan_contexts(sequence_masks, self.cp_size, two_levels=self.two_levels)
         return window, full
 
     def stack(self, kind: int, plans: Sequence[jaxmagi.ContextPlan]) -> jaxmagi.ContextPlan:

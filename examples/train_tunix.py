@@ -55,11 +55,10 @@ def local_batch(sequences: list[Packed]) -> Batch:
 
 
 def make_plans(batches: Iterable[list[Packed]], cp_size: int) -> list[jaxmagi.ContextPlan]:
-    """Plans all sequences with the stages of the first and the sizes of the largest plan: one compilation."""
+    """Plans all sequences with the levels of the first and the sizes of the largest plan: one compilation."""
     batch_masks = [[masks.documents(sequence.lengths) for sequence in sequences] for sequences in batches]
     first = jaxmagi.plan_context(batch_masks[0][0], cp_size)
-    same: Any = {"num_stages": first.stage_counts, "two_levels": first.two_levels}
-    plan = functools.partial(jaxmagi.plan_context, cp_size=cp_size, **same)
+    plan = functools.partial(jaxmagi.plan_context, cp_size=cp_size, two_levels=first.two_levels)
     plans = [jaxmagi.ContextPlan.stack([plan(mask) for mask in each]) for each in batch_masks]
     capacity = functools.reduce(jaxmagi.PlanCapacity.union, (stacked.capacity for stacked in plans))
     return [stacked.pad_to(capacity) for stacked in plans]

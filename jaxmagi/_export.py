@@ -6,9 +6,8 @@ from jax import export
 
 from .masks import AttnMask
 from .planning import ContextPlan, GroupCastSpec, RelayedSpec
-from .planning._plan_stages import PlanStages
 
-_VERSION = 1  # of the nodes' fields and arrays: to be counted up when what they mean changes
+_VERSION = 2  # of the nodes' fields and arrays: to be counted up when what they mean changes
 
 
 def _serialize(sizes: tuple[int, ...]) -> bytes:
@@ -31,7 +30,7 @@ def _deserialize(data: bytes | bytearray) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-for _node in (AttnMask, ContextPlan, PlanStages, GroupCastSpec, RelayedSpec):
+for _node in (AttnMask, ContextPlan, GroupCastSpec, RelayedSpec):
     export.register_pytree_node_serialization(
         _node,
         serialized_name=f"jaxmagi.{_node.__name__}",

@@ -19,9 +19,6 @@ def _load(name: str, platform: str) -> ModuleType | None:
         if error.name != name:
             raise
         return None
-    # State types come before the handlers that make them. The CPU has none, since its client would not start.
-    for state_type, registration in getattr(extension, "state_types", dict)().items():
-        jax.ffi.register_ffi_type(state_type, registration, platform=platform)
     for target, handler in extension.registrations().items():
         jax.ffi.register_ffi_target(target, handler, platform=platform)
     return extension

@@ -24,13 +24,19 @@ class Call:
         attributes = re.search(r"mhlo.backend_config = \{([^}]*)\}", line)
         assert attributes
         self.attributes = {name: float(value) for name, value in ATTRIBUTE.findall(attributes[1])}
-        self.arrays = {name: ast.literal_eval(value) for name, value in ARRAY.findall(attributes[1])}
+        self.arrays = {name: _numbers(value) for name, value in ARRAY.findall(attributes[1])}
         self.flags = {name: value == "true" for name, value in FLAG.findall(attributes[1])}
         operands, results = line.rsplit(" : (", 1)[1].split(" -> ")
         self.operands, self.results = TENSOR.findall(operands), TENSOR.findall(results)
         self.has_side_effect = "has_side_effect = true" in line
         aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d)", line)
         self.aliases = {int(operand): int(result) for result, operand in aliases}
+
+
+def _numbers(text: str) -> list[int]:
+    """Returns the numbers of an array, which is printed as a number if it has only one."""
+    value = ast.literal_eval(text)
+    return value if isinstance(value, list) else [value]
 
 
 def lower(function: Any, *args: Any) -> str:

@@ -22,7 +22,7 @@ from .context.harness import AXIS, make_mesh
 
 LENGTH, RANKS = 16, 2
 MASK = masks.causal(LENGTH)
-PLAN = plan_context(MASK, RANKS, num_stages=1)
+PLAN = plan_context(MASK, RANKS)
 OPTIONS = CollectiveOptions(implementation="xla", wire_dtype=jnp.bfloat16)
 SPEC = GroupCastSpec.from_splits([[3], [2]], [[[1]], [[0]]], [[2], [3]], [[1], [0]])
 

@@ -17,8 +17,8 @@ from jaxmagi import ContextPlan, CostModel, _hopper, _native, masks, plan_contex
 from jaxmagi._cli import _doctor, main
 from jaxmagi._cli._cost import write_cost
 from jaxmagi._cli._table import format_bytes
-from jaxmagi.collectives import _cuda
-from jaxmagi.planning._report import schedule_stages
+from jaxmagi.collectives._support import CAST, REDUCE
+from jaxmagi.planning._report import schedule_pass
 
 from .cases import DATA, document_lengths
 
@@ -80,15 +80,13 @@ def check_printed(printed: str, plan: ContextPlan, cost: CostModel = CostModel()
             f"{name}  {link.rows:,} rows; {format_bytes(link.bytes_moved / plan.cp_size)} a rank (mean) in "
             f"both passes, {format_bytes(link.busiest_bytes)} sent or received by the busiest"
             for name, link in (
-                ("within hosts   ", report.within_hosts),
-                ("between hosts  ", report.between_hosts),
+                ("within hosts ", report.within_hosts),
+                ("between hosts", report.between_hosts),
             )
         ),
-        f"levels           {f'two, hosts of {plan.ranks_per_host}' if plan.two_levels else 'one'} ",
-        f"stages           {report.num_stages} ",
-        f"backward stages  {report.num_backward_stages} ",
-        f"forward pass     {report.predicted_seconds * 1e3:.3f} ms predicted",
-        f"backward pass    {report.predicted_backward_seconds * 1e3:.3f} ms predicted",
+        f"levels         {f'two, hosts of {plan.ranks_per_host}' if plan.two_levels else 'one'} ",
+        f"forward pass   {report.predicted_seconds * 1e3:.3f} ms predicted",
+        f"backward pass  {report.predicted_backward_seconds * 1e3:.3f} ms predicted",
     ):
         assert text in printed
 
@@ -118,21 +116,20 @@ def test_plan_prints_the_report(
 ) -> None:
     options, mask = MASKS[case]
     options = [{"FILE": lengths, "PARENTS": parents}.get(option, option) for option in options]
-    printed = run(capsys, "plan", "--mask", case.split()[0], *options, "--cp", "4", "--num-stages", "2")
-    plan = plan_context(mask, 4, num_stages=2)
+    printed = run(capsys, "plan", "--mask", case.split()[0], *options, "--cp", "4")
     assert set(rows(printed)) >= {"0", "1", "2", "3"}
-    check_printed(printed, plan)
+    check_printed(printed, plan_context(mask, 4))
 
 
 def test_options_of_the_plan_and_of_the_attention(capsys: pytest.CaptureFixture[str]) -> None:
     attention = ["--heads", "6", "--kv-heads", "2", "--head-dim", "48", "--bytes-per-element", "4"]
     attention += ["--bytes-per-gradient", "2", "--ranks-per-host", "3"]
-    printed = run(capsys, *CAUSAL, "--chunk-size", "16", "--num-stages", "3", *attention)
+    printed = run(capsys, *CAUSAL, "--chunk-size", "16", *attention)
     cost = CostModel(
         num_heads=6, num_kv_heads=2, head_dim=48, bytes_per_element=4, bytes_per_gradient=2, ranks_per_host=3
     )
     assert (cost.row_bytes, cost.gradient_row_bytes) == (2 * 2 * 48 * 4, 2 * 2 * 48 * 2)
-    check_printed(printed, plan_context(masks.causal(512), 4, chunk_size=16, num_stages=3, cost=cost), cost)
+    check_printed(printed, plan_context(masks.causal(512), 4, chunk_size=16, cost=cost), cost)
     check_printed(run(capsys, *CAUSAL), plan_context(masks.causal(512), 4))
 
 
@@ -209,12 +206,12 @@ def test_a_plan_without_traffic(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert rows(printed)["largest"] == ["1", "1.000", "0", "0", "0 B", "0 B"]
 
 
-@pytest.mark.parametrize(("cp", "stages"), [(1, 1), (4, 3), (70, 2)])
+@pytest.mark.parametrize(("cp", "kv_heads"), [(1, 8), (4, 1), (4, 8), (70, 2)])
 def test_pictures_are_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], cp: int, stages: int
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cp: int, kv_heads: int
 ) -> None:
     out = tmp_path / "new" / "folder"
-    options = ["--tokens", "9000", "--left", "2000", "--cp", str(cp), "--num-stages", str(stages)]
+    options = ["--tokens", "9000", "--left", "2000", "--cp", str(cp), "--kv-heads", str(kv_heads)]
     printed = run(capsys, "plan", "--mask", "sliding-window", *options, "--out", str(out))
     for name in ("mask", "ranks", "timeline"):
         assert str(out / f"{name}.png") in printed
@@ -223,19 +220,16 @@ def test_pictures_are_written(
         assert image[..., :3].std() > 0.05
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_schedule_waits_for_keys_and_ends_with_the_prediction(stages: int) -> None:
-    plan, cost = plan_context(masks.causal(4096), 4, num_stages=stages), CostModel()
-    schedule = schedule_stages(plan.forward_stages, cost, cost.forward)
-    transfers, calls = schedule.transfers, schedule.stages
-    assert schedule.seconds == plan.report(cost).predicted_seconds == calls[..., 1].max()
-    assert (transfers[0, 0], transfers.shape) == (0, (max(1, stages - 1), 2))
-    np.testing.assert_array_equal(transfers[1:, 0], transfers[:-1, 1])
-    assert (np.diff(calls.reshape(4, -1)) >= 0).all()
-    waiting = calls[:, 1:] if stages > 1 else calls
-    assert (waiting[..., 0] >= transfers[:, 1]).all()
-    if stages > 1:
-        assert (calls[:, 0, 0] == 0).all()
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_schedule_waits_for_keys_and_ends_with_the_prediction(parts: int) -> None:
+    plan, cost = plan_context(masks.causal(4096), 4), CostModel(num_kv_heads=parts)
+    schedule = schedule_pass(np.asarray(plan.bands), plan.transfer, cost, cost.forward)
+    fetches, attention = schedule.fetches, schedule.attention
+    assert schedule.seconds == plan.report(cost).predicted_seconds == attention[..., 1].max()
+    assert (fetches[0, 0], fetches.shape, attention.shape) == (0, (parts, 2), (4, parts, 2))
+    np.testing.assert_array_equal(fetches[1:, 0], fetches[:-1, 1])
+    assert (np.diff(attention.reshape(4, -1)) >= 0).all()
+    assert (attention[..., 0] >= fetches[:, 1]).all()
 
 
 WINDOW = ["--mask", "sliding-window"]
@@ -245,7 +239,7 @@ INVALID = [
     (["--tokens", str(2**31)], f"'{2**31}' is not an integer"),
     (["--cp", "2.5"], "argument --cp: '2.5'"),
     (["--chunk-size", "129"], "= 128, but it is 129"),
-    (["--num-stages", "few"], "argument --num-stages: 'few'"),
+    (["--two-levels", "maybe"], "argument --two-levels: invalid choice: 'maybe'"),
     (["--kv-heads", "7"], "--heads 64 is no multiple of --kv-heads 7"),
     (["--head-dim", "0"], "argument --head-dim: '0'"),
     (["--left", "3"], "--left 3 is not for --mask causal"),
@@ -410,7 +404,7 @@ def test_doctor_judges_gpus(
 ) -> None:
     """The devices are stand-ins, which the checks of the lowering see."""
     gpu = types.SimpleNamespace(device_kind=kind, compute_capability=capability)
-    handlers = {target: {} for target in (_cuda.CAST, _cuda.REDUCE, _cuda.DONE)}
+    handlers = {target: {} for target in (CAST, REDUCE)}
     module: Any = types.SimpleNamespace(
         registrations=lambda: handlers, collective_statistics=dict, __file__="_cuda.abi3.so"
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import _schemes, scaling
-from jaxmagi import CostModel, masks, plan_context
+from jaxmagi import CostModel, masks
 
 COST = CostModel(partial_tile_cost=1.0, latency_us=0.0, network_latency_us=0.0)
 LENGTH, CP_SIZE = 8 * 24 * 80, 8
@@ -37,11 +37,7 @@ def test_heads_in_hosts_move_their_part_of_rows_between_hosts() -> None:
     row_bytes = (2 * cost.row_bytes + cost.gradient_row_bytes) << 14
     assert scaling.planned_over_hosts(mask, 16, cost).network_bytes == row_bytes / 8
     assert scaling.planned(mask, 16, cost, two_levels=False).network_bytes == row_bytes
-    # A row crosses once in each transfer: with several, it may for each of them.
-    network_bytes = scaling.planned(mask, 16, cost, two_levels=True).network_bytes
-    assert network_bytes is not None and row_bytes / 8 <= network_bytes < row_bytes / 4
-    one_transfer = plan_context(mask, 16, cost=cost, two_levels=True, num_stages=1).report(cost)
-    assert one_transfer.between_hosts.bytes_moved == 16 * row_bytes / 8
+    assert scaling.planned(mask, 16, cost, two_levels=True).network_bytes == row_bytes / 8
     assert scaling.planned_over_hosts(mask, 8, cost).network_bytes == 0
 
 

@@ -17,8 +17,11 @@ NATIVE = re.compile(
 )
 TOKEN = re.compile(r'"((?:\\.|[^"\\])*)"|([()])|(\s+|//.*)|[^\s()"/]+|/')
 # No user can meet these: only tests choose instruction sets, only jaxmagi.planning counts tiles by groups,
-# and Python asks for a tile before it asks for a workspace. The others end messages, and tell of a build.
+# and Python asks for a tile before it asks for a workspace. Context attention does not say why it is not one
+# call, for its attention and its transfers may still be. The others end messages, and tell of a build.
 INTERNAL = r"^instruction\\ set|^groups\\ must\\ have\\ 0|no\\ kernel\\ for.*and\\ \.\*$|:\\ q\\ |CUDA:"
+INTERNAL += r"|^plain\\ JAX\\ is\\ asked\\ for$|^an\\ array\\ is\\ empty$"
+INTERNAL += r"|^XLA's\\ partitioner\\ splits\\ the\\ program$"
 
 
 def templates(node: ast.AST, names: dict[str, list[ast.expr]]) -> Iterator[str]:

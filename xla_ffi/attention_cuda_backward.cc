@@ -27,7 +27,8 @@ struct Backward {
         check_num_tiles("q", operands.q, 64);  // no kernel has shorter blocks of queries
         set_tile_schedule(params, operands, params.shape.batch, ceil_div(params.shape.kv_len, tile.keys));
         check_backward(operands, results, ffi::F32);
-        params.gradients_f32 = results.dq.element_type() == ffi::F32;
+        params.row_heads = params.shape.heads;
+        params.dq_f32 = params.key_gradients_f32 = results.dq.element_type() == ffi::F32;
         params.dout = data_of<const void>("dout", operands.dout, kTensorAlignment);
         params.lse = data_of<const float>("lse", operands.lse);
         params.delta = data_of<const float>("delta", operands.delta);

@@ -28,6 +28,8 @@ struct Forward {
         set_tile_schedule(params, operands, params.batch, ceil_div(params.q_len, tile.rows));
         check_forward(operands, results, ffi::F32);
         check_buffer("counter", results.counter, {1}, ffi::S32);
+        params.q_row_heads = params.row_heads = params.heads;
+        params.key_end = params.kv_len;
         params.out_f32 = results.out.element_type() == ffi::F32;
         params.sinks = data_of<const float>("sinks", operands.sinks);
         params.out = data_of<void>("out", results.out, kTensorAlignment);

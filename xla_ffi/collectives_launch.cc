@@ -21,11 +21,10 @@ struct Launch {
     Peers& peers;
     const RemoteRows* remote;  // null if this rank has no rows for remote peers, nor they for it
     cudaStream_t stream;
-    cudaEvent_t started;  // unless it is null, recorded when the kernels that move rows have their SMs
 
     void exchange_remote_rows(cudaStream_t in_stream) const {
         remote->pack(in_stream);
-        remote->exchange(peers, in_stream, started);
+        remote->exchange(peers, in_stream);
         remote->unpack(in_stream);
     }
 };
@@ -58,20 +57,26 @@ private:
 };
 
 // Returns the memory in which peers access array `i`.
-void* published_memory(const TransferParams& params, size_t i) {
-    return reinterpret_cast<void*>(params.resolve(params.published[i], params.slot));
+char* published_memory(const TransferParams& params, size_t i) {
+    return reinterpret_cast<char*>(params.resolve(params.published[i], params.slot));
 }
 
-// Copies where peers cannot access XLA's array itself.
-void copy_if_staged(void* to, const void* from, const ffi::AnyBuffer& buffer, cudaStream_t stream) {
-    if (to != from)
-        check_cuda(cudaMemcpyAsync(to, from, buffer.size_bytes(), cudaMemcpyDeviceToDevice, stream),
+// Copies array `i`, [batch, output_rows, width], where peers cannot access XLA's array itself: all rows but those before
+// the first one that is written.
+void copy_if_staged(const TransferParams& params, size_t i, char* to, const char* from, cudaStream_t stream) {
+    if (to == from)
+        return;
+    const size_t row_bytes = params.arrays[i].row_bytes, bytes = row_bytes * params.output_rows;
+    const size_t kept = row_bytes * params.first_output_row;
+    for (int index = 0; index < params.batch; ++index)
+        check_cuda(cudaMemcpyAsync(to + index * bytes + kept, from + index * bytes + kept, bytes - kept,
+                                   cudaMemcpyDeviceToDevice, stream),
                    "copying between XLA's arrays and what the peers use");
 }
 
 // Returns the parameters for all arrays with the types of array `i`, or for none if an earlier array has these types.
 TransferParams select_dtype(const TransferParams& params, const Buffers& buffers, int i) {
-    const auto dtypes = [&](int j) { return std::pair(dtype_of(buffers.from[j]), dtype_of(buffers.to[j])); };
+    const auto dtypes = [&](int j) { return std::pair(summed_dtype(buffers.from[j]), summed_dtype(buffers.to[j])); };
     TransferParams part = params;
     part.num_arrays = 0;
     std::tie(part.dtype, part.sum_dtype) = dtypes(i);
@@ -91,35 +96,33 @@ TransferParams select_dtype(const TransferParams& params, const Buffers& buffers
 
 // Pushes rows to native peers while those of remote peers move: they arrive at different rows.
 void push_beside_remote_rows(const Launch& launch) {
-    const auto& [params, buffers, peers, remote, stream, started] = launch;
+    const auto& [params, buffers, peers, remote, stream] = launch;
     SideStream side(peers.order, stream);
-    const cudaEvent_t pushing = started == nullptr ? nullptr : peers.order.pushing();
-    check_cuda(push_rows(params, stream, pushing), "launching the kernel that pushes rows");
-    if (pushing != nullptr)  // `started` then tells of both
-        check_cuda(cudaStreamWaitEvent(side.stream(), pushing), "waiting for an event");
+    check_cuda(push_rows(params, stream), "launching the kernel that pushes rows");
     launch.exchange_remote_rows(side.stream());
     side.join();
 }
 
 void launch_cast(const Launch& launch) {
-    const auto& [params, buffers, peers, remote, stream, started] = launch;
+    const auto& [params, buffers, peers, remote, stream] = launch;
     if (remote != nullptr)
         push_beside_remote_rows(launch);
     else
-        check_cuda(push_rows(params, stream, started), "launching the kernel that pushes rows");
+        check_cuda(push_rows(params, stream), "launching the kernel that pushes rows");
     for (size_t i = 0; i < buffers.to.size(); ++i)
-        copy_if_staged(buffers.to[i].untyped_data(), published_memory(params, i), buffers.to[i], stream);
+        copy_if_staged(params, i, static_cast<char*>(buffers.to[i].untyped_data()), published_memory(params, i), stream);
 }
 
 void launch_reduce(const Launch& launch) {
-    const auto& [params, buffers, peers, remote, stream, started] = launch;
+    const auto& [params, buffers, peers, remote, stream] = launch;
     for (size_t i = 0; i < buffers.from.size(); ++i)
-        copy_if_staged(published_memory(params, i), buffers.from[i].untyped_data(), buffers.from[i], stream);
+        copy_if_staged(params, i, published_memory(params, i), static_cast<const char*>(buffers.from[i].untyped_data()),
+                       stream);
     if (remote != nullptr)
         launch.exchange_remote_rows(stream);
     for (int i = 0; i < params.num_arrays; ++i)
         if (const TransferParams part = select_dtype(params, buffers, i); part.num_arrays > 0)
-            check_cuda(pull_sums(part, stream, remote == nullptr and i == 0 ? started : nullptr),
+            check_cuda(pull_sums(part, stream),
                        "launching the kernels that sum rows");
 }
 
@@ -141,38 +144,39 @@ std::optional<RemoteRows> remote_rows(TransferParams& params, Peers& peers, cuda
 
 }  // namespace
 
-std::vector<MemoryBlock> launch_transfer(Kind kind, const Buffers& buffers, const TransferAttributes& attributes,
-                                         Peers& peers, cudaStream_t program, const DeviceMemory& memory) {
-    TransferOrder& order = peers.order;
-    const bool is_async = attributes.is_async, goes_first = is_async and attributes.goes_first;
-    Scratch scratch(memory);
+struct Transfer::Parts {
+    TransferParams params;
+    Buffers buffers;
+    Peers& peers;
+    std::optional<RemoteRows> remote;
+};
+
+Transfer::Transfer(Kind kind, const Buffers& buffers, const TransferAttributes& attributes, const Placement& placement,
+                   Peers& peers, cudaStream_t program, Scratch& scratch) {
     ++peers.calls;
     TransferParams params = to_params(kind, buffers, attributes, peers, scratch);
-    const std::optional<RemoteRows> remote = remote_rows(params, peers, program, scratch);
-    const cudaStream_t stream = order.begin(program, is_async);
-    const Launch launch{.params = params,
-                        .buffers = buffers,
-                        .peers = peers,
-                        .remote = remote ? &*remote : nullptr,
-                        .stream = stream,
-                        .started = goes_first ? order.started() : nullptr};
-    try {
-        (kind == Kind::kCast ? launch_cast : launch_reduce)(launch);
-        if (is_async)
-            order.end_async(attributes.transfer_id, addresses_of(buffers.to));
-        else
-            order.end_sync(stream, program);
-        if (goes_first)
-            order.wait_until_started(program);
-    } catch (...) {
-        try {
-            order.end_sync(stream, program);  // of what has been launched before the failure
-        } catch (const std::exception&) {  // the first error tells more
-        }
-        throw;
-    }
+    if (placement.input_stride > 0)
+        params.input_stride = placement.input_stride;
+    params.first_output_row = placement.first_output_row;
+    std::optional<RemoteRows> remote = remote_rows(params, peers, program, scratch);
+    parts_.reset(new Parts{params, buffers, peers, std::move(remote)});
+}
+
+Transfer::Transfer(Transfer&&) = default;
+Transfer::~Transfer() = default;
+
+bool Transfer::has_remote_rows() const {
+    return parts_->remote.has_value();
+}
+
+void Transfer::launch(cudaStream_t stream) const {
+    const Launch launch{.params = parts_->params,
+                        .buffers = parts_->buffers,
+                        .peers = parts_->peers,
+                        .remote = parts_->remote ? &*parts_->remote : nullptr,
+                        .stream = stream};
+    (parts_->params.kind == Kind::kCast ? launch_cast : launch_reduce)(launch);
     count_transfer();
-    return scratch.take();
 }
 
 }  // namespace jaxmagi

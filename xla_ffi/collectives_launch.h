@@ -1,13 +1,36 @@
 #pragma once
 
+#include <memory>
+#include <vector>
+
 #include "xla_ffi/collectives_params.h"
 
 namespace jaxmagi {
 
-// Puts a transfer into its stream: kernels, messages by NCCL, and copies. Makes the program's stream wait for it,
-// unless it is asynchronous. Returns the memory that it needs until it has ended.
-std::vector<collectives::MemoryBlock> launch_transfer(Kind kind, const Buffers& buffers,
-                                                      const TransferAttributes& attributes, collectives::Peers& peers,
-                                                      cudaStream_t program, const DeviceMemory& memory);
+// Where the arrays of a transfer are in larger ones.
+struct Placement {
+    int input_stride = 0;      // input rows from one transfer of the batch to the next; 0: that of dense arrays
+    int first_output_row = 0;  // of a group cast: nothing is written to the output rows before it
+};
+
+// A transfer that is ready to be launched: what the host has to know is known.
+class Transfer {
+public:
+    // `buffers` refer to arrays' descriptions that live as long as this. `scratch` has the memory that it needs.
+    Transfer(Kind kind, const Buffers& buffers, const TransferAttributes& attributes, const Placement& placement,
+             collectives::Peers& peers, cudaStream_t program, Scratch& scratch);
+    Transfer(Transfer&&);
+    ~Transfer();
+
+    // Returns whether this rank exchanges rows over NCCL.
+    bool has_remote_rows() const;
+
+    // Puts kernels, messages by NCCL, and copies into a stream.
+    void launch(cudaStream_t stream) const;
+
+private:
+    struct Parts;
+    std::unique_ptr<Parts> parts_;
+};
 
 }  // namespace jaxmagi

@@ -144,10 +144,10 @@ void publish_arrays(TransferParams& params, const std::vector<ffi::AnyBuffer>& s
 }  // namespace
 
 Buffers to_buffers(const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results) {
-    const size_t num_arrays = results.size() - 1;  // the last result is a token, which XLA orders calls by
+    const size_t num_arrays = results.size();
     check(arguments.size() == num_arrays + 2 and 1 <= num_arrays and num_arrays <= kMaxArrays,
-          "there must be sends, receives and 1 to ", kMaxArrays, " arrays, and as many results and a token, got ",
-          arguments.size(), " and ", results.size(), " buffers");
+          "there must be sends, receives and 1 to ", kMaxArrays, " arrays, and as many results, got ", arguments.size(),
+          " and ", results.size(), " buffers");
     std::vector<ffi::AnyBuffer> from, to;
     for (size_t i = 0; i < num_arrays; ++i) {
         from.push_back(arguments.get<ffi::AnyBuffer>(i + 2).value());
@@ -157,20 +157,12 @@ Buffers to_buffers(const ffi::RemainingArgs& arguments, const ffi::RemainingRets
             std::move(to)};
 }
 
-Addresses addresses_of(const std::vector<ffi::AnyBuffer>& buffers) {
-    Addresses addresses;
-    for (const ffi::AnyBuffer& buffer : buffers)
-        addresses.push_back(buffer.untyped_data());
-    return addresses;
-}
-
 const std::vector<ffi::AnyBuffer>& shared_arrays(Kind kind, const Buffers& buffers) {
     return kind == Kind::kCast ? buffers.to : buffers.from;
 }
 
-bool may_access_processes(const Peers& peers, const TransferAttributes& attributes) {
-    return not peers.is_one_process and attributes.implementation != Implementation::kNccl and
-           attributes.ranks_per_host != 1;
+bool may_access_processes(const Peers& peers, Implementation implementation, int64_t ranks_per_host) {
+    return not peers.is_one_process and implementation != Implementation::kNccl and ranks_per_host != 1;
 }
 
 TransferParams to_params(Kind kind, const Buffers& buffers, const TransferAttributes& attributes, Peers& peers,
@@ -193,6 +185,7 @@ TransferParams to_params(Kind kind, const Buffers& buffers, const TransferAttrib
     params.input_rows = static_cast<int>(attributes.input_rows);
     params.output_rows = static_cast<int>(attributes.output_rows);
     params.pair_rows = static_cast<int>(attributes.pair_rows);
+    params.input_stride = params.input_rows;
     params.call_hash = hash_of(kind, buffers, attributes);
     params.timeout_ns = static_cast<uint64_t>(to_int("timeout_ms", attributes.timeout_ms, 1)) * 1'000'000;
     params.call = peers.calls;
@@ -206,7 +199,7 @@ TransferParams to_params(Kind kind, const Buffers& buffers, const TransferAttrib
     return params;
 }
 
-DType dtype_of(const ffi::AnyBuffer& buffer) {
+DType summed_dtype(const ffi::AnyBuffer& buffer) {
     switch (buffer.element_type()) {
         case ffi::BF16: return DType::kBF16;
         case ffi::F16: return DType::kF16;

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <exception>
-#include <utility>
 #include <vector>
 
 #include "csrc/collectives/peers.h"
@@ -20,11 +19,9 @@ enum class Implementation : int64_t { kAuto, kNative, kNccl };
 
 struct TransferAttributes {
     DeviceIds groups;
-    int64_t group_size, transfer_id, input_rows, output_rows, pair_rows, num_sms;
+    int64_t group_size, input_rows, output_rows, pair_rows, num_sms;
     Implementation implementation;
     int64_t ranks_per_host, timeout_ms;
-    bool is_async;    // jaxmagi_group_done waits for the transfer
-    bool goes_first;  // of an asynchronous one: what the program does next waits until the transfer has its SMs
 };
 
 struct Buffers {
@@ -33,8 +30,6 @@ struct Buffers {
 };
 
 Buffers to_buffers(const xla::ffi::RemainingArgs& arguments, const xla::ffi::RemainingRets& results);
-
-collectives::Addresses addresses_of(const std::vector<xla::ffi::AnyBuffer>& buffers);
 
 // Returns the arrays that peers access: the results of a cast, the operands of a reduction.
 const std::vector<xla::ffi::AnyBuffer>& shared_arrays(Kind kind, const Buffers& buffers);
@@ -57,31 +52,28 @@ public:
         return blocks_.back().data;
     }
 
-    // Returns the memory, which the caller frees when the transfer has ended.
-    std::vector<collectives::MemoryBlock> take() { return std::exchange(blocks_, {}); }
-
 private:
     const DeviceMemory& memory_;
-    std::vector<collectives::MemoryBlock> blocks_;
+    std::vector<MemoryBlock> blocks_;
 };
 
 // Returns whether any rank of the group may access arrays of another process. It is the same on all ranks, since all
 // map each other's memory or none does. A rank alone on its host has no use for that.
-bool may_access_processes(const collectives::Peers& peers, const TransferAttributes& attributes);
+bool may_access_processes(const collectives::Peers& peers, Implementation implementation, int64_t ranks_per_host);
 
 // Peers access arrays that they cannot reach in staging buffers or in `scratch` instead.
 collectives::TransferParams to_params(Kind kind, const Buffers& buffers, const TransferAttributes& attributes,
                                       collectives::Peers& peers, Scratch& scratch);
 
 // Returns the element type of an array that is summed.
-collectives::DType dtype_of(const xla::ffi::AnyBuffer& buffer);
+collectives::DType summed_dtype(const xla::ffi::AnyBuffer& buffer);
 
 }  // namespace jaxmagi
 
 XLA_FFI_REGISTER_ENUM_ATTR_DECODING(jaxmagi::Implementation);
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jaxmagi::TransferAttributes, StructMember<jaxmagi::DeviceIds>("groups"), StructMember<int64_t>("group_size"),
-    StructMember<int64_t>("transfer_id"), StructMember<int64_t>("input_rows"), StructMember<int64_t>("output_rows"),
+    StructMember<int64_t>("input_rows"), StructMember<int64_t>("output_rows"),
     StructMember<int64_t>("pair_rows"), StructMember<int64_t>("num_sms"),
     StructMember<jaxmagi::Implementation>("implementation"), StructMember<int64_t>("ranks_per_host"),
-    StructMember<int64_t>("timeout_ms"), StructMember<bool>("is_async"), StructMember<bool>("goes_first"));
+    StructMember<int64_t>("timeout_ms"));

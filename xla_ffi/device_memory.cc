@@ -8,8 +8,6 @@
 namespace jaxmagi {
 namespace {
 
-using collectives::MemoryBlock;
-
 constexpr size_t kAlignment = 16;  // the least that arrays of rows need
 
 // Throws a message of all parts if a function of XLA's has returned an error.
@@ -30,7 +28,7 @@ MemoryBlock DeviceMemory::allocate(size_t bytes) const {
     arguments.size = bytes;
     arguments.alignment = kAlignment;
     check_xla(api_, api_->XLA_FFI_DeviceMemory_Allocate(&arguments), "XLA has no ", bytes,
-              " bytes left that a group collective needs beside its arrays");
+              " bytes left that a transfer needs beside its arrays");
     return {arguments.data, bytes};
 }
 

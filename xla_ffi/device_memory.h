@@ -3,13 +3,16 @@
 #include <optional>
 #include <vector>
 
-#include "csrc/collectives/held_memory.h"
 #include "xla/ffi/api/ffi.h"
 
-// Device memory of XLA's allocator whose size is known only when a handler runs. XLA's own ScratchAllocator frees at
-// the end of the call, which is too early for a transfer that goes on.
+// Device memory of XLA's allocator whose size is known only when a handler runs.
 
 namespace jaxmagi {
+
+struct MemoryBlock {
+    void* data;
+    size_t bytes;
+};
 
 // The allocator of a call. .Ctx<DeviceMemory>() binds it. XLA hands out memory in the order of the program's stream.
 class DeviceMemory {
@@ -17,9 +20,9 @@ public:
     DeviceMemory(const XLA_FFI_Api* api, XLA_FFI_InvokeContext* context) : api_(api), context_(context) {}
 
     // Throws if there is too little.
-    collectives::MemoryBlock allocate(size_t bytes) const;
+    MemoryBlock allocate(size_t bytes) const;
 
-    void free(const std::vector<collectives::MemoryBlock>& blocks) const;
+    void free(const std::vector<MemoryBlock>& blocks) const;
 
 private:
     const XLA_FFI_Api* api_;

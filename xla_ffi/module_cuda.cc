@@ -13,6 +13,7 @@
 #include "sources.h"
 #include "xla_ffi/attention_cuda.h"
 #include "xla_ffi/collectives_cuda.h"
+#include "xla_ffi/context_cuda.h"
 
 namespace nb = nanobind;
 
@@ -37,19 +38,11 @@ nb::dict registrations() {
     targets["jaxmagi_attention_tile_schedule"] = stages(jaxmagi::attention_tile_schedule_cuda());
     targets["jaxmagi_attention_forward"] = stages(jaxmagi::attention_forward_cuda());
     targets["jaxmagi_attention_backward"] = stages(jaxmagi::attention_backward_cuda());
-    targets["jaxmagi_group_cast_start"] = stages(jaxmagi::group_cast_cuda());
-    targets["jaxmagi_group_reduce_start"] = stages(jaxmagi::group_reduce_cuda());
-    targets["jaxmagi_group_done"] = capsule(jaxmagi::group_done_cuda());
+    targets["jaxmagi_group_cast"] = stages(jaxmagi::group_cast_cuda());
+    targets["jaxmagi_group_reduce"] = stages(jaxmagi::group_reduce_cuda());
+    targets["jaxmagi_context_forward"] = stages(jaxmagi::context_forward_cuda());
+    targets["jaxmagi_context_backward"] = stages(jaxmagi::context_backward_cuda());
     return targets;
-}
-
-nb::dict state_types() {
-    const jaxmagi::StateType execution = jaxmagi::group_execution_cuda();
-    nb::dict type, types;
-    type["type_id"] = capsule(execution.id);
-    type["type_info"] = capsule(execution.info);
-    types["jaxmagi_group_execution"] = type;
-    return types;
 }
 
 using Tile = std::optional<std::pair<int, int>>;
@@ -94,7 +87,6 @@ nb::dict statistics() {
 NB_MODULE(_cuda, m) {
     m.attr("sources") = kSourcesHash;
     m.def("registrations", registrations, "Returns the handlers by target and stage, for platform \"CUDA\".");
-    m.def("state_types", state_types, "Returns the types of state that handlers keep in XLA, for platform \"CUDA\".");
     m.def("forward_tile", tile<jaxmagi::sm90::forward_tile>, nb::arg("dim"), nb::arg("v_dim"),
           "Returns the rows and keys of the forward kernel's tile, or None if no kernel has these head dimensions.");
     m.def("backward_tile", tile<jaxmagi::sm90::backward_tile>, nb::arg("dim"), nb::arg("v_dim"),

@@ -31,7 +31,6 @@ namespace {
 namespace nb = nanobind;
 using planning::Routing;
 using planning::RowCopy;
-using planning::Staging;
 using planning::TransferTables;
 
 template <int kColumns>
@@ -125,36 +124,29 @@ Array<int64_t> tile_counts(Table<6> bands, Ints groups, int rows, int keys, bool
     return to_numpy<int64_t>(std::move(counts), {count, 2});
 }
 
-size_t num_ranks(const Staging& staging) {
-    return static_cast<size_t>(staging.num_ranks());
+// Returns rows [cp, 2, 2]: sent and received, within a host and between hosts.
+Array<int64_t> traffic(const Routing& routing, int ranks_per_host) {
+    auto rows = released([&] { return routing.traffic(ranks_per_host); });
+    return to_numpy<int64_t>(std::move(rows), {static_cast<size_t>(routing.num_ranks()), 2, 2});
 }
 
-// Returns rows [cp, num_transfers, 2, 2]: sent and received, within a host and between hosts.
-Array<int64_t> traffic(const Staging& staging, int ranks_per_host) {
-    auto rows = released([&] { return staging.traffic(ranks_per_host); });
-    const auto transfers = static_cast<size_t>(staging.num_transfers());
-    return to_numpy<int64_t>(std::move(rows), {num_ranks(staging), transfers, 2, 2});
-}
-
-// Returns the bands of all ranks and stages, and how many each has.
-std::pair<Array<int32_t>, Array<int32_t>> staged_bands(const Staging& staging) {
+// Returns the bands of all ranks, and how many each has.
+std::pair<Array<int32_t>, Array<int32_t>> bands_of_ranks(const Routing& routing) {
     std::vector<Band> all;
     std::vector<int32_t> counts;
     released([&] {
-        for (int rank = 0; rank < staging.num_ranks(); ++rank)
-            for (int stage = 0; stage < staging.num_stages(); ++stage) {
-                const auto bands = staging.bands(rank, stage);
-                all.insert(all.end(), bands.begin(), bands.end());
-                counts.push_back(static_cast<int32_t>(bands.size()));
-            }
+        for (int rank = 0; rank < routing.num_ranks(); ++rank) {
+            const auto bands = routing.bands(rank);
+            all.insert(all.end(), bands.begin(), bands.end());
+            counts.push_back(static_cast<int32_t>(bands.size()));
+        }
         return true;
     });
-    const auto stages = static_cast<size_t>(staging.num_stages());
-    return {to_table(std::move(all)), to_numpy<int32_t>(std::move(counts), {num_ranks(staging), stages})};
+    return {to_table(std::move(all)), to_numpy<int32_t>(std::move(counts), {static_cast<size_t>(routing.num_ranks())})};
 }
 
-std::pair<Array<int32_t>, Array<int32_t>> transfer_tables(const Staging& staging, int index) {
-    return to_numpy(released([&] { return staging.transfer_tables(index); }));
+std::pair<Array<int32_t>, Array<int32_t>> transfer_tables(const Routing& routing) {
+    return to_numpy(released([&] { return routing.transfer_tables(); }));
 }
 
 void bind_routing(nb::module_& m) {
@@ -166,17 +158,10 @@ void bind_routing(nb::module_& m) {
                 new (self) Routing(to_bands(bands), to_span(tokens), cp_size);
             },
             nb::arg("bands"), nb::arg("token_order"), nb::arg("cp_size"))
-        .def(
-            "stage",
-            [](const Routing& self, int num_stages, const std::vector<int32_t>& shares, bool is_by_owner) {
-                return released([&] { return Staging(self, num_stages, shares, is_by_owner); });
-            },
-            nb::arg("num_stages"), nb::arg("shares"), nb::arg("is_by_owner"), nb::keep_alive<0, 1>());
-    nb::class_<Staging>(m, "Staging", "The keys of each attention call of each rank.")
         .def("traffic", traffic, nb::arg("ranks_per_host"))
-        .def("most_received", &Staging::most_received)
-        .def("bands", staged_bands)
-        .def("transfer_tables", transfer_tables, nb::arg("index"));
+        .def("most_received", &Routing::most_received)
+        .def("bands", bands_of_ranks)
+        .def("transfer_tables", transfer_tables);
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ struct Chunk {
 
 // Returns the byte of its array at which a chunk begins.
 __device__ __forceinline__ int64_t first_byte(const TransferParams& params, const Chunk& chunk) {
-    return int64_t{chunk.index} * params.input_rows * params.arrays[chunk.array].row_bytes + chunk.begin;
+    return int64_t{chunk.index} * params.input_stride * params.arrays[chunk.array].row_bytes + chunk.begin;
 }
 
 // The order of chunks. Consecutive ones are `stride` apart, so that at any time warps work far from each other, and

@@ -120,10 +120,10 @@ int num_ctas(const TransferParams& params, const ChunkSchedule& schedule) {
 
 }  // namespace
 
-cudaError_t push_rows(const TransferParams& params, cudaStream_t stream, cudaEvent_t started) {
+cudaError_t push_rows(const TransferParams& params, cudaStream_t stream) {
     const ChunkSchedule schedule = make_chunk_schedule(params, kWarps, kPiece, kMaxChunkBytes);
     const int ctas = num_ctas(params, schedule);
-    return launch(push, ctas, kThreads, sizeof(Storage), stream, {.started = started}, params, schedule);
+    return launch(push, ctas, kThreads, sizeof(Storage), stream, {}, params, schedule);
 }
 
 cudaError_t preload_push() {

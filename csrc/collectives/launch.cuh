@@ -5,9 +5,9 @@
 namespace jaxmagi::collectives {
 
 struct LaunchOptions {
-    cudaEvent_t started = nullptr;  // unless it is null, recorded when all CTAs run
-    bool overlaps = false;          // starts when the kernel before lets it, not when that is complete: programmatic
-                                    // dependent launch (dependent_launch.cuh)
+    // Starts when the kernel before lets it, not when that is complete: programmatic dependent launch
+    // (dependent_launch.cuh).
+    bool overlaps = false;
 };
 
 // Launches a kernel of `ctas` CTAs. How many SMs a transfer uses is decided by `num_ctas` in group_cast.cu, and for a
@@ -15,19 +15,16 @@ struct LaunchOptions {
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), int ctas, int threads, size_t shared_bytes, cudaStream_t stream,
                    LaunchOptions options, const Arguments&... arguments) {
-    cudaLaunchAttribute attributes[2];
+    cudaLaunchAttribute attribute;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(ctas);
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
-    config.attrs = attributes;
-    if (options.started != nullptr)
-        attributes[config.numAttrs++] = {.id = cudaLaunchAttributeLaunchCompletionEvent,
-                                         .val = {.launchCompletionEvent = {.event = options.started, .flags = 0}}};
-    if (options.overlaps)
-        attributes[config.numAttrs++] = {.id = cudaLaunchAttributeProgrammaticStreamSerialization,
-                                         .val = {.programmaticStreamSerializationAllowed = 1}};
+    config.attrs = &attribute;
+    config.numAttrs = options.overlaps;
+    attribute = {.id = cudaLaunchAttributeProgrammaticStreamSerialization,
+                 .val = {.programmaticStreamSerializationAllowed = 1}};
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 

@@ -50,7 +50,7 @@ RowRange range_of(const Send& send, int index, const TransferShape& shape) {
                       length <= shape.pair_rows - slot;
     check_fits(fits, shape,
                {{"dst_rank", peer}, {"slot", slot}, {"row", row}, {"length", length}, {"dst_row", peer_row}});
-    return {int64_t{index} * shape.input_rows + row, int64_t{index} * shape.output_rows + peer_row, length};
+    return {int64_t{index} * shape.input_stride + row, int64_t{index} * shape.output_rows + peer_row, length};
 }
 
 RowRange range_of(const Receive& receive, int index, const TransferShape& shape) {
@@ -260,7 +260,7 @@ std::vector<int64_t> staged_rows(std::span<const Pair> sent, const TransferShape
     int64_t rows = 0;
     for (const Pair& pair : sent)
         for (int64_t last = -1; const RowRange& range : pair.ranges) {
-            const int64_t index = range.row / shape.input_rows;
+            const int64_t index = range.row / shape.input_stride;
             if (index != last)
                 first[index * shape.size + pair.peer] = rows;
             last = index;

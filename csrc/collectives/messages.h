@@ -27,6 +27,7 @@ struct TransferShape {
     int rank, size;
     int batch, entries;
     int input_rows, output_rows, pair_rows;
+    int input_stride;  // input rows from one transfer of the batch to the next
 };
 
 // Rows that follow each other at this rank and among the output rows. Both count on through the batch.

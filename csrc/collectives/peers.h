@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "csrc/collectives/control_block.h"
-#include "csrc/collectives/held_memory.h"
 #include "csrc/collectives/nccl.h"
 #include "csrc/collectives/statistics.h"
 #include "csrc/collectives/transfer_order.h"
@@ -48,7 +47,6 @@ struct Peers {
     bool is_one_process;  // all reachable pairs of the group share a process; equal on all ranks
     Sharing sharing;      // equal on all ranks
     TransferOrder order;
-    HeldMemory held_memory;
     int64_t calls;        // transfers so far, equal on all ranks
 
     char* gather_buffer;                         // device memory of `all_gather`, after the control block

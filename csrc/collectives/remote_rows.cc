@@ -113,7 +113,7 @@ void RemoteRows::list_traffic(const TransferParams& params, const IsRemote& is_r
     const auto receives = read_table(params.receives, count, program);
     check_cuda(cudaStreamSynchronize(program), "reading a spec");
     const TransferShape shape{params.rank,    params.size,       params.batch,       params.entries,
-                              params.input_rows, params.output_rows, params.pair_rows};
+                              params.input_rows, params.output_rows, params.pair_rows, params.input_stride};
     const auto sent = pairs_of(std::span(sends), shape, is_remote);
     const auto received = pairs_of(std::span(receives), shape, is_remote);
     std::vector<int> row_bytes;
@@ -208,7 +208,7 @@ void RemoteRows::unpack(cudaStream_t stream) const {
                    "launching the kernel that unpacks rows");
 }
 
-void RemoteRows::exchange(const Peers& peers, cudaStream_t stream, cudaEvent_t started) const {
+void RemoteRows::exchange(const Peers& peers, cudaStream_t stream) const {
     std::vector<nccl::Message> sends, receives;
     const auto enqueue = [&](const char* what, std::function<std::string()> find_reason) {
         enqueue_nccl(stream, timeout_ms_, {peers.who(), what + description_, std::move(find_reason)},
@@ -223,8 +223,6 @@ void RemoteRows::exchange(const Peers& peers, cudaStream_t stream, cudaEvent_t s
         check_cuda(check_headers(at<PairHeader>(in_headers_), at<PairHeader>(expected_headers_), at<PairText>(texts_),
                                  static_cast<int>(in_headers_.count), stream),
                    "launching the kernel that compares headers");
-    if (started != nullptr)
-        check_cuda(cudaEventRecord(started, stream), "recording an event");
     count_nccl(static_cast<int64_t>(outgoing_.messages.size()), bytes_of(outgoing_),
                static_cast<int64_t>(sends.size() * sizeof(PairHeader)));
     sends.clear();

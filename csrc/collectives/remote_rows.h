@@ -41,11 +41,9 @@ public:
     void add_to(TransferParams& params) const;
 
     // The three steps of the transfer, in one stream: copies the rows that do not lie as they are sent, exchanges
-    // headers and rows, and copies the rows that do not lie as they have come. Unless it is null, `started` is recorded
-    // just before the kernel that moves the rows: that is next in the stream, and so starts before another stream sees
-    // the event.
+    // headers and rows, and copies the rows that do not lie as they have come.
     void pack(cudaStream_t stream) const;
-    void exchange(const Peers& peers, cudaStream_t stream, cudaEvent_t started) const;
+    void exchange(const Peers& peers, cudaStream_t stream) const;
     void unpack(cudaStream_t stream) const;
 
     // The messages and their memory, for tests that have no NCCL.

@@ -43,6 +43,8 @@ struct TransferParams {
     const Receive* receives;  // [batch, entries], sorted by row; unused entries are last
     int batch, entries;
     int input_rows, output_rows, pair_rows;
+    int input_stride;      // input rows from one transfer of the batch to the next
+    int first_output_row;  // of a group cast: nothing is written to the output rows before it
     int num_arrays;
     ArrayParams arrays[kMaxArrays];
     DType dtype, sum_dtype;        // of a group reduce: of the rows that travel, and of the sums (the same or kF32)
@@ -78,14 +80,13 @@ struct TransferParams {
 };
 
 // Group cast: stores rows to native peers, and zeros to output rows that nobody sends. When the kernel has ended, no
-// native peer stores to this rank any more. The event `started`, unless it is null, is recorded when all CTAs of the
-// kernel run.
-cudaError_t push_rows(const TransferParams& params, cudaStream_t stream, cudaEvent_t started);
+// native peer stores to this rank any more.
+cudaError_t push_rows(const TransferParams& params, cudaStream_t stream);
 
 // Group reduce: sums the rows of native peers and those in `incoming` into each input row, in the order of its sends.
 // Input rows that nobody contributes to become zero. When the kernel has ended, no native peer loads from this rank any
-// more. `started` is as in `push_rows`.
-cudaError_t pull_sums(const TransferParams& params, cudaStream_t stream, cudaEvent_t started);
+// more.
+cudaError_t pull_sums(const TransferParams& params, cudaStream_t stream);
 
 // Load the kernels, on each device before their first use.
 cudaError_t preload_push();

@@ -2,8 +2,8 @@
 
 #include "csrc/collectives/barrier.cuh"
 
-// Zero fill of a group cast: writes zeros to the output rows that nobody sends, which are those between the entries of
-// `receives`. These entries must be sorted by row and disjoint, or rows would be zeroed while peers store them. One
+// Zero fill of a group cast: writes zeros to the output rows from first_output_row on that nobody sends, which are those
+// between the entries of `receives`. These entries must be sorted by row and disjoint, or rows would be zeroed while peers store them. One
 // warp of each CTA does it while the others move rows. All functions are for a whole warp.
 
 namespace jaxmagi::collectives {
@@ -59,7 +59,7 @@ __device__ inline int zero_before_entries(const TransferParams& params, const Ca
 
 __device__ inline void zero_unsent_rows(const TransferParams& params, const CallState& call) {
     for (int index = 0; index < params.batch; ++index)
-        for (int first = 0, done = 0; done < params.output_rows; first += kWarp)
+        for (int first = 0, done = params.first_output_row; done < params.output_rows; first += kWarp)
             done = zero_before_entries(params, call, index, first, done);
 }
 

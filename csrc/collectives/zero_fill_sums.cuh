@@ -41,7 +41,7 @@ __device__ inline void zero_block(const TransferParams& params, int64_t index, i
     __syncthreads();
     for (int64_t row = begin + threadIdx.x / kWarp; row < end; row += kZeroThreads / kWarp)
         if (not is_sent[row - begin])
-            zero_row(params, index * params.input_rows + row, widening);
+            zero_row(params, index * params.input_stride + row, widening);
 }
 
 // `widening` is the size of a sum over the size of a number that travels.

@@ -66,13 +66,6 @@ Runs without(const std::vector<Range>& ranges, const Runs& runs) {
     return left;
 }
 
-Runs part_of(const Runs& runs, Range tokens) {
-    Runs part;
-    for (const Run& run : meeting(runs, tokens))
-        append(part, intersect({run.begin, run.end}, tokens));
-    return part;
-}
-
 int64_t num_rows(const Runs& runs) {
     int64_t rows = 0;
     for (const Run& run : runs)

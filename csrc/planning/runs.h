@@ -27,9 +27,6 @@ std::vector<Range> union_of(std::vector<Range> ranges);
 // Returns sorted, disjoint ranges without the tokens of `runs`, as a buffer filled from index 0.
 Runs without(const std::vector<Range>& ranges, const Runs& runs);
 
-// Returns the part of the runs in `tokens`, as a buffer filled from index 0.
-Runs part_of(const Runs& runs, Range tokens);
-
 int64_t num_rows(const Runs& runs);
 
 // Returns the runs that share a token with the range.

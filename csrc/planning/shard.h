@@ -1,7 +1,5 @@
 #pragma once
 
-#include <cstdint>
-#include <span>
 #include <vector>
 
 #include "csrc/mask/band.h"
@@ -30,19 +28,8 @@ std::vector<Shard> make_shards(const std::vector<Band>& bands, std::vector<Runs>
 // Sets the remote keys of a shard that has rows and pieces.
 void find_remote(Shard& shard);
 
-// Returns the remote keys in consecutive parts whose numbers of visible cells are nearly proportional to the shares,
-// which are positive.
-std::vector<Runs> split_remote(const Shard& shard, std::span<const int32_t> shares);
-
-// Returns such parts by owner: first the keys of the ranks that follow this one, in a ring. All ranks then send in
-// every part, whereas consecutive keys belong to few ranks.
-std::vector<Runs> split_remote_by_owner(const Shard& shard, int rank, int num_ranks, const Owners& owners,
-                                        std::span<const int32_t> shares);
-
-// Returns the keys of a single attention call: the own keys, and the received ones from index `own_rows` on.
-Runs keys_of_one_call(const Runs& own, const Runs& received, int own_rows);
-
-// Returns the merged bands between the shard's rows and a buffer of keys, in local coordinates.
-std::vector<Band> local_bands(const Shard& shard, const Runs& keys);
+// Returns the merged bands between the shard's rows and the keys that it needs, in local coordinates: its own ones, of
+// which there are `own_rows` with padding, and behind them the remote ones.
+std::vector<Band> local_bands(const Shard& shard, int own_rows);
 
 }  // namespace jaxmagi::planning

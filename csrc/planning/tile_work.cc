@@ -77,7 +77,7 @@ std::vector<double> TileWork::of(std::span<const int> members) const {
         if (shard.rows.empty())
             continue;
         const int own_rows = static_cast<int>(num_rows(shard.rows));
-        const std::vector<Band> bands = local_bands(shard, keys_of_one_call(shard.rows, shard.remote, own_rows));
+        const std::vector<Band> bands = local_bands(shard, own_rows);
         for (size_t i = 0; i < passes_.size(); ++i) {
             const TiledPass& pass = passes_[i];
             const TileCount tiles = count_tiles(bands, pass.rows, pass.keys, pass.by_keys);

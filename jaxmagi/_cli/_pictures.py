@@ -1,6 +1,5 @@
 """Draws pictures of a plan: its mask by rank, work and traffic of each rank, and a timeline."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from .._drawing import INK, MUTED, color
 from ..planning import ContextPlan, CostModel
-from ..planning._report import schedule_stages
+from ..planning._report import schedule_pass
 
 _TRANSFER = "#9ca3af"
 _DPI = 150
@@ -69,34 +68,25 @@ def _draw_ranks(plan: ContextPlan, cost: CostModel) -> Figure:
 
 
 def _draw_timeline(plan: ContextPlan, cost: CostModel) -> Figure:
-    """Draws each rank's attention calls in the predicted forward pass, below the transfers they wait for."""
-    schedule = schedule_stages(plan.forward_stages, cost, cost.forward)
-    transfers, stages = 1e3 * schedule.transfers, 1e3 * schedule.stages
+    """Draws each rank's attention in the predicted forward pass, part by part, below the transfers."""
+    schedule = schedule_pass(np.asarray(plan.bands), plan.transfer, cost, cost.forward)
+    fetches, attention = 1e3 * schedule.fetches, 1e3 * schedule.attention
     figure = Figure(figsize=(9.6, 5.4), layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=(1, 9))
-    names = [f"transfer {index + 1}" for index in range(len(transfers))]
-    lane = np.zeros(len(transfers))
-    above.barh(lane, np.diff(transfers)[:, 0], left=transfers[:, 0], color=_TRANSFER, edgecolor="white")
-    _label(above, transfers, names)
+    lane, colors = np.zeros(len(fetches)), [color(part) for part in range(len(fetches))]
+    above.barh(lane, np.diff(fetches)[:, 0], left=fetches[:, 0], color=colors, edgecolor="white")
     above.set(yticks=[0], yticklabels=["link"])
     ranks = np.arange(plan.cp_size)
-    for stage, times in enumerate(stages.swapaxes(0, 1)):
+    for part, times in enumerate(attention.swapaxes(0, 1)):
         width = times[:, 1] - times[:, 0]
-        below.barh(ranks, width, left=times[:, 0], height=0.8, color=color(stage), label=f"stage {stage}")
+        below.barh(ranks, width, left=times[:, 0], height=0.8, color=colors[part], label=f"part {part + 1}")
     below.set_ylim(plan.cp_size - 0.4, -0.6)
     below.set_ylabel("rank", color=INK)
     below.set_xlabel("predicted forward pass (ms)", color=INK)
     below.yaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
-    figure.legend(loc="outside upper right", frameon=False, fontsize=8, ncols=plan.num_stages)
+    figure.legend(loc="outside upper right", frameon=False, fontsize=8, ncols=len(fetches))
     _style(above, below)
     return figure
-
-
-def _label(axes: Axes, spans: np.ndarray, names: Sequence[str]) -> None:
-    """Writes the name of each span of nonzero length into its middle."""
-    for (begin, end), name in zip(spans, names, strict=True):
-        if begin < end:
-            axes.text((begin + end) / 2, 0, name, ha="center", va="center", fontsize=7, clip_on=True)
 
 
 def _style(*every: Axes) -> None:

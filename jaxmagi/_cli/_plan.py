@@ -3,7 +3,7 @@
 import argparse
 import importlib
 
-from ..planning import CostModel, TwoLevels, plan_context
+from ..planning import CostModel, LevelChoice, plan_context
 from ._cost import HEADS, add_cost_argument, cost_of, read_cost
 from ._lengths import at_least
 from ._masks import add_mask_arguments, mask_of
@@ -15,7 +15,7 @@ DESCRIPTION = (
     "sends and receives. Needs no accelerator."
 )
 
-_LEVELS: dict[str, TwoLevels] = {"auto": "auto", "yes": True, "no": False}
+_LEVELS: dict[str, LevelChoice] = {"auto": "auto", "yes": True, "no": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,9 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("plan")
     group.add_argument("--cp", required=True, type=at_least(1), metavar="N", help="ranks")
     group.add_argument("--chunk-size", type=at_least(1), metavar="N", help="tokens of a chunk (chosen)")
-    group.add_argument(
-        "--num-stages", type=_stages, default="auto", metavar="N", help="attention calls (auto)"
-    )
     group.add_argument(
         "--two-levels", choices=_LEVELS, default="auto", help="rows cross to another host once (auto)"
     )
@@ -66,7 +63,6 @@ def run(options: argparse.Namespace) -> int:
         mask,
         options.cp,
         chunk_size=options.chunk_size,
-        num_stages=options.num_stages,
         two_levels=_LEVELS[options.two_levels],
         cost=cost,
     )
@@ -81,10 +77,6 @@ def run(options: argparse.Namespace) -> int:
     for picture in pictures:
         print(picture)
     return 0
-
-
-def _stages(text: str) -> int | str:
-    return text if text == "auto" else at_least(1)(text)
 
 
 def _require(module: str, what: str, extra: str) -> None:

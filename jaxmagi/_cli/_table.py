@@ -86,8 +86,6 @@ def _totals(plan: ContextPlan, report: PlanReport, cost: CostModel) -> Table:
         "within hosts": _link(report.within_hosts, plan),
         "between hosts": _link(report.between_hosts, plan),
         "levels": levels,
-        "stages": f"{report.num_stages}",
-        "backward stages": f"{report.num_backward_stages}",
         "forward pass": f"{forward:.3f} ms predicted ({cost.tflops:g} TFLOP/s, {links}; {sizes})",
         "backward pass": f"{backward:.3f} ms predicted ({cost.backward_tflops:g} TFLOP/s)",
     }

@@ -234,7 +234,7 @@ def attention_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes the gradients of q, k and v.
 
-    Probabilities come from ``lse``, so it may span more keys than these (one stage of several) and a sink.
+    Probabilities come from ``lse``, so it may span more keys than these, and a sink.
 
     Args:
         q: as in `attention_forward`.

@@ -26,7 +26,8 @@ from ._timing import DeviceWork
 AXIS = "ranks"
 COMMUNICATES = re.compile(
     r"[ \"]((?:ragged-)?all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute"
-    r"|jaxmagi_group_(?:cast|reduce)_start|(?:call|async)(?=-start))(?:-start)?[(\"]"
+    r"|jaxmagi_group_(?:cast|reduce)|jaxmagi_context_(?:forward|backward)"
+    r"|(?:call|async)(?=-start))(?:-start)?[(\"]"
 )
 """Finds what communicates in the text of a compiled program."""
 

@@ -14,7 +14,6 @@ from ._arguments import (
     make_transfer as make_transfer,
     on_this_rank as on_this_rank,
 )
-from ._async import AsyncTransfer as AsyncTransfer, in_order as in_order
 from ._options import (
     CollectiveOptions as CollectiveOptions,
     check_options as check_options,
@@ -23,4 +22,6 @@ from ._options import (
 from ._portable import last_at_most as last_at_most
 from ._primitives import group_cast_p as group_cast_p, group_reduce_p as group_reduce_p
 from ._process import finalize as finalize, set_timeout as set_timeout
+from ._route import Route as Route
 from ._statistics import Statistics as Statistics, statistics as statistics
+from ._transfer import OneStep as OneStep

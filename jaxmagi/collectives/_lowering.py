@@ -41,7 +41,7 @@ def register(
     def lower_compiled(ctx: mlir.LoweringRuleContext, *operands: Any, route: Route, **params: Any) -> Any:
         set_memory_limits()
         # A function that is lowered does not get the context.
-        on_groups = functools.partial(compiled, groups=_groups(ctx, route))
+        on_groups = functools.partial(compiled, groups=groups_of(ctx, route))
         return lower(ctx, primitive, on_groups, "compiled", *operands, route=route, **params)
 
     _lowering.register(
@@ -52,7 +52,7 @@ def register(
     )
 
 
-def _groups(ctx: mlir.LoweringRuleContext, route: Route) -> np.ndarray:
+def groups_of(ctx: mlir.LoweringRuleContext, route: Route) -> np.ndarray:
     """Returns the devices that exchange rows, int64 [groups, ranks of each]."""
     groups = replica_groups(ctx, route.axis_name)
     return groups if route.group_size is None else groups.reshape(-1, route.group_size)

@@ -12,7 +12,8 @@ class Statistics:
     Rows that a rank keeps for itself do not count, nor do transfers in plain JAX.
 
     Attributes:
-        transfers: calls of `group_cast` and `group_reduce`, counted on each rank, derivatives included.
+        transfers: calls of `group_cast` and `group_reduce`, counted on each rank, derivatives included, and
+            each part and step of the transfers of `context_attention`.
         native_bytes: of rows that kernels have stored to native peers, or loaded from them.
         nccl_bytes: of rows that this process has sent over NCCL.
         nccl_messages: messages that these rows went by.

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 
 from .. import _hopper, _native
 
-CAST = "jaxmagi_group_cast_start"
-REDUCE = "jaxmagi_group_reduce_start"
-DONE = "jaxmagi_group_done"
+CAST = "jaxmagi_group_cast"
+REDUCE = "jaxmagi_group_reduce"
 
 _PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 _SUMMABLE = ("bfloat16", "float16", "float32", "float64")
@@ -36,7 +35,7 @@ def unsupported_reason() -> str | None:
     """Returns why the custom calls cannot run here, whatever the operands; None if they can."""
     if reason := _hopper.unsupported_reason():
         return reason
-    has_handlers = all(_native.has_handler(target, "cuda") for target in (CAST, REDUCE, DONE))
+    has_handlers = all(_native.has_handler(target, "cuda") for target in (CAST, REDUCE))
     if has_handlers and hasattr(_native.extension("cuda"), "collective_statistics"):
         return None
     return "the compiled extension jaxmagi._cuda is older than these sources: build jaxmagi again"

@@ -1,7 +1,7 @@
 """Transfers rows from and to one rank, in one step or in two: the base of `group_cast` and `group_reduce`."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,6 @@ import jax.numpy as jnp
 from .._dtypes import accumulator_dtype
 from .._softmax import Partial
 from .._varying import vary_alike
-from ._async import AsyncTransfer, start
-from ._cuda import MAX_ARRAYS, Kind
 from ._merge import merge_by_lse
 from ._primitives import group_cast_p, group_reduce_p, sum_dtype
 from ._route import Route
@@ -42,41 +40,6 @@ class OneStep(NamedTuple):
         operands = vary_alike([x[None] for x in (*sent, self.sends, self.receives)])
         sums = group_reduce_p.bind(*operands, route=self.route, out_dtypes=_sum_dtypes(sent, dtypes))
         return _convert([total[0] for total in sums], dtypes)
-
-    def start_cast(self, xs: Sequence[jax.Array], **options: Any) -> AsyncTransfer:
-        """Starts `cast`; options are those of `start`."""
-        if not self._is_async(xs):
-            return AsyncTransfer((), lambda _: self.cast(xs))
-        return self._start("cast", xs, [x.dtype for x in xs], **options)
-
-    def start_reduce(
-        self, xs: Sequence[jax.Array], dtypes: Sequence[jnp.dtype], **options: Any
-    ) -> AsyncTransfer:
-        """Starts `reduce`; options are those of `start`."""
-        if not self._is_async(xs):
-            return AsyncTransfer((), lambda _: self.reduce(xs, dtypes))
-        sent = [self.route.round(x) for x in xs]
-        transfer = self._start("reduce", sent, _sum_dtypes(sent, dtypes), **options)
-        return transfer.then(lambda sums: _convert(sums, dtypes))
-
-    def _start(
-        self, kind: Kind, xs: Sequence[jax.Array], dtypes: Sequence[jnp.dtype], **options: Any
-    ) -> AsyncTransfer:
-        operands = vary_alike([x[None] for x in (*xs, self.sends, self.receives)])
-        transfer = start(kind, operands, dtypes, self.route, **options)
-        return transfer.then(lambda ys: [y[0] for y in ys])
-
-    def _is_async(self, xs: Sequence[jax.Array]) -> bool:
-        """Returns whether a transfer of these arrays can have a start and an end in the program.
-
-        No array may be empty, and one call has to take all. Without jit, start and end would be in two
-        programs. Where a shard_map leaves mesh axes to XLA's partitioner, that cannot split them.
-        """
-        rows = self.input_rows, self.output_rows, self.route.pair_rows
-        sizes = *rows, *(x.size for x in (self.sends, self.receives, *xs))
-        mesh = jax.sharding.get_abstract_mesh()
-        is_one_program = not jax.config.jax_disable_jit and len(mesh.manual_axes) == len(mesh.axis_names)
-        return 0 not in sizes and len(xs) <= MAX_ARRAYS and is_one_program
 
     def counts(self) -> jax.Array:
         """Returns to how many places each row goes, int32 [input_rows]."""
@@ -127,16 +90,6 @@ class TwoSteps(NamedTuple):
     def reduce(self, xs: Sequence[jax.Array], dtypes: Sequence[jnp.dtype]) -> list[jax.Array]:
         """Adds up [output_rows, ...] → [input_rows, ...], rounded to these dtypes."""
         return self.across.reduce(self._reduce_inside(xs), dtypes)
-
-    def start_cast(self, xs: Sequence[jax.Array], **options: Any) -> AsyncTransfer:
-        """Starts `cast`, whose step across all ranks is asynchronous; options are those of `start`."""
-        return self.across.start_cast(xs, **options).then(self.inside.cast)
-
-    def start_reduce(
-        self, xs: Sequence[jax.Array], dtypes: Sequence[jnp.dtype], **options: Any
-    ) -> AsyncTransfer:
-        """Starts `reduce`, whose step across all ranks is asynchronous; options are those of `start`."""
-        return self.across.start_reduce(self._reduce_inside(xs), dtypes, **options)
 
     def _reduce_inside(self, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the sums of a host for rows of other hosts, and near rows as they are.

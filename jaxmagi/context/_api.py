@@ -10,8 +10,8 @@ from .._varying import vary_alike
 from ..attention import MeshAxes, accumulator_dtype, check_operands
 from ..collectives import CollectiveOptions
 from ..planning import ContextPlan
-from ._sharding import ContextOperands, Stages, find_axis, find_sharding, shard_operands
-from ._stages import ContextOptions
+from ._passes import ContextOptions
+from ._sharding import ContextOperands, PlannedWork, find_axis, find_sharding, shard_operands
 from ._validation import check_batch, check_collectives, check_lengths, check_plan
 from ._vjp import attend
 
@@ -74,9 +74,9 @@ def context_attention(
     Each rank computes the rows of its own queries. It receives by `group_cast` only the keys and values that
     are visible to these; their gradients return by `group_reduce`, summed in float32 (float64 for float64) in
     a fixed order. All other arguments, fully masked queries and derivatives (reverse mode, first order) are
-    those of `jaxmagi.attention`. Padding sees nothing and nothing sees it. On GPUs the transfers of one stage
-    of the plan overlap with the computation of the stage before, unless mesh axes are left to XLA's
-    partitioner.
+    those of `jaxmagi.attention`. Padding sees nothing and nothing sees it. On GPUs each
+    pass is one custom call, unless mesh axes are left to XLA's partitioner: rows of some heads travel while
+    attention of others computes.
 
     Inside ``jax.shard_map`` over ``axis_name`` the arrays are the local shards. Outside, with the mesh of
     ``jax.set_mesh``, they are global arrays in dispatched order, and the function maps itself over the mesh.
@@ -108,7 +108,7 @@ def context_attention(
         deterministic: whether gradients must be bitwise reproducible, as in `jaxmagi.attention`.
         return_residual: whether to return the log-sum-exp too.
         implementation: as in `jaxmagi.attention`.
-        collectives: how keys and values travel and their gradients return, in both passes and all stages.
+        collectives: how keys and values travel and their gradients return, in both passes.
             Static. It has a name of its own as all other options, ``implementation`` too, are those of
             attention. Keys and values travel in their dtype. With ``wire_dtype``, which may be that of the
             operands, the gradients that a rank has computed for keys of another one are rounded to it.
@@ -151,12 +151,8 @@ def context_attention(
     )
     # Casting sinks here lets autodiff sum their gradients before it rounds them.
     sinks = None if sinks is None else sinks.astype(accumulator_dtype(query.dtype))
-    operands = shard_operands(ContextOperands(query, key, value, _stages_of(plan), sinks), sharding)
+    work = PlannedWork(plan.bands, plan.transfer)
+    operands = shard_operands(ContextOperands(query, key, value, work, sinks), sharding)
     # vary_alike outside of the custom derivative lets autodiff sum the gradients of the shared sinks.
     out, lse = attend(vary_alike(operands), sharding, options)
     return (out, lse) if return_residual else out
-
-
-def _stages_of(plan: ContextPlan) -> Stages:
-    backward = None if plan.backward is None else Stages(plan.backward.bands, plan.backward.transfers)
-    return Stages(plan.bands, plan.transfers, backward)

@@ -13,17 +13,16 @@ from ..attention import MeshAxes, axis_names
 from ..planning import GroupCastSpec, RelayedSpec
 
 
-class Stages(NamedTuple):
+class PlannedWork(NamedTuple):
     """Holds what ranks compute and receive: the arrays of a `ContextPlan` that are sent to the devices."""
 
-    bands: Any  # int32 [cp, num_stages, C, 6]
-    transfers: tuple[GroupCastSpec | RelayedSpec, ...]
-    backward: "Stages | None" = None  # stages of the backward pass, where they differ
+    bands: Any  # int32 [cp, C, 6]
+    transfer: GroupCastSpec | RelayedSpec
 
     @property
     def stacked(self) -> bool:
-        """Returns whether each example of a batch has stages of its own."""
-        return self.bands.ndim == 5
+        """Returns whether each example of a batch has a plan of its own."""
+        return self.bands.ndim == 4
 
 
 class ContextOperands(NamedTuple):
@@ -32,7 +31,7 @@ class ContextOperands(NamedTuple):
     query: Any  # [T, N, D] or [B, T, N, D]
     key: Any
     value: Any
-    stages: Any
+    work: Any
     sinks: Any  # [N] in accumulator dtype, or None
 
 
@@ -69,10 +68,10 @@ class OperandSharding(NamedTuple):
     def specs(self, operands: ContextOperands) -> ContextOperands:
         """Returns the specs of all operands."""
         keys = P(*self.batch, self.tokens, self.key_heads, None)
-        ranks = P(*self.batch, self.tokens) if operands.stages.stacked else P(self.tokens)
-        stages = jax.tree.map(lambda leaf: ranks, operands.stages)
+        ranks = P(*self.batch, self.tokens) if operands.work.stacked else P(self.tokens)
+        work = jax.tree.map(lambda leaf: ranks, operands.work)
         sinks = None if operands.sinks is None else P(self.heads)
-        return ContextOperands(self.row_spec, keys, keys, stages, sinks)
+        return ContextOperands(self.row_spec, keys, keys, work, sinks)
 
 
 def find_axis(axis_name: str) -> tuple[int, bool]:

@@ -51,7 +51,7 @@ def check_collectives(collectives: Any, dtype: jnp.dtype) -> None:
 
 def check_batch(query: jax.Array, plan: ContextPlan) -> None:
     """Raises ValueError unless a stacked plan has a sequence for each example of query."""
-    batch = plan.bands.shape[:-4]
+    batch = plan.bands.shape[:-3]
     if len(batch) > query.ndim - 3 or (batch and batch != query.shape[:1]):
         raise ValueError(
             f"A plan stacked for {batch} sequences needs query [{batch[0]}, T, N, D] (or jax.vmap "

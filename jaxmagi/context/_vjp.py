@@ -14,15 +14,15 @@ from jax.ad_checkpoint import checkpoint_name
 from .._varying import vary_alike
 from ..attention import Partial, accumulator_dtype, add_heads, axis_names, heads_of, take_heads
 from ..collectives import on_this_rank
+from ._passes import ContextOptions, backward, forward
 from ._sharding import ContextOperands, OperandSharding, map_over_mesh
-from ._stages import ContextOptions, backward, forward
 
 
 def _over_batch(function: Any, operands: ContextOperands, *rows: Any) -> Any:
     """Calls ``function(operands, *rows)`` of one sequence, mapped over the batch if there is one."""
     if operands.query.ndim == 3:
         return function(operands, *rows)
-    axes = ContextOperands(0, 0, 0, 0 if operands.stages.stacked else None, None)
+    axes = ContextOperands(0, 0, 0, 0 if operands.work.stacked else None, None)
     return jax.vmap(function, in_axes=(axes, *[0] * len(rows)))(operands, *rows)
 
 
@@ -58,9 +58,9 @@ def _add_key_heads(
 
 
 def _on_rank(operands: ContextOperands, options: ContextOptions) -> ContextOperands:
-    """Selects the stages of this rank, and lets all operands vary over the same mesh axes."""
-    stages = on_this_rank(operands.stages, options.axis_name, "the plan")
-    return vary_alike(operands._replace(stages=stages))
+    """Selects the work of this rank, and lets all operands vary over the same mesh axes."""
+    work = on_this_rank(operands.work, options.axis_name, "the plan")
+    return vary_alike(operands._replace(work=work))
 
 
 # jit with static arguments, not with a new closure per call, lets calls outside of jit compile only once.
@@ -104,9 +104,7 @@ def _backward(
 
     rows = Partial(sharding.row_spec, sharding.lse_spec)
     specs = sharding.specs(operands)
-    mapped = map_over_mesh(
-        local, sharding, in_specs=(specs, rows, rows), out_specs=specs._replace(stages=None)
-    )
+    mapped = map_over_mesh(local, sharding, in_specs=(specs, rows, rows), out_specs=specs._replace(work=None))
     return mapped(operands, result, cotangents)
 
 

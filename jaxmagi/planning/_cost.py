@@ -7,9 +7,11 @@ import numpy as np
 
 from .._checks import is_number
 
-_ACCUMULATOR_BYTES = 4
 _MAY_BE_ZERO = ("latency_us", "network_latency_us")
 _MOST_PACKED_HEADS = 16
+
+MOST_PARTS = 8
+LEAST_PART_BYTES = 2**20  # that a rank receives for a part of the heads
 
 
 class Tile(NamedTuple):
@@ -38,6 +40,16 @@ class Pass(NamedTuple):
 # Tiles of the kernels in csrc/attention/sm90, by the largest head dimension that they are for.
 _FORWARD_TILES = {64: (192, 128), 96: (192, 112), 128: (192, 80), 192: (128, 112), 256: (128, 80)}
 _BACKWARD_TILES = {64: (128, 128), 96: (64, 128), 128: (80, 128), 192: (64, 96), 256: (64, 64)}
+
+
+def num_parts(num_kv_heads: int, received_bytes: float) -> int:
+    """Returns into how many parts the heads are cut, of which one computes while rows of others travel.
+
+    The more there are, the less of the first and the last transfer has nothing to hide behind. They divide
+    the key heads, are at most 8, and a rank receives 1 MiB at least for each: each costs a launch.
+    """
+    most = max(1, min(MOST_PARTS, received_bytes // LEAST_PART_BYTES))
+    return max(parts for parts in range(1, MOST_PARTS + 1) if num_kv_heads % parts == 0 and parts <= most)
 
 
 @dataclass(frozen=True)
@@ -149,29 +161,25 @@ class CostModel:
         cells = (full + self.partial_tile_cost * partial) * (direction.tile.rows * direction.tile.keys)
         return cells * direction.cell_seconds + (full + partial > 0) * self.latency_us * 1e-6
 
-    def transfer_seconds(self, rows: np.ndarray, row_bytes: int) -> np.ndarray:
+    def transfer_seconds(self, rows: np.ndarray, row_bytes: float) -> np.ndarray:
         """Returns the times ``[...]`` of transfers with rows ``[..., 2]`` within a host and between hosts.
 
         The rows are those on the busiest links. Links of both kinds work at the same time.
         """
         return self._link_seconds(rows, row_bytes).max(axis=-1)
 
-    def reduction_seconds(self, rows: np.ndarray, row_bytes: int) -> np.ndarray:
+    def reduction_seconds(self, rows: np.ndarray, row_bytes: float) -> np.ndarray:
         """Returns the times ``[...]`` of transfers back along the same links, whose rows are added up.
 
         A rank reads what peers of its host have after the network has brought what others have.
         """
         return self._link_seconds(rows, row_bytes).sum(axis=-1)
 
-    def _link_seconds(self, rows: np.ndarray, row_bytes: int) -> np.ndarray:
+    def _link_seconds(self, rows: np.ndarray, row_bytes: float) -> np.ndarray:
         """Returns the times of both kinds of links ``[..., 2]``."""
         speeds = np.array([self.link_gb_per_second, self.network_gb_per_second]) * 1e9
         latencies = np.array([self.latency_us, self.network_latency_us]) * 1e-6
         return rows * (row_bytes / speeds) + (rows > 0) * latencies
-
-    def merge_seconds(self, rows: int) -> float:
-        """Returns the time to merge a partial result into another: two are read, one is written, in fp32."""
-        return self.memory_seconds(3.0 * rows * self.num_heads * self.head_dim * _ACCUMULATOR_BYTES)
 
     def memory_seconds[Bytes: (float, np.ndarray)](self, count: Bytes) -> Bytes:
         """Returns the time to read or write so many bytes in a rank's memory."""

@@ -6,10 +6,10 @@ import numpy as np
 
 from .._drawing import BACKGROUND, INK, MUTED, color, new_axes, style_token_axes
 from ..masks.geometry import columns
-from ._plan_stages import PlanStages, key_runs
 from ._ranges import meet
-from ._received import TokenRuns, own_runs
+from ._received import TokenRuns, key_runs, own_runs
 from ._report import PlanReport
+from ._spec import GroupCastSpec, RelayedSpec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,22 +19,28 @@ _RECEIVED = "#9ca3af"
 
 
 def draw_plan(
-    token_order: np.ndarray, length: int, stages: PlanStages, report: PlanReport, ax: "Axes | None"
+    token_order: np.ndarray,
+    length: int,
+    bands: np.ndarray,
+    transfer: GroupCastSpec | RelayedSpec,
+    report: PlanReport,
+    ax: "Axes | None",
 ) -> "Axes":
-    """Draws the forward pass of a plan with host arrays, as in `ContextPlan.draw`."""
+    """Draws a plan with host arrays, as in `ContextPlan.draw`."""
     if ax is None:
         margins = {"left": 0.07, "right": 0.98, "bottom": 0.06, "top": 0.88}
         ax = new_axes(figsize=(9.6, 5.4), gridspec_kw=margins)
-    _draw_mask(token_order, length, stages, ax)
-    _draw_bars(report, token_order.size // len(stages.bands), ax)
+    keys = key_runs(transfer, own_runs(token_order, len(bands)))
+    _draw_mask(token_order, length, bands, keys, ax)
+    _draw_bars(report, token_order.size // len(bands), ax)
     return ax
 
 
-def _draw_mask(token_order: np.ndarray, length: int, stages: PlanStages, ax: "Axes") -> None:
+def _draw_mask(token_order: np.ndarray, length: int, bands: np.ndarray, keys: TokenRuns, ax: "Axes") -> None:
     from matplotlib.colors import to_rgb
 
-    owner, shade = _rasterise(token_order, length, stages)
-    rgb = np.array([to_rgb(color(rank)) for rank in range(len(stages.bands))])
+    owner, shade = _rasterise(token_order, length, bands, keys)
+    rgb = np.array([to_rgb(color(rank)) for rank in range(len(bands))])
     background = np.array(to_rgb(BACKGROUND))
     image = background + shade[..., None] * (rgb[owner][:, None] - background)
     extent = (0, max(length, 1), max(length, 1), 0)
@@ -67,12 +73,14 @@ def _draw_bars(report: PlanReport, shard_length: int, ax: "Axes") -> None:
     bars[0].set_ylabel("rank", color=MUTED, fontsize=8, labelpad=3)
 
 
-def _rasterise(token_order: np.ndarray, length: int, stages: PlanStages) -> tuple[np.ndarray, np.ndarray]:
+def _rasterise(
+    token_order: np.ndarray, length: int, bands: np.ndarray, keys: TokenRuns
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns the rank of each row of pixels and the visible share of each pixel ``[rows, columns]``.
 
     A row of pixels shows the token in its middle.
     """
-    cp_size = len(stages.bands)
+    cp_size = len(bands)
     size = min(_PIXELS, max(length, 1))
     sampled = (np.arange(size) * 2 + 1) * length // (2 * size)
     position = np.full(max(length, 1), 0)
@@ -80,12 +88,10 @@ def _rasterise(token_order: np.ndarray, length: int, stages: PlanStages) -> tupl
     owner, row = np.divmod(position[sampled], token_order.size // cp_size)
     edges = np.arange(size + 1) * length // size
     covered = np.zeros((size, size + 1), np.int64)
-    for stage, keys in enumerate(key_runs(stages, own_runs(token_order, cp_size))):
-        bands = np.asarray(stages.bands)[:, stage]
-        for rank in np.unique(owner):
-            runs = keys.of_rank(rank)
-            for pixel in np.flatnonzero(owner == rank):
-                covered[pixel] += _visible_before(edges, bands[rank], int(row[pixel]), runs)
+    for rank in np.unique(owner):
+        runs = keys.of_rank(rank)
+        for pixel in np.flatnonzero(owner == rank):
+            covered[pixel] = _visible_before(edges, bands[rank], int(row[pixel]), runs)
     shade = np.diff(covered, axis=1) / np.maximum(np.diff(edges), 1)
     return owner, np.minimum(shade, 1)
 

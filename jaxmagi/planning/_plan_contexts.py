@@ -6,11 +6,11 @@ from typing import Any
 from .._checks import as_list, integer, list_of, require_type
 from ..masks import AttnMask
 from ._balance import WeightedBands
-from ._capacity import StageCounts, checked_ranks
-from ._choices import Choices, NumStages, TwoLevels
+from ._capacity import checked_ranks
+from ._compiled import merge
 from ._cost import CostModel
 from ._layout import make_layout
-from ._merge import merge
+from ._levels import LevelChoice, levels_to_try
 from ._plan import ContextPlan
 from ._plan_context import mask_bands, plan_layout
 
@@ -23,8 +23,7 @@ def plan_contexts(
     *,
     weights: Sequence[int] | None = None,
     chunk_size: int | None = None,
-    num_stages: NumStages | list[StageCounts] = "auto",
-    two_levels: TwoLevels | list[bool] = "auto",
+    two_levels: LevelChoice | list[bool] = "auto",
     cost: CostModel = CostModel(),  # noqa: B008 (frozen, so safe to share)
 ) -> tuple[ContextPlan, ...]:
     """Returns plans of several masks on one layout, for models whose layers have different masks.
@@ -38,11 +37,9 @@ def plan_contexts(
         cp_size: the number of ranks, at most 4096.
         weights: how many layers have each mask; by default one.
         chunk_size: see `jaxmagi.plan_context`.
-        num_stages: see `jaxmagi.plan_context`; a list has one for each mask. ``"auto"`` may choose another
-            number for each mask and each sequence: for a stream of sequences under one compilation, give
-            ``[plan.stage_counts for plan in plans]`` of the plans of the first sequence.
-        two_levels: see `jaxmagi.plan_context`; a list has one for each mask, as for ``num_stages``:
-            ``[plan.two_levels for plan in plans]``.
+        two_levels: see `jaxmagi.plan_context`; a list has one for each mask. ``"auto"`` may choose otherwise
+            for each mask and each sequence: for a stream of sequences under one compilation, give
+            ``[plan.two_levels for plan in plans]`` of the plans of the first sequence.
         cost: see `jaxmagi.plan_context`.
 
     Returns:
@@ -50,8 +47,8 @@ def plan_contexts(
 
     Raises:
         ValueError: there is no mask, they differ in length, the weights are not as many integers above zero
-            or are so large that areas leave 64 bits, ``num_stages`` or ``two_levels`` is a list with another
-            number of entries than masks, or for what `jaxmagi.plan_context` refuses.
+            or are so large that areas leave 64 bits, ``two_levels`` is a list with another number of entries
+            than masks, or for what `jaxmagi.plan_context` refuses.
         NotImplementedError: see `jaxmagi.plan_context`.
 
     Examples:
@@ -65,12 +62,10 @@ def plan_contexts(
     layers = _weighted_masks(masks, weights)
     cp_size = checked_ranks(cp_size)
     require_type(cost, CostModel, "cost")
-    options = zip(
-        _per_mask(num_stages, "num_stages", len(masks)),
-        _per_mask(two_levels, "two_levels", len(masks)),
-        strict=True,
-    )
-    choices = [Choices.of(*each, None, cp_size, cost) for each in options]
+    choices = [
+        levels_to_try(each, None, cp_size, cost.ranks_per_host)
+        for each in _per_mask(two_levels, "two_levels", len(masks))
+    ]
     length = masks[0].q_len
     token_order = make_layout(layers, length, cp_size, "balanced", chunk_size, cost)
     return tuple(

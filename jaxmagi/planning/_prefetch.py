@@ -38,7 +38,7 @@ def prefetch_plans[Batch, Plan](
         make_plan: called in the thread with each batch, in their order. Returns what the step needs: a
             `ContextPlan`, or several of them (of two masks, of the sequences of a batch) in a pytree. It
             should depend on its batch only, for it runs ahead of the consumer by a varying distance. For
-            plans that share a compilation it fixes ``num_stages`` (see `jaxmagi.plan_context`).
+            plans that share a compilation it fixes ``two_levels`` (see `jaxmagi.plan_context`).
         depth: how many batches the thread may take from the source beyond those that the consumer has taken.
             They are lost to the source's other users when the prefetcher is closed.
         fits: called in the consumer, just before a pair is returned, to check that the plan is still that of
@@ -56,7 +56,7 @@ def prefetch_plans[Batch, Plan](
     Examples:
         >>> batches = [[3, 5], [8]]
         >>> def make_plan(lengths):
-        ...     return plan_context(masks.documents(lengths), cp_size=2, num_stages=1)
+        ...     return plan_context(masks.documents(lengths), cp_size=2)
         >>> with prefetch_plans(batches, make_plan) as pairs:
         ...     [(batch, plan.length) for batch, plan in pairs]
         [([3, 5], 8), ([8], 8)]

@@ -50,6 +50,11 @@ def own_runs(token_order: jax.Array | np.ndarray, cp_size: int) -> TokenRuns:
     return TokenRuns(rank, row, shards.reshape(-1)[starts], lengths)
 
 
+def key_runs(spec: GroupCastSpec | RelayedSpec, own: TokenRuns) -> TokenRuns:
+    """Returns the runs in the keys of ranks: their shards, and the rows of a transfer behind them."""
+    return joined(own, received_runs(spec, own).shifted(spec.input_rows))
+
+
 def received_runs(spec: GroupCastSpec | RelayedSpec, own: TokenRuns) -> TokenRuns:
     """Returns the runs in the output rows of a transfer of the ranks' shards."""
     if isinstance(spec, RelayedSpec):

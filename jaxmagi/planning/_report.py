@@ -6,9 +6,8 @@ import numpy as np
 
 from ..masks.geometry import area, tighten
 from ._cost import CostModel, Pass
-from ._plan_stages import PlanStages, key_runs
 from ._ranges import meet, union
-from ._received import TokenRuns, own_runs, received_runs
+from ._received import TokenRuns, key_runs, own_runs, received_runs
 from ._schedule import Schedule, busiest_links, count_tiles, schedule, work_of
 from ._spec import GroupCastSpec, RelayedSpec
 
@@ -50,10 +49,8 @@ class PlanReport:
         network_rows_received: int64 ``[cp]``, those of ``rows_received`` that come from another host.
         within_hosts: what crosses links within hosts (NVLink).
         between_hosts: what crosses the network.
-        redundant_rows: rows that the transfers of a pass bring to ranks that do not need them or have them,
-            to hosts once more, or over a link without use. It is 0 in every plan of `jaxmagi.plan_context`.
-        num_stages: attention calls of a rank.
-        num_backward_stages: the same of the backward pass.
+        redundant_rows: rows that the transfer brings to ranks that do not need them or have them, to hosts
+            once more, or over a link without use. It is 0 in every plan of `jaxmagi.plan_context`.
         predicted_seconds: forward time under the `CostModel` given to `jaxmagi.ContextPlan.report`, which
             need not be the one that the plan was made with.
         predicted_backward_seconds: the same of the backward pass.
@@ -70,8 +67,6 @@ class PlanReport:
     within_hosts: LinkTraffic
     between_hosts: LinkTraffic
     redundant_rows: int
-    num_stages: int
-    num_backward_stages: int
     predicted_seconds: float
     predicted_backward_seconds: float
 
@@ -82,55 +77,50 @@ class PlanReport:
 
 
 def report_plan(
-    token_order: np.ndarray, forward: PlanStages, own_backward: PlanStages | None, cost: CostModel
+    token_order: np.ndarray, bands: np.ndarray, transfer: GroupCastSpec | RelayedSpec, cost: CostModel
 ) -> PlanReport:
-    """Returns the report of a plan with host arrays; the backward pass may have stages of its own."""
-    backward = own_backward or forward
-    per_rank = area(np.asarray(forward.bands)).sum(axis=(1, 2))
-    tiles = _tiles(forward, cost.forward)
-    backward_tiles = _tiles(backward, cost.backward)
-    traffic = _traffic(forward, cost.ranks_per_host)
-    backward_traffic = _traffic(backward, cost.ranks_per_host)
-    within_hosts, between_hosts = _links(traffic, backward_traffic, cost)
-    sent, received = np.moveaxis(traffic.sum(axis=(1, 2)), 1, 0)
-    own = own_runs(token_order, len(per_rank))
+    """Returns the report of a plan with host arrays."""
+    per_rank = area(bands).sum(axis=1)
+    traffic = _traffic(transfer, cost.ranks_per_host)
+    within_hosts, between_hosts = _links(traffic.sum(axis=0), cost)
+    sent, received = np.moveaxis(traffic.sum(axis=0), 1, 0)
+    passes = [
+        (_work_imbalance(bands, cost, each), schedule_pass(bands, transfer, cost, each).seconds)
+        for each in (cost.forward, cost.backward)
+    ]
+    (work_imbalance, seconds), (backward_work_imbalance, backward_seconds) = passes
     return PlanReport(
         area=per_rank,
         imbalance=_largest_over_mean(per_rank),
-        work_imbalance=_work_imbalance(tiles, cost, cost.forward),
-        backward_work_imbalance=_work_imbalance(backward_tiles, cost, cost.backward),
+        work_imbalance=work_imbalance,
+        backward_work_imbalance=backward_work_imbalance,
         rows_sent=sent.sum(axis=-1),
         rows_received=received.sum(axis=-1),
         network_rows_sent=sent[:, 1],
         network_rows_received=received[:, 1],
         within_hosts=within_hosts,
         between_hosts=between_hosts,
-        redundant_rows=sum(_redundant_rows(stages, own) for stages in (forward, own_backward) if stages),
-        num_stages=forward.num_stages,
-        num_backward_stages=backward.num_stages,
-        predicted_seconds=float(_schedule(forward, tiles, cost, cost.forward).seconds),
-        predicted_backward_seconds=float(_schedule(backward, backward_tiles, cost, cost.backward).seconds),
+        redundant_rows=_redundant_rows(bands, transfer, own_runs(token_order, len(bands))),
+        predicted_seconds=seconds,
+        predicted_backward_seconds=backward_seconds,
     )
 
 
-def schedule_stages(stages: PlanStages, cost: CostModel, direction: Pass) -> Schedule:
+def schedule_pass(
+    bands: np.ndarray, transfer: GroupCastSpec | RelayedSpec, cost: CostModel, direction: Pass
+) -> Schedule:
     """Returns when each rank does what in a pass with host arrays, under a model of the machine."""
-    return _schedule(stages, _tiles(stages, direction), cost, direction)
+    rows = np.stack([busiest_links(step) for step in _traffic(transfer, cost.ranks_per_host)])
+    return schedule(work_of(_tiles(bands, direction), rows, cost, direction))
 
 
-def _schedule(stages: PlanStages, tiles: np.ndarray, cost: CostModel, direction: Pass) -> Schedule:
-    rows = busiest_links(_traffic(stages, cost.ranks_per_host))
-    return schedule(work_of(tiles, rows, stages.transfers[0].input_rows, cost, direction))
+def _tiles(bands: np.ndarray, direction: Pass) -> np.ndarray:
+    """Returns full and partial tiles: int64 ``[cp, 2]``."""
+    return count_tiles(bands.reshape(-1, 6), np.full(len(bands), bands.shape[1]), direction)
 
 
-def _tiles(stages: PlanStages, direction: Pass) -> np.ndarray:
-    """Returns full and partial tiles: int64 ``[cp, num_stages, 2]``."""
-    bands = np.asarray(stages.bands)
-    return count_tiles(bands.reshape(-1, 6), np.full(bands.shape[:2], bands.shape[2]), direction)
-
-
-def _work_imbalance(tiles: np.ndarray, cost: CostModel, direction: Pass) -> float:
-    return _largest_over_mean(cost.compute_seconds(tiles, direction).sum(axis=1))
+def _work_imbalance(bands: np.ndarray, cost: CostModel, direction: Pass) -> float:
+    return _largest_over_mean(cost.compute_seconds(_tiles(bands, direction), direction))
 
 
 def _largest_over_mean(of_ranks: np.ndarray) -> float:
@@ -143,13 +133,12 @@ def _steps(spec: GroupCastSpec | RelayedSpec) -> tuple[GroupCastSpec, ...]:
     return (spec.across, spec.inside) if isinstance(spec, RelayedSpec) else (spec,)
 
 
-def _traffic(stages: PlanStages, ranks_per_host: int) -> np.ndarray:
-    """Returns rows sent and received, within a host and between: int64 ``[cp, num_transfers, steps, 2, 2]``.
+def _traffic(transfer: GroupCastSpec | RelayedSpec, ranks_per_host: int) -> np.ndarray:
+    """Returns rows sent and received, within a host and between hosts: int64 ``[steps, cp, 2, 2]``.
 
     Rows that a rank sends to itself do not count.
     """
-    rows = [[_traffic_of(step, ranks_per_host) for step in _steps(spec)] for spec in stages.transfers]
-    return np.moveaxis(np.array(rows), 2, 0)
+    return np.stack([_traffic_of(step, ranks_per_host) for step in _steps(transfer)])
 
 
 def _traffic_of(spec: GroupCastSpec, ranks_per_host: int) -> np.ndarray:
@@ -165,28 +154,25 @@ def _traffic_of(spec: GroupCastSpec, ranks_per_host: int) -> np.ndarray:
     return traffic
 
 
-def _links(forward: np.ndarray, backward: np.ndarray, cost: CostModel) -> list[LinkTraffic]:
-    """Returns what crosses links within hosts and between hosts, from the traffic of both passes."""
-    rows, backward_rows = (traffic.sum(axis=(1, 2)) for traffic in (forward, backward))
-    gradients = backward_rows[:, ::-1] * cost.gradient_row_bytes  # they are sent where keys were received
-    moved = (rows + backward_rows) * cost.row_bytes + gradients
+def _links(rows: np.ndarray, cost: CostModel) -> list[LinkTraffic]:
+    """Returns what crosses links within hosts and between hosts, from the rows ``[cp, 2, 2]`` of a pass."""
+    gradients = rows[:, ::-1] * cost.gradient_row_bytes  # they are sent where keys were received
+    moved = 2 * rows * cost.row_bytes + gradients
     return [
         LinkTraffic(int(rows[:, 0, kind].sum()), int(moved[:, 0, kind].sum()), int(moved[..., kind].max()))
         for kind in range(2)
     ]
 
 
-def _redundant_rows(stages: PlanStages, own: TokenRuns) -> int:
+def _redundant_rows(bands: np.ndarray, transfer: GroupCastSpec | RelayedSpec, own: TokenRuns) -> int:
     """Returns the rows that the tables of all steps bring to ranks and hosts, beyond those that they need.
 
     A rank needs each row once that it sees and does not own, a host each one that a rank of it gets from
-    other hosts in the same transfer.
+    other hosts.
     """
-    bands, width = np.asarray(stages.bands), int((own.token + own.length).max(initial=0)) + 1
-    seen = [_seen_tokens(bands[:, i], keys, width) for i, keys in enumerate(key_runs(stages, own))]
-    begin, end = (np.concatenate(edges) for edges in zip(*seen, strict=True))
-    needed = _count_beyond(begin, end, *_edges(own, own.rank, width))
-    return sum(_arriving_rows(spec, own, width) for spec in stages.transfers) - needed
+    width = int((own.token + own.length).max(initial=0)) + 1
+    seen = _seen_tokens(bands, key_runs(transfer, own), width)
+    return _arriving_rows(transfer, own, width) - _count_beyond(*seen, *_edges(own, own.rank, width))
 
 
 def _arriving_rows(spec: GroupCastSpec | RelayedSpec, own: TokenRuns, width: int) -> int:
@@ -230,7 +216,7 @@ def _count_beyond(begin: np.ndarray, end: np.ndarray, own_begin: np.ndarray, own
 
 
 def _seen_tokens(bands: np.ndarray, keys: TokenRuns, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns what ranks see by bands ``[cp, C, 6]`` of a stage, as ranges of ``rank * width + token``."""
+    """Returns what ranks see by bands ``[cp, C, 6]``, as ranges of ``rank * width + token``."""
     tight = tighten(bands).astype(np.int64)
     height = int(max(tight[..., 3].max(initial=0), (keys.row + keys.length).max(initial=0))) + 1
     rank = np.arange(len(bands))[:, None] * height

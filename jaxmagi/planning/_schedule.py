@@ -1,48 +1,52 @@
-"""Predicts when the ranks of a plan compute and transfer, under a model of the machine."""
+"""Predicts when the ranks of a plan compute and transfer, under a model of the machine.
+
+A pass is cut into parts of the heads: the keys of all parts travel from the beginning on, part by part, and a
+part computes when its keys are there. In the backward pass its gradients return when all ranks have computed
+them.
+"""
 
 from typing import NamedTuple
 
 import numpy as np
 
 from ._compiled import planner
-from ._cost import CostModel, Pass
+from ._cost import CostModel, Pass, num_parts
 
 
 class Work(NamedTuple):
-    """The times of what ranks compute and transfer in one direction.
+    """The times of what ranks compute and transfer for a part, in seconds.
 
     Attributes:
-        compute: float64 ``[..., cp, num_stages]``, seconds of the attention calls.
-        fetches: float64 ``[..., num_transfers]``, seconds of the transfers of keys and values.
-        returns: float64 ``[..., num_transfers]``, seconds of the transfers of their gradients; None in a
-            forward pass.
+        parts: the number of parts.
+        compute: float64 ``[cp]``, of attention.
+        fetch: of the transfer of keys and values.
+        give_back: of the transfer of their gradients; None in a forward pass.
     """
 
+    parts: int
     compute: np.ndarray
-    fetches: np.ndarray
-    returns: np.ndarray | None
+    fetch: float
+    give_back: float | None
 
 
 class Schedule(NamedTuple):
     """The predicted course of a pass, in seconds from its start.
 
     Attributes:
-        transfers: float64 ``[..., num_transfers, 2]``, beginning and end of each transfer of keys and values.
-        stages: float64 ``[..., cp, num_stages, 2]``, beginning and end of each rank's attention calls, the
-            merges of their results included.
-        returns: float64 ``[..., num_transfers, 2]``, beginning and end of each transfer of gradients; empty
-            in a forward pass.
+        fetches: float64 ``[parts, 2]``, beginning and end of each transfer of keys and values.
+        attention: float64 ``[cp, parts, 2]``, beginning and end of each rank's attention.
+        returns: float64 ``[parts, 2]``, beginning and end of each transfer of gradients; empty in a forward
+            pass.
     """
 
-    transfers: np.ndarray
-    stages: np.ndarray
+    fetches: np.ndarray
+    attention: np.ndarray
     returns: np.ndarray
 
     @property
-    def seconds(self) -> np.ndarray:
-        """The time when the slowest rank is done: ``[...]``."""
-        returned = self.returns[..., 1].max(axis=-1, initial=0)
-        return np.maximum(self.stages[..., 1].max(axis=(-2, -1)), returned)
+    def seconds(self) -> float:
+        """The time when the slowest rank is done."""
+        return float(max(self.attention[..., 1].max(), self.returns.max(initial=0)))
 
 
 def count_tiles(bands: np.ndarray, counts: np.ndarray, direction: Pass) -> np.ndarray:
@@ -61,86 +65,54 @@ def count_tiles(bands: np.ndarray, counts: np.ndarray, direction: Pass) -> np.nd
     return tiles.reshape(*counts.shape, 2)
 
 
-def work_of(tiles: np.ndarray, rows: np.ndarray, shard_length: int, cost: CostModel, direction: Pass) -> Work:
-    """Returns the times of a staging.
-
-    With two steps, only the one across all ranks runs beside attention. The one inside hosts comes right
-    before the attention call that uses the rows, and that of their gradients right after it.
+def busiest_links(traffic: np.ndarray) -> np.ndarray:
+    """Returns the rows ``[2]`` on the busiest links within a host and between hosts.
 
     Args:
-        tiles: full and partial tiles, ``[cp, num_stages, 2]``.
-        rows: rows on the busiest links, ``[num_transfers, steps, 2]``, as from `busiest_links`.
-        shard_length: rows of each rank's partial results.
+        traffic: rows ``[cp, 2, 2]``: sent and received, within a host and between hosts.
+    """
+    return traffic.max(axis=(0, 1))
+
+
+def work_of(tiles: np.ndarray, rows: np.ndarray, cost: CostModel, direction: Pass) -> Work:
+    """Returns the times of a part.
+
+    Args:
+        tiles: full and partial tiles of all heads, ``[cp, 2]``.
+        rows: rows on the busiest links, ``[steps, 2]``, as from `busiest_links`.
         cost: the machine.
         direction: the pass.
     """
-    compute = cost.compute_seconds(tiles, direction)
-    compute[..., 1:] += cost.merge_seconds(shard_length)
-    if rows.shape[1] > 1:
-        compute[..., -len(rows) :] += _steps_inside(rows, cost, direction)
-    return Work(compute, *transfer_times(rows[:, 0], cost, direction))
-
-
-def _steps_inside(rows: np.ndarray, cost: CostModel, direction: Pass) -> np.ndarray:
-    """Returns the seconds of the step inside hosts of each transfer and its gradients, ``[num_transfers]``.
-
-    Beside what links move, ranks copy what the step across all ranks has brought, or is to return: nearly
-    every row of it is for the rank itself, too.
-    """
-    copied = 2 * rows[:, 0].sum(axis=-1)  # read and written
-    fetches, returns = transfer_times(rows[:, 1], cost, direction)
-    seconds = fetches + cost.memory_seconds(copied * cost.row_bytes)
-    if returns is None:
-        return seconds
-    return seconds + returns + cost.memory_seconds(copied * cost.gradient_row_bytes)
-
-
-def busiest_links(traffic: np.ndarray) -> np.ndarray:
-    """Returns the rows ``[..., 2]`` of each step on the busiest links within a host and between hosts.
-
-    Args:
-        traffic: rows ``[cp, ..., 2, 2]``: sent and received, within a host and between hosts.
-    """
-    return traffic.max(axis=(0, -2))
-
-
-def transfer_times(
-    rows: np.ndarray, cost: CostModel, direction: Pass
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the seconds of transfers with rows ``[..., 2]`` on the busiest links, and of gradients."""
-    fetches = cost.transfer_seconds(rows, cost.row_bytes)
+    parts = num_parts(cost.num_kv_heads, float(rows[-1].sum()) * cost.row_bytes)
+    fetch = float(cost.transfer_seconds(rows, cost.row_bytes / parts).sum())
     # Gradients take the same links in the other direction, which is as fast.
-    returns = cost.reduction_seconds(rows, cost.gradient_row_bytes) if direction.returns_gradients else None
-    return fetches, returns
+    give_back = float(cost.reduction_seconds(rows, cost.gradient_row_bytes / parts).sum())
+    if len(rows) > 1:  # ranks copy nearly all that the step across all ranks brings
+        copied = 2 * rows[0].sum() / parts  # rows that are read and written
+        fetch += cost.memory_seconds(copied * cost.row_bytes)
+        give_back += cost.memory_seconds(copied * cost.gradient_row_bytes)
+    compute = cost.compute_seconds(tiles, direction) / parts
+    return Work(parts, compute, fetch, give_back if direction.returns_gradients else None)
 
 
 def schedule(work: Work) -> Schedule:
-    """Returns the predicted pass, with transfers that run one after the other, overlapped with the compute.
-
-    Each stage starts when its keys have arrived and the previous stage is done; stage 0 of several needs no
-    transfer. The gradients of a transfer return when all ranks have computed them and the previous transfers
-    are done.
-    """
-    num_stages = work.compute.shape[-1]
-    ends = np.cumsum(work.fetches, axis=-1)
-    edges = np.concatenate([np.zeros_like(ends[..., :1]), ends], axis=-1)
-    transfers = np.stack([edges[..., :-1], ends], axis=-1)
-    arrival = edges if num_stages > 1 else ends
-    stages = np.empty((*work.compute.shape, 2))
-    done = np.zeros(work.compute.shape[:-1])
-    for stage in range(num_stages):
-        stages[..., stage, 0] = np.maximum(done, arrival[..., stage, None])
-        stages[..., stage, 1] = done = stages[..., stage, 0] + work.compute[..., stage]
-    return Schedule(transfers, stages, _schedule_returns(work, stages, ends[..., -1]))
+    """Returns the predicted pass, in which transfers run one after the other, beside attention."""
+    arrivals = work.fetch * np.arange(work.parts + 1)
+    attention = np.empty((len(work.compute), work.parts, 2))
+    done = np.zeros(len(work.compute))
+    for part in range(work.parts):
+        attention[:, part, 0] = np.maximum(done, arrivals[part + 1])
+        attention[:, part, 1] = done = attention[:, part, 0] + work.compute
+    return Schedule(
+        np.stack([arrivals[:-1], arrivals[1:]], axis=-1), attention, _returns(work, attention, arrivals[-1])
+    )
 
 
-def _schedule_returns(work: Work, stages: np.ndarray, fetched: np.ndarray) -> np.ndarray:
-    if work.returns is None:
-        return np.zeros((*fetched.shape, 0, 2))
-    returns = np.empty((*work.returns.shape, 2))
-    computed = stages[..., -work.returns.shape[-1] :, 1].max(axis=-2)
-    free = fetched
-    for transfer in range(work.returns.shape[-1]):
-        returns[..., transfer, 0] = np.maximum(free, computed[..., transfer])
-        returns[..., transfer, 1] = free = returns[..., transfer, 0] + work.returns[..., transfer]
+def _returns(work: Work, attention: np.ndarray, fetched: float) -> np.ndarray:
+    if work.give_back is None:
+        return np.zeros((0, 2))
+    returns, free = np.empty((work.parts, 2)), fetched
+    for part, computed in enumerate(attention[..., 1].max(axis=0)):
+        returns[part, 0] = max(free, computed)
+        returns[part, 1] = free = returns[part, 0] + work.give_back
     return returns

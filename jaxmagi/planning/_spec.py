@@ -112,7 +112,7 @@ class GroupCastSpec:
         sizes = PlanCapacity(0, copies, pair_rows, output_rows)
         sizes.require(self.used)
         *stack, ranks = self.sends.shape[:-2]
-        sizes.check_tables(ranks, [1], plans=math.prod(stack))
+        sizes.check_tables(ranks, plans=math.prod(stack))
         return replace(
             self,
             sends=resize_axis(np.asarray(self.sends), copies, -2),
@@ -183,7 +183,8 @@ class RelayedSpec:
     @property
     def used(self) -> PlanCapacity:
         """The smallest static sizes that hold what the host arrays transfer (``bands`` is 0)."""
-        return replace(self.inside.used, across=self.across.used)
+        across, hosts = self.across.used, self.ranks_per_host
+        return replace(self.inside.used, across=across, ranks_per_host=hosts)
 
     def padded(self, *, copies: int, output_rows: int, pair_rows: int, across: PlanCapacity) -> "RelayedSpec":
         """Returns the same transfer with other static sizes; ``across`` sizes the step across all ranks.
@@ -232,6 +233,17 @@ def _spec_of(
 ) -> GroupCastSpec:
     """Returns the spec of copies, rows ``(src_rank, dst_rank, row, dst_row, length)``."""
     sends, receives = planner().place_copies(copies)
+    return spec_of_tables(sends, receives, cp_size, input_rows, output_rows)
+
+
+def spec_of_tables(
+    sends: Int32[np.ndarray, "n 6"],
+    receives: Int32[np.ndarray, "m 5"],
+    cp_size: int,
+    input_rows: int,
+    output_rows: int,
+) -> GroupCastSpec:
+    """Returns the spec of two tables as `pack_spec` takes them, with other static sizes rounded up."""
     return pack_spec(
         sends,
         receives,

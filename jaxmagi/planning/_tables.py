@@ -21,3 +21,10 @@ def pack_table(table: np.ndarray, cp_size: int, copies: int) -> np.ndarray:
     rank = table[:, 0]
     packed[rank, np.arange(len(rank)) - np.searchsorted(rank, rank)] = table[:, 1:]
     return frozen(packed)
+
+
+def pack_groups(rows: np.ndarray, counts: np.ndarray, capacity: int) -> np.ndarray:
+    """Returns int32 ``[*counts.shape, capacity, k]`` of rows ``[n, k]`` of groups, one after the other."""
+    packed = np.zeros((*counts.shape, capacity, rows.shape[1]), np.int32)
+    packed[np.arange(capacity) < counts[..., None]] = rows
+    return packed

@@ -1,4 +1,4 @@
-"""The forward kernel merging its result into a previous one, as stages over the keys do."""
+"""The forward kernel merging its result into a previous one: attention to keys in several stages."""
 
 import jax
 import jax.numpy as jnp

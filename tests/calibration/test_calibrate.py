@@ -58,7 +58,7 @@ class Machine(NamedTuple):
         return float(cost.compute_seconds(tiles, attention_pass))
 
     def addition_probe(self, floats: int, *_: Any) -> float:
-        return TRUTH.merge_seconds(1) * floats / (TRUTH.num_heads * TRUTH.head_dim)
+        return TRUTH.memory_seconds(3.0 * 4 * floats)  # of 4 bytes: two are read, one is written
 
     def transfer_probe(self, spec: jaxmagi.GroupCastSpec, *_: Any) -> float:
         """Predicts the time of the rank that receives most."""

@@ -31,6 +31,8 @@ LENGTH = 256
 HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 8, 6
 CAPACITY = PlanCapacity(bands=512, copies=256, pair_rows=128, output_rows=256)
 """The capacity of all plans of the tests, so that they share compilations."""
+TWO_LEVELS = replace(CAPACITY, pair_rows=256, across=replace(CAPACITY, bands=0, output_rows=512))
+"""That of all plans with two levels. A rank may bring all rows to their places from itself."""
 
 
 class Problem(NamedTuple):
@@ -76,6 +78,8 @@ def random_problem(
     length: int = LENGTH,
     dtype: Any = np.float64,
     *,
+    heads: int = HEADS,
+    kv_heads: int = KV_HEADS,
     dim: int = DIM,
     v_dim: int = V_DIM,
 ) -> Problem:
@@ -84,28 +88,28 @@ def random_problem(
 
     wide = np.float64 if dtype == np.float64 else np.float32
     return Problem(
-        query=normal(length, HEADS, dim),
-        key=normal(length, KV_HEADS, dim),
-        value=normal(length, KV_HEADS, v_dim),
-        sinks=normal(HEADS).astype(wide),
-        dout=normal(length, HEADS, v_dim),
-        dlse=normal(length, HEADS).astype(wide),
+        query=normal(length, heads, dim),
+        key=normal(length, kv_heads, dim),
+        value=normal(length, kv_heads, v_dim),
+        sinks=normal(heads).astype(wide),
+        dout=normal(length, heads, v_dim),
+        dlse=normal(length, heads).astype(wide),
     )
 
 
 def make_plan(
     mask: AttnMask,
     cp_size: int,
-    num_stages: int | tuple[int, int],
     layout: Any = "balanced",
+    *,
+    ranks_per_host: int | None = None,
     **options: Any,
 ) -> ContextPlan:
-    """Returns a plan of common capacity, with several chunks per rank."""
+    """Returns a plan of common capacity, with several chunks per rank, and with two levels for hosts."""
     if isinstance(layout, str) and layout == "balanced":
         options.setdefault("chunk_size", 8)
-    capacity = replace(CAPACITY, backward=CAPACITY if isinstance(num_stages, tuple) else None)
-    options = {"layout": layout, "num_stages": num_stages, "capacity": capacity, **options}
-    return plan_context(mask, cp_size, **options)
+    plan = plan_context(mask, cp_size, **{"layout": layout, "capacity": CAPACITY, **options})
+    return plan if ranks_per_host is None else plan.by_host(ranks_per_host).pad_to(TWO_LEVELS)
 
 
 def oracle(problem: Problem, mask: AttnMask, logits_soft_cap: float | None = None) -> Solution:

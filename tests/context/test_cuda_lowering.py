@@ -1,184 +1,470 @@
-"""Data dependencies let transfers overlap with attention on GPUs, in programs lowered without a GPU."""
+"""The custom calls of context_attention for GPUs, lowered on a machine that may have none."""
 
 import functools
 import types
-from typing import Any
+from collections import Counter
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from jaxmagi import CollectiveOptions, _hopper, _native, context_attention, masks, plan_context
+from jaxmagi import (
+    CollectiveOptions,
+    ContextPlan,
+    PlanCapacity,
+    _hopper,
+    _native,
+    context_attention,
+    masks,
+    plan_context,
+)
 from jaxmagi.attention import _cuda as attention_calls
-from jaxmagi.collectives import _cuda as collective_calls
+from jaxmagi.collectives._support import CAST, REDUCE
+from jaxmagi.context._custom_call import BACKWARD, FORWARD
+from jaxmagi.planning import _cost
 
-from ..custom_calls import custom_calls, lower
-from ..program_order import Order
+from ..custom_calls import Call, custom_calls, lower
 from .harness import AXIS, make_mesh
 
-RANKS, LENGTH = 2, 1024
-FORWARD, BACKWARD = attention_calls.FORWARD, attention_calls.BACKWARD
-CAST, REDUCE, DONE = collective_calls.CAST, collective_calls.REDUCE, collective_calls.DONE
+RANKS, LENGTH, HOST = 4, 1024, 2
+TOKENS = LENGTH // RANKS  # of a rank
+ROWS, KEYS, WORKSPACE = 128, 64, 16 * 99  # tiles of queries and keys, bytes
+PLAN = plan_context(masks.causal(LENGTH), RANKS, chunk_size=64)
+PLANS = {"one_level": PLAN, "two_levels": PLAN.by_host(HOST)}
+LEVELS = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+SCHEDULE = attention_calls.TILE_SCHEDULE
+ATTENTION = {SCHEDULE: 2, attention_calls.FORWARD: 1, attention_calls.BACKWARD: 1}
+TRANSFERS = {CAST: 2, REDUCE: 1}  # where nothing is one call for a pass
+
+
+class Shape(NamedTuple):
+    """The sizes of operands, apart from their tokens."""
+
+    heads: int = 8
+    kv_heads: int = 4
+    dim: int = 64
+    v_dim: int = 32
+    examples: int | None = None
+    dtype: Any = jnp.bfloat16
+
+    def operands(self) -> list[jax.ShapeDtypeStruct]:
+        """Returns query, key and value of all ranks, and a cotangent of the output."""
+        batch = () if self.examples is None else (self.examples,)
+        rows = [
+            *((self.heads, self.dim), (self.kv_heads, self.dim)),
+            *((self.kv_heads, self.v_dim), (self.heads, self.v_dim)),
+        ]
+        return [jax.ShapeDtypeStruct((*batch, LENGTH, *row), self.dtype) for row in rows]
+
+
+SHAPE = Shape()
 
 
 @pytest.fixture(autouse=True)
-def extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces jaxmagi._cuda by a stand-in, on a machine without GPUs."""
-    targets = (attention_calls.TILE_SCHEDULE, FORWARD, BACKWARD, CAST, REDUCE, DONE)
+def workspaces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Replaces jaxmagi._cuda by a stand-in. Returns the sizes for which that has told workspaces."""
+    asked = []
+
+    def backward_workspace_bytes(*sizes: int) -> int:
+        asked.append(sizes)
+        return WORKSPACE
+
+    targets = (SCHEDULE, attention_calls.FORWARD, attention_calls.BACKWARD, CAST, REDUCE)
     stand_in = types.SimpleNamespace(
         registrations=lambda: {target: {} for target in targets},
-        forward_tile=lambda dim, v_dim: (128, 128),
-        backward_tile=lambda dim, v_dim: (64, 128),
+        forward_tile=lambda dim, v_dim: (ROWS, 128),
+        backward_tile=lambda dim, v_dim: (64, KEYS),
         tile_schedule_workspace_words=lambda *sizes: 77,
-        backward_workspace_bytes=lambda *sizes: 16 * 99,
+        backward_workspace_bytes=backward_workspace_bytes,
         collective_statistics=dict,
         set_memory_limit=lambda ordinal, limit: None,
     )
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", stand_in)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(_hopper, "local_gpus", lambda: ())
+    return asked
 
 
-def program(num_stages: int, *, mesh: Any = None, examples: int | None = None, **options: Any) -> str:
-    """Lowers attention and its gradients over a mesh, under vmap if there are examples."""
-    plan = plan_context(masks.causal(LENGTH), RANKS, num_stages=num_stages, chunk_size=64)
+@pytest.fixture
+def two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts the key heads of the operands in two."""
+    received = PLAN.transfer.output_rows * SHAPE.kv_heads * (SHAPE.dim + SHAPE.v_dim) * 2
+    monkeypatch.setattr(_cost, "LEAST_PART_BYTES", received // 2)
+
+
+def program(
+    plan: ContextPlan,
+    shape: Shape = SHAPE,
+    *,
+    mesh: Any = None,
+    vmap_axes: Any = None,
+    sinks: Any = None,
+    **options: Any,
+) -> str:
+    """Lowers both passes inside of shard_map, in which examples are a batch or vmap maps over them.
+
+    Args:
+        plan: the plan, or stacked ones.
+        shape: the sizes of operands.
+        mesh: by default one axis, over the ranks.
+        vmap_axes: what vmap maps over of query, key, value, sinks and plan; None for no vmap.
+        sinks: numbers or None.
+        options: options of `context_attention`.
+    """
     options = {"axis_name": AXIS, "implementation": "ffi", **options}
-    local = functools.partial(context_attention, plan=plan, **options)
+
+    def attend(query: Any, key: Any, value: Any, sinks: Any, plan: ContextPlan) -> Any:
+        return context_attention(query, key, value, plan, sinks=sinks, **options)
+
+    mapped_attend = jax.vmap(attend, vmap_axes) if vmap_axes else attend
+    rows = P(AXIS) if shape.examples is None else P(None, AXIS)
+    out_rows = P(None, AXIS) if vmap_axes else rows
     mapped = jax.shard_map(
-        local if examples is None else jax.vmap(local, 1, 1),
+        lambda query, key, value: mapped_attend(query, key, value, sinks, plan),
         mesh=mesh or make_mesh(RANKS),
-        in_specs=P(AXIS),
-        out_specs=P(AXIS),
+        in_specs=(rows, rows, rows),
+        out_specs=out_rows,
         axis_names={AXIS},
     )
 
-    def both(query: Any, key: Any, value: Any, dout: Any) -> Any:
-        out, vjp = jax.vjp(mapped, query, key, value)
-        return out, vjp(dout)
+    def both(*operands: Any) -> Any:
+        *rows, dout = operands
+        out, vjp = jax.vjp(mapped, *rows)
+        return out, vjp(jnp.broadcast_to(dout, out.shape))
 
-    batch = () if examples is None else (examples,)
-    return lower(both, *[jax.ShapeDtypeStruct((LENGTH, *batch, 4, 64), jnp.bfloat16)] * 4)
-
-
-def check_pair(order: Order, start: str, done: str) -> None:
-    """Checks that the second call holds all buffers of the first and returns its results in place.
-
-    Neither call can be removed, and a barrier keeps XLA from copying the results.
-    """
-    first, second = order.operations[start], order.operations[done]
-    results = len(order.call(start).results)
-    assert set(first.values) | {f"%{start}#{i}" for i in range(results - 1)} <= set(second.values)
-    workspace = second.operands[results - 1]  # passes through the barriers of the overlapping computation
-    assert workspace != start and order.has_order(start, workspace)
-    assert order.call(done).aliases == {0: 0, 1: 1}
-    assert order.call(done).results == order.call(start).results[:-1]
-    for name in (start, done):
-        assert order.call(name).has_side_effect
-    assert [user.kind for user in order.users(done)] == ["stablehlo.optimization_barrier"]
-    assert order.call(start).attributes["transfer_id"] == order.call(done).attributes["transfer_id"]
+    return lower(both, *shape.operands())
 
 
-def end_of(order: Order, start: str) -> str:
-    """Returns the call that ends an asynchronous transfer, which it checks."""
-    (done,) = (name for name in order.calls(DONE) if start in order.operations[name].operands)
-    check_pair(order, start, done)
-    return done
+class Calls(NamedTuple):
+    """The custom calls of a program, if these are one for each pass and its tile schedule."""
+
+    schedule: Call
+    forward: Call
+    schedule_of_keys: Call
+    backward: Call
 
 
-def check_casts(order: Order, stages: list[str]) -> None:
-    """Checks that each cast overlaps with exactly the stage before the one that needs its rows."""
-    starts = order.calls(CAST)
-    assert len(starts) == len(stages) - 1
-    for i, start in enumerate(starts):
-        assert order.has_order(start, stages[i], end_of(order, start), stages[i + 1])
-        assert i == 0 or order.has_order(stages[i - 1], start)
-        assert order.call(start).flags == {"is_async": True, "goes_first": True}
+def calls_of(*args: Any, **options: Any) -> Calls:
+    text = program(*args, **options)
+    found = Calls(*custom_calls(text))
+    assert [call.target for call in found] == [SCHEDULE, FORWARD, SCHEDULE, BACKWARD]
+    assert "all_to_all" not in text
+    return found
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 5])
-def test_forward(num_stages: int) -> None:
-    order = Order(program(num_stages), FORWARD)
-    stages = order.calls(FORWARD)
-    assert len(stages) == num_stages
-    check_casts(order, stages)
+def counts(text: str) -> Counter[str]:
+    return Counter(call.target for call in custom_calls(text))
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 5])
-def test_backward(num_stages: int) -> None:
-    """Gradients of a stage return during the next stage, behind the cast for the one after."""
-    order = Order(program(num_stages), BACKWARD)
-    stages, casts, returns = (order.calls(target) for target in (BACKWARD, CAST, REDUCE))
-    assert (len(stages), len(returns)) == (num_stages, num_stages - 1)
-    check_casts(order, stages)
-    for i, start in enumerate(returns, start=1):
-        done = end_of(order, start)
-        assert order.has_order(stages[i], start) and done in order.before("return")
-        if i + 1 < num_stages:
-            assert order.has_order(start, stages[i + 1], done)
-        if i + 1 < len(casts):
-            assert order.has_order(casts[i + 1], start)
-        is_first = i + 1 == num_stages - 1
-        assert order.call(start).flags == {"is_async": True, "goes_first": is_first}
+def table_types(plan: ContextPlan, batch: int = 1) -> list[str]:
+    """Returns the types of the tables of two steps. Those of a second step are empty where there is none."""
+    sizes = plan.capacity
+    first, second = (sizes.across.copies, sizes.copies) if sizes.across else (sizes.copies, 0)
+    return [f"{batch}x{copies}x{columns}xi32" for copies in (first, second) for columns in (5, 4)]
 
 
-def test_concurrent_transfers_have_different_ids() -> None:
-    order = Order(program(4), BACKWARD)
-    starts = order.calls(CAST) + order.calls(REDUCE)
-    assert len({order.call(name).attributes["transfer_id"] for name in starts}) == len(starts) == 6
+def key_types(rows: int, dtype: str, parts: int = 2, batch: int = 1) -> list[str]:
+    """Returns the types of arrays like keys and values of all parts."""
+    lead = f"{parts}x{batch}x{rows}x{SHAPE.kv_heads // parts}"
+    return [f"{lead}x{SHAPE.dim}x{dtype}", f"{lead}x{SHAPE.v_dim}x{dtype}"]
 
 
-def test_started_transfers_always_end() -> None:
-    """They end even if only the gradients of the queries are used, the first result."""
-    order = Order(program(3), BACKWARD)
-    first = order.operations["return"].operands[0]
-    assert set(order.calls(DONE)) <= order.before(first)
+def row_counts(plan: ContextPlan) -> tuple[int, int]:
+    """Returns how many keys a rank has with those that it receives, and how many rows are on the way."""
+    sizes = plan.capacity
+    return TOKENS + sizes.output_rows, sizes.across.output_rows if sizes.across else 0
 
 
-def check_whole(order: Order, starts: int) -> None:
-    """Checks that each transfer is one synchronous call."""
-    calls = [order.call(name) for target in (CAST, REDUCE) for name in order.calls(target)]
-    assert len(calls) == starts and not order.calls(DONE)
-    for call in calls:
-        assert call.flags == {"is_async": False, "goes_first": False} and not call.has_side_effect
+QUERY, OUT = f"1x{TOKENS}x8x64xbf16", f"1x{TOKENS}x8x32xbf16"
+OWN_KEYS = [f"1x{TOKENS}x4x64xbf16", f"1x{TOKENS}x4x32xbf16"]
+OF_ROWS = f"1x{TOKENS}x8xf32"
 
 
-def test_one_stage_has_synchronous_transfers() -> None:
-    text = program(1)
-    check_whole(Order(text, FORWARD), 1)
-    check_whole(Order(text, BACKWARD), 2)
+@LEVELS
+def test_forward(plan: ContextPlan, two_parts: None) -> None:
+    schedule, call, _, _ = calls_of(plan)
+    rows, middle = row_counts(plan)
+    assert schedule.attributes == {"q_len": TOKENS, "kv_len": rows, "dim": 64, "v_dim": 32}
+    assert schedule.flags == {"by_keys": False}
+    tiles = [f"1x{plan.capacity.bands}x8xi32", f"1x{TOKENS // ROWS}x4xi32"]
+    assert schedule.results[:2] == tiles
+    assert call.operands == [QUERY, *OWN_KEYS, *tiles, "2x8xf32", *table_types(plan)]
+    keys = [*key_types(rows, "bf16"), *key_types(middle, "bf16")]
+    assert call.results == [OUT, OF_ROWS, *keys, "3xi32"]
 
 
-@pytest.mark.parametrize("num_stages", [1, 3])
-@pytest.mark.parametrize("wire", ["bf16", "f16", "f32"])
-def test_options_reach_all_transfers(num_stages: int, wire: str) -> None:
-    """Keys travel in their dtype, and gradients in the wire dtype, to sums in float32."""
-    dtype = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": None}[wire]
-    collectives = CollectiveOptions(
-        implementation="nccl", num_sms=7, ranks_per_host=1, wire_dtype=dtype, timeout=1.5
-    )
-    text = program(num_stages, collectives=collectives)
-    calls = [call for call in custom_calls(text) if call.target in (CAST, REDUCE)]
-    moves = max(num_stages - 1, 1)
-    assert [call.target for call in calls].count(CAST) == 2 * moves
-    assert [call.target for call in calls].count(REDUCE) == moves
-    numbers = {"implementation": 2, "num_sms": 7, "ranks_per_host": 1, "timeout_ms": 1500}
-    for call in calls:
+@LEVELS
+@pytest.mark.parametrize(
+    ("wire", "rounded"), [(None, None), (jnp.float32, None), (jnp.bfloat16, "bf16"), (jnp.float16, "f16")]
+)
+def test_backward(
+    plan: ContextPlan, wire: Any, rounded: str | None, two_parts: None, workspaces: list[Any]
+) -> None:
+    """There is room for gradients in float32, and for rounded ones where these travel."""
+    _, _, schedule, call = calls_of(plan, collectives=CollectiveOptions(wire_dtype=wire))
+    rows, middle = row_counts(plan)
+    assert schedule.attributes == {"q_len": TOKENS, "kv_len": rows, "dim": 64, "v_dim": 32}
+    assert schedule.flags == {"by_keys": True}
+    tiles = [f"1x{plan.capacity.bands}x8xi32", f"1x{-(-rows // KEYS)}x4xi32"]
+    assert schedule.results[:2] == tiles
+    assert call.operands == [QUERY, *OWN_KEYS, *tiles, OUT, OF_ROWS, OF_ROWS, *table_types(plan)]
+    sums = [key_types(count, "f32") for count in (rows, middle, TOKENS)]
+    on_the_wire = [key_types(count if rounded else 0, rounded or "bf16") for count in (rows, middle)]
+    keys = [key_types(count, "bf16") for count in (rows, middle)]
+    arrays = [x for pair in (*sums, *on_the_wire, *keys) for x in pair]
+    assert call.results == [QUERY, *arrays, f"2x{WORKSPACE // 16}x4xi32"]
+    assert workspaces == [(1, TOKENS, rows, 4, 2, 64, 32, 1, False)]
+
+
+NUMBERS = {
+    "num_sms": 16,
+    "reserved_sms": 16,
+    "implementation": 0,
+    "timeout_ms": 300_000,
+    "num_parts": 2,
+    "scale": 0.125,
+    "soft_cap": 0,
+}
+
+
+@LEVELS
+def test_attributes(plan: ContextPlan, two_parts: None) -> None:
+    _, forward, _, backward = calls_of(plan)
+    rows, middle = row_counts(plan)
+    sizes = plan.capacity
+    wanted = NUMBERS | {
+        "group_size": RANKS,
+        "inside_group_size": HOST if plan.two_levels else 0,
+        "ranks_per_host": HOST if plan.two_levels else 0,
+        "input_rows": TOKENS,
+        "middle_rows": middle,
+        "output_rows": rows,
+        "pair_rows": (sizes.across or sizes).pair_rows,
+        "inside_pair_rows": sizes.pair_rows if plan.two_levels else 0,
+    }
+    for call in (forward, backward):
+        assert call.attributes == wanted
+        assert call.arrays["groups"] == [0, 1, 2, 3]
+        assert not plan.two_levels or call.arrays["inside_groups"] == [0, 1, 2, 3]
+        assert not call.has_side_effect  # so that XLA drops passes that nothing needs, as remat relies on
+        assert call.aliases == {} and call.flags == {"deterministic": False}
+
+
+@LEVELS
+def test_options(plan: ContextPlan) -> None:
+    collectives = CollectiveOptions(implementation="nccl", num_sms=7, ranks_per_host=HOST, timeout=1.5)
+    options = {"scale": -0.25, "logits_soft_cap": 7.5, "deterministic": True}
+    _, forward, _, backward = calls_of(plan, collectives=collectives, **options)
+    numbers = {
+        "implementation": 2,
+        "num_sms": 7,
+        "reserved_sms": 7,
+        "ranks_per_host": HOST,
+        "timeout_ms": 1500,
+        "scale": 0.25,  # the query has the sign
+        "soft_cap": 7.5,
+    }
+    for call, deterministic in ((forward, False), (backward, True)):
         assert numbers.items() <= call.attributes.items()
-        sent, sums = ("bf16", "bf16") if call.target == CAST else (wire, "f32")
-        assert {x.split("x")[-1] for x in call.operands[2:]} == {sent}
-        assert {x.split("x")[-1] for x in call.results[:2]} == {sums}
+        assert call.flags == {"deterministic": deterministic}
 
 
-def test_axes_that_are_left_to_the_compiler() -> None:
-    """Transfers are synchronous, as XLA cannot partition side effects: 2 casts, then 2 casts and 2 sums."""
+def test_attention_keeps_most_multiprocessors() -> None:
+    """However many are allowed for transfers."""
+    _, forward, _, backward = calls_of(PLAN, collectives=CollectiveOptions(num_sms=132))
+    for call in (forward, backward):
+        assert (call.attributes["num_sms"], call.attributes["reserved_sms"]) == (32, 32)
+
+
+def test_native_transfers() -> None:
+    _, forward, _, backward = calls_of(PLAN, collectives=CollectiveOptions(implementation="native"))
+    assert forward.attributes["implementation"] == backward.attributes["implementation"] == 1
+
+
+@pytest.mark.parametrize(("axes", "groups"), [(("data", AXIS), [0, 1, 2, 3]), ((AXIS, "data"), [0, 2, 1, 3])])
+@pytest.mark.parametrize("hosts", [None, 1, 2])
+def test_groups_of_a_mesh(axes: tuple[str, str], groups: list[int], hosts: int | None) -> None:
+    mesh = jax.make_mesh((2, 2), axes, axis_types=(AxisType.Auto,) * 2)
+    plan = plan_context(masks.causal(LENGTH), 2, chunk_size=64)
+    plan = plan if hosts is None else plan.by_host(hosts)
+    mapped = jax.shard_map(
+        functools.partial(context_attention, plan=plan, axis_name=AXIS),
+        mesh=mesh,
+        in_specs=P(AXIS, "data"),
+        out_specs=P(AXIS, "data"),
+    )
+    _, call = custom_calls(lower(mapped, *SHAPE.operands()[:3]))
+    assert call.arrays["groups"] == groups and call.attributes["group_size"] == 2
+    assert call.attributes["inside_group_size"] == (hosts or 0)
+    assert hosts is None or call.arrays["inside_groups"] == groups
+
+
+def test_one_rank_is_no_exception() -> None:
+    plan = plan_context(masks.causal(LENGTH), 1)
+    _, forward, _, backward = calls_of(plan, mesh=make_mesh(1))
+    for call in (forward, backward):
+        assert call.attributes["group_size"] == 1 and call.arrays["groups"] == [0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "most", "parts"),
+    [
+        (Shape(8, 8), 8, 8),
+        (Shape(8, 8), 7, 4),  # seven would be large enough, but do not divide the heads
+        (Shape(8, 8, examples=3), 2, 2),  # examples do not count
+        (Shape(12, 6, dim=128), 5, 3),
+        (Shape(4, 4, dim=96, v_dim=128, dtype=jnp.float16), 3, 2),
+        (Shape(4, 2), 1, 1),
+    ],
+)
+@LEVELS
+def test_parts_have_a_least_size(
+    plan: ContextPlan, shape: Shape, most: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are as many as divide the heads and are large enough, by what a rank receives."""
+    received = plan.transfer.output_rows * shape.kv_heads * (shape.dim + shape.v_dim) * 2
+    for least, wanted in ((received // most, parts), (received + 1, 1)):
+        monkeypatch.setattr(_cost, "LEAST_PART_BYTES", least)
+        _, forward, _, backward = calls_of(plan, shape)
+        assert forward.attributes["num_parts"] == backward.attributes["num_parts"] == wanted
+
+
+@pytest.mark.parametrize(("kv_heads", "parts"), [(1, 1), (2, 2), (3, 3), (8, 8), (16, 8)])
+def test_parts_of_calls(
+    kv_heads: int, parts: int, monkeypatch: pytest.MonkeyPatch, workspaces: list[Any]
+) -> None:
+    """At most two parts are under way at a time, and need workspaces."""
+    monkeypatch.setattr(_cost, "LEAST_PART_BYTES", 1)
+    _, forward, _, backward = calls_of(PLAN, Shape(3 * kv_heads, kv_heads))
+    rows, _ = row_counts(PLAN)
+    key = f"{parts}x1x{rows}x{kv_heads // parts}x64"
+    assert forward.attributes["num_parts"] == backward.attributes["num_parts"] == parts
+    assert forward.results[2] == f"{key}xbf16" and forward.results[-1] == f"{parts + 1}xi32"
+    assert backward.results[1] == f"{key}xf32"
+    assert backward.results[-1] == f"{min(parts, 2)}x{WORKSPACE // 16}x4xi32"
+    assert workspaces == [(1, TOKENS, rows, 3 * kv_heads // parts, kv_heads // parts, 64, 32, 1, False)]
+
+
+def test_head_dimensions_become_multiples_of_eight() -> None:
+    shape = Shape(dim=100, v_dim=33)
+    text = program(PLAN, shape)
+    _, forward, _, backward = calls_of(PLAN, shape)
+    dims = [x.split("x")[3] for x in (*forward.operands[:3], forward.results[0], backward.operands[5])]
+    assert dims == ["104", "104", "40", "40", "40"]
+    results = ("8x33", "8x100", "4x100", "4x33")
+    assert all(f"tensor<{LENGTH}x{shape}xbf16> {{jax.result_info" in text for shape in results)
+
+
+@LEVELS
+@pytest.mark.parametrize("by", ["vmap", "batch"])
+def test_examples_of_one_plan(plan: ContextPlan, by: str, two_parts: None, workspaces: list[Any]) -> None:
+    """They share bands and the tile schedule."""
+    axes = (0, 0, 0, None, None) if by == "vmap" else None
+    schedule, forward, _, backward = calls_of(plan, SHAPE._replace(examples=3), vmap_axes=axes)
+    rows, _ = row_counts(plan)
+    assert schedule.operands == [f"1x{plan.capacity.bands}x6xi32"]
+    assert forward.operands[:1] == backward.results[:1] == [f"3x{TOKENS}x8x64xbf16"]
+    assert forward.operands[3] == f"1x{plan.capacity.bands}x8xi32"
+    assert forward.operands[-4:] == backward.operands[-4:] == table_types(plan, batch=3)
+    assert forward.results[2:4] == key_types(rows, "bf16", batch=3)
+    assert backward.results[1:3] == key_types(rows, "f32", batch=3)
+    assert workspaces == [(3, TOKENS, rows, 4, 2, 64, 32, 1, False)]
+
+
+@LEVELS
+@pytest.mark.parametrize("by", ["vmap", "batch", "vmap over plans alone"])
+def test_examples_with_plans_of_their_own(plan: ContextPlan, by: str, two_parts: None) -> None:
+    stacked = ContextPlan.stack([plan] * 3)
+    axes = {"vmap": (0, 0, 0, None, 0), "batch": None, "vmap over plans alone": (None, None, None, None, 0)}
+    shape = SHAPE if by == "vmap over plans alone" else SHAPE._replace(examples=3)
+    schedule, forward, _, backward = calls_of(stacked, shape, vmap_axes=axes[by])
+    assert schedule.operands == [f"3x{plan.capacity.bands}x6xi32"]
+    assert forward.operands[0] == backward.results[0] == f"3x{TOKENS}x8x64xbf16"
+    assert forward.operands[3] == f"3x{plan.capacity.bands}x8xi32"
+    assert forward.operands[-4:] == backward.operands[-4:] == table_types(plan, batch=3)
+
+
+def test_sets_of_sinks() -> None:
+    """They share one forward pass, whose output is not rounded yet."""
+    sinks = jnp.zeros((3, SHAPE.heads))
+    _, forward, _, backward = calls_of(PLAN, vmap_axes=(None, None, None, 0, None), sinks=sinks)
+    assert forward.results[0] == f"1x{TOKENS}x8x32xf32"
+    assert backward.operands[0] == f"3x{TOKENS}x8x64xbf16"
+
+
+@LEVELS
+def test_axes_that_are_left_to_the_compiler(plan: ContextPlan) -> None:
+    """XLA partitions attention and transfers: a cast and a call, then a cast, a call and a sum."""
     mesh = jax.make_mesh((2, RANKS), ("data", AXIS), axis_types=(AxisType.Auto,) * 2)
-    text = program(3, mesh=mesh)
-    assert "has_side_effect = true" not in text
-    attention = 3 + 3
-    assert text.count("custom_call @CustomSPMDPartitioning") == attention + 2 + 2 + 2
+    text = program(plan, mesh=mesh)
+    steps = 2 if plan.two_levels else 1
+    assert text.count("custom_call @CustomSPMDPartitioning") == 2 + 3 * steps
+    assert FORWARD not in text and BACKWARD not in text and "has_side_effect = true" not in text
 
 
-def test_no_examples() -> None:
-    """Without examples there are no transfers."""
-    none, one = program(3, examples=0), program(3, examples=1)
-    assert all(target in one and target not in none for target in (CAST, REDUCE, DONE))
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"implementation": "xla"}, TRANSFERS),
+        ({"collectives": CollectiveOptions(implementation="xla")}, ATTENTION),
+        ({"implementation": "xla", "collectives": CollectiveOptions(implementation="xla")}, {}),
+    ],
+)
+def test_plain_jax_that_is_asked_for(options: dict[str, Any], wanted: dict[str, int]) -> None:
+    assert counts(program(PLAN, **options)) == wanted
+    twice = {name: count * (2 if name in TRANSFERS else 1) for name, count in wanted.items()}
+    assert counts(program(PLANS["two_levels"], **options)) == twice
+
+
+@pytest.mark.parametrize("wire", [None, jnp.bfloat16, jnp.float16])
+def test_wire_dtype_of_single_transfers(wire: Any) -> None:
+    """Keys travel in their dtype, and gradients in the wire dtype, to sums in float32."""
+    options = CollectiveOptions(wire_dtype=wire, num_sms=7)
+    calls = custom_calls(program(PLAN, implementation="xla", collectives=options))
+    sent = {CAST: "bf16", REDUCE: {None: "f32", jnp.bfloat16: "bf16", jnp.float16: "f16"}[wire]}
+    for call in calls:
+        assert {x.split("x")[-1] for x in call.operands[2:]} == {sent[call.target]}
+        assert {x.split("x")[-1] for x in call.results} == {"bf16" if call.target == CAST else "f32"}
+        assert call.attributes["num_sms"] == 7
+
+
+def test_operands_that_the_kernels_do_not_take() -> None:
+    shape = SHAPE._replace(dtype=jnp.float32)
+    assert counts(program(PLAN, shape, implementation=None)) == TRANSFERS
+    message = "jaxmagi_attention_forward cannot run on platform cuda: the operands are float32"
+    with pytest.raises(NotImplementedError, match=message):
+        program(PLAN, shape)
+
+
+@LEVELS
+def test_no_examples(plan: ContextPlan) -> None:
+    axes = (0, 0, 0, None, None)
+    assert not counts(program(plan, SHAPE._replace(examples=0), vmap_axes=axes))
+    assert counts(program(plan, SHAPE._replace(examples=1), vmap_axes=axes)) == {
+        SCHEDULE: 2,
+        FORWARD: 1,
+        BACKWARD: 1,
+    }
+
+
+def test_plans_in_which_nothing_travels() -> None:
+    """There is no transfer then."""
+    plan = plan_context(masks.documents([TOKENS] * RANKS), RANKS, layout="contiguous")
+    plan = plan.pad_to(PlanCapacity(bands=8, copies=8, pair_rows=0, output_rows=0))
+    assert counts(program(plan)) == ATTENTION
+
+
+def test_without_the_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_native._EXTENSIONS, "cuda", None)
+    assert not counts(program(PLAN, implementation=None))
+    with pytest.raises(NotImplementedError, match="jaxmagi_attention_forward cannot run on platform cuda"):
+        program(PLAN)
+    with pytest.raises(NotImplementedError, match="jaxmagi_group_cast cannot run on platform cuda"):
+        program(PLAN, implementation=None, collectives=CollectiveOptions(implementation="nccl"))
+
+
+def test_an_extension_that_is_older(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its collectives are not those of these sources."""
+    monkeypatch.delattr(_native.extension("cuda"), "collective_statistics")
+    assert counts(program(PLAN, implementation=None)) == ATTENTION

@@ -15,7 +15,7 @@ from jaxmagi import ContextPlan, dispatch, masks, plan_context, undispatch
 from .harness import AXIS
 
 LENGTH, CP_SIZE = 30, 4
-PLAN = plan_context(masks.causal(LENGTH), CP_SIZE, chunk_size=4, num_stages=1)
+PLAN = plan_context(masks.causal(LENGTH), CP_SIZE, chunk_size=4)
 PADDED = PLAN.token_order.shape[0]
 
 
@@ -129,7 +129,7 @@ def test_sharded_plan(kind: AxisType, rng: np.random.Generator) -> None:
 
 
 def test_explicit_sharding_of_the_tokens_stays(rng: np.random.Generator) -> None:
-    plan = plan_context(masks.causal(32), CP_SIZE, chunk_size=4, num_stages=1)
+    plan = plan_context(masks.causal(32), CP_SIZE, chunk_size=4)
     mesh = jax.make_mesh(
         (CP_SIZE,), (AXIS,), axis_types=(AxisType.Explicit,), devices=jax.devices()[:CP_SIZE]
     )
@@ -143,9 +143,7 @@ def test_explicit_sharding_of_the_tokens_stays(rng: np.random.Generator) -> None
 
 
 def test_vmap_over_stacked_plans(rng: np.random.Generator) -> None:
-    other = plan_context(
-        masks.sliding_window(LENGTH, 3), CP_SIZE, chunk_size=4, layout="balanced", num_stages=1
-    )
+    other = plan_context(masks.sliding_window(LENGTH, 3), CP_SIZE, chunk_size=4, layout="balanced")
     reverse = dataclasses.replace(other, token_order=other.token_order[::-1].copy())
     x = rng.normal(size=(2, LENGTH)).astype(np.float32)
     out = jax.vmap(dispatch)(x, ContextPlan.stack([PLAN, reverse]))

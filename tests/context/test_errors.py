@@ -14,7 +14,7 @@ from jaxmagi import CollectiveOptions, ContextPlan, context_attention, masks, pl
 
 from .harness import AXIS, make_mesh
 
-PLAN = plan_context(masks.causal(32), 4, chunk_size=4, num_stages=1)
+PLAN = plan_context(masks.causal(32), 4, chunk_size=4)
 
 
 def run(
@@ -108,6 +108,13 @@ def test_bad_calls_outside(shape: tuple[int, ...], on_mesh: bool, message: str) 
     x = jnp.zeros(shape)
     with jax.set_mesh(make_mesh(4)) if on_mesh else contextlib.nullcontext(), expect(message):
         context_attention(x, x, x, PLAN, axis_name=AXIS)
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_batch_of_another_size_than_the_plans(batch: tuple[int, ...]) -> None:
+    x, plans = jnp.zeros((*batch, 32, 4, 8)), ContextPlan.stack([PLAN, PLAN])
+    with jax.set_mesh(make_mesh(4)), expect("A plan stacked for (2,) sequences needs query [2, T, N, D]"):
+        context_attention(x, x, x, plans, axis_name=AXIS)
 
 
 @pytest.mark.parametrize(

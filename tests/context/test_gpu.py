@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxmagi import PlanCapacity, attention, context_attention, dispatch, masks, plan_context, undispatch
+from jaxmagi import (
+    ContextPlan,
+    PlanCapacity,
+    attention,
+    context_attention,
+    dispatch,
+    masks,
+    plan_context,
+    undispatch,
+)
+from jaxmagi.planning import _cost, num_parts
 
 from ..cases import MaskCase, mask_cases
 from . import harness
@@ -28,12 +38,11 @@ def large_problem() -> Problem:
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 4], indirect=True)
-@pytest.mark.parametrize("num_stages", [1, 2, (2, 3)])
-def test_small_masks(cp_size: int, num_stages: int | tuple[int, int], rng: np.random.Generator) -> None:
+def test_small_masks(cp_size: int, rng: np.random.Generator) -> None:
     """float32 runs in plain XLA."""
     problem = harness.random_problem(rng, dtype=np.float32)
     for mask in (masks.documents([100, 56, 3, 97]), *harness.random_masks(rng, 5)):
-        plan = make_plan(mask, cp_size, num_stages)
+        plan = make_plan(mask, cp_size)
         check_solution(harness.solve_distributed(problem, plan), harness.oracle(problem, mask), 1e-4)
 
 
@@ -43,7 +52,7 @@ def test_public_masks(cp_size: int, case: MaskCase) -> None:
     """bfloat16 runs in the kernels; all masks have the length of the largest, to share compilations."""
     problem, mask = large_problem(), harness.embedded(case, LARGE)
     capacity = PlanCapacity(bands=BANDS, copies=256, pair_rows=LARGE // 2, output_rows=LARGE)
-    plan = make_plan(mask, cp_size, 2, chunk_size=CHUNK, capacity=capacity)
+    plan = make_plan(mask, cp_size, chunk_size=CHUNK, capacity=capacity)
     solution = harness.solve_distributed(problem, plan)
     expected = harness.solve_alone(problem, mask.pad_to(BANDS))
     check_solution(solution, expected, BF16_TOLERANCE)
@@ -51,10 +60,10 @@ def test_public_masks(cp_size: int, case: MaskCase) -> None:
 
 
 @pytest.mark.parametrize("cp_size", [2, 4], indirect=True)
-def test_stages_without_jit(cp_size: int, rng: np.random.Generator) -> None:
+def test_without_jit(cp_size: int, rng: np.random.Generator) -> None:
     """Without jit each primitive in a shard_map is a program of its own."""
     problem, mask = harness.random_problem(rng, LARGE, jnp.bfloat16, dim=DIM, v_dim=DIM), masks.causal(LARGE)
-    plan = plan_context(mask, cp_size, num_stages=3, chunk_size=CHUNK)
+    plan = plan_context(mask, cp_size, chunk_size=CHUNK)
 
     def local(*operands: jax.Array) -> jax.Array:
         return context_attention(*operands, plan=plan, axis_name=AXIS)
@@ -73,6 +82,13 @@ def test_stages_without_jit(cp_size: int, rng: np.random.Generator) -> None:
     for got in (both(mapped), whole_calls):
         for mine, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
             check_tokens(whole(mine), whole(wanted))
+
+
+def cut_in_parts(monkeypatch: pytest.MonkeyPatch, plan: ContextPlan, kv_heads: int, parts: int) -> None:
+    """Has programs that are lowered from now on cut 16-bit keys and values of `DIM` into so many parts."""
+    received = plan.transfer.output_rows * kv_heads * 2 * DIM * 2
+    monkeypatch.setattr(_cost, "LEAST_PART_BYTES", received // parts)
+    assert num_parts(kv_heads, received) == parts
 
 
 LAYERS = 4
@@ -97,15 +113,19 @@ def check_tokens(got: np.ndarray, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("cp_size", [2, 4], indirect=True)
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_layers_in_a_loop(cp_size: int, num_stages: int, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("parts", [1, 2, 8])
+def test_layers_in_a_loop(
+    cp_size: int, parts: int, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
     """Buffers are reused at once, by overlapping computation and by the next transfers."""
-    length = 4096
-    problem = harness.random_problem(rng, length, jnp.bfloat16, dim=DIM, v_dim=DIM)
+    length, heads = 4096, 8
+    problem = harness.random_problem(
+        rng, length, jnp.bfloat16, heads=heads, kv_heads=heads, dim=DIM, v_dim=DIM
+    )
     keys, values = rng.normal(size=(2, LAYERS, *problem.key.shape)).astype(jnp.bfloat16)
     mask = masks.causal(length)
-    plan = plan_context(mask, cp_size, num_stages=num_stages, chunk_size=CHUNK)
-    assert plan.num_stages == num_stages
+    plan = plan_context(mask, cp_size, chunk_size=CHUNK)
+    cut_in_parts(monkeypatch, plan, heads, parts)
     rows, stacked = P(AXIS), P(None, AXIS)
     mapped = jax.shard_map(
         functools.partial(layers, functools.partial(context_attention, plan=plan, axis_name=AXIS)),

@@ -24,9 +24,9 @@ LSE_TOLERANCE = 1e-3
 def plans_in_two_steps(cp_size: int, ranks_per_host: int) -> dict[str, ContextPlan]:
     """Plans of one size for all public masks, by the names of these."""
     plans = {
-        case.name: make_plan(
-            harness.embedded(case, LARGE), cp_size, 2, chunk_size=CHUNK, capacity=None
-        ).by_host(ranks_per_host)
+        case.name: make_plan(harness.embedded(case, LARGE), cp_size, chunk_size=CHUNK, capacity=None).by_host(
+            ranks_per_host
+        )
         for case in mask_cases()
     }
     capacity = functools.reduce(lambda a, b: a.union(b), (plan.capacity for plan in plans.values()))
@@ -64,7 +64,7 @@ def check_steps(cp_size: int, steps: int, seed: int) -> None:
     problem = harness.random_problem(rng, dtype=jnp.bfloat16, dim=DIM, v_dim=DIM)
     run = harness.distributed(cp_size)
     for mask in harness.random_masks(rng, steps):
-        plan = make_plan(mask, cp_size, 2)
+        plan = make_plan(mask, cp_size)
         solution = run(harness.dispatch_problem(problem, plan), plan)
         check_own_rows(solution, harness.solve_alone(problem, mask.pad_to(CAPACITY.bands)), plan)
 

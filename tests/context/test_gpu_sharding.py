@@ -35,7 +35,7 @@ def problem() -> tuple[list[np.ndarray], ContextPlan, Any]:
     rng = np.random.default_rng(0)
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
     operands = [rng.normal(size=(BATCH, LENGTH, n, DIM)).astype(jnp.bfloat16) for n in heads]
-    plan = plan_context(MASK, 2, chunk_size=128, num_stages=2)
+    plan = plan_context(MASK, 2, chunk_size=128)
     attend = functools.partial(attention, mask=MASK, implementation="ffi")
     want = jax.jit(functools.partial(gradients, attend))(*map(jnp.asarray, operands))
     order = functools.partial(dispatch, plan=plan, axis=1)

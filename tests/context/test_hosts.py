@@ -20,9 +20,9 @@ MASKS = (masks.causal(LENGTH), masks.documents([100, 56, 3, 97]))
 
 
 def test_masks_of_one_compilation(x64: None, rng: np.random.Generator) -> None:
-    """Plans have one stage forward and two backward, on two hosts of four ranks."""
+    """Plans are for two hosts of four ranks."""
     compiled = harness.distributed(8)._cache_size()
-    plans = [make_plan(mask, 8, (1, 2)).by_host(4) for mask in MASKS]
+    plans = [make_plan(mask, 8).by_host(4) for mask in MASKS]
     capacity = plans[0].capacity.union(plans[1].capacity)
     for mask, plan in zip(MASKS, plans, strict=True):
         problem, plan = harness.random_problem(rng), plan.pad_to(capacity)
@@ -33,7 +33,7 @@ def test_masks_of_one_compilation(x64: None, rng: np.random.Generator) -> None:
 
 def test_stacked_plans(rng: np.random.Generator) -> None:
     """Each example has its mask, and gradients equal those of plans with transfers in one step."""
-    plans = [make_plan(mask, 4, 2) for mask in MASKS]
+    plans = [make_plan(mask, 4) for mask in MASKS]
     x = np.stack([dispatch(rng.normal(size=(LENGTH, 1, 8)).astype(np.float32), plan) for plan in plans])
 
     def local(x: jax.Array, one_step: ContextPlan, two_steps: ContextPlan) -> Any:
@@ -69,9 +69,7 @@ def test_a_plan_over_hosts_with_heads_inside_them(
 ) -> None:
     """Two hosts of four devices, each with two query heads and their key head: it receives no others."""
     heads, kv_heads, dim = 8, 4, 8
-    plan = plan_context(
-        mask, 2, chunk_size=8, num_stages=1, cost=CostModel(ranks_per_host=1, num_heads=2, num_kv_heads=1)
-    )
+    plan = plan_context(mask, 2, chunk_size=8, cost=CostModel(ranks_per_host=1, num_heads=2, num_kv_heads=1))
     query, key, value, dout = (rng.normal(size=(LENGTH, n, dim)) for n in (heads, kv_heads, kv_heads, heads))
     mesh = jax.make_mesh((2, 4), (AXIS, "tensor"), (kind,) * 2)
 

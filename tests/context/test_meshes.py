@@ -28,7 +28,7 @@ from .harness import (
 
 LENGTH = 64
 MASK = masks.documents([30, 20, 14])
-PLAN = make_plan(MASK, 4, 2, chunk_size=4)
+PLAN = make_plan(MASK, 4, chunk_size=4)
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 
 
@@ -76,15 +76,13 @@ def test_outside_without_jit(kind: AxisType, rng: np.random.Generator) -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("num_stages", [1, 2])
 def test_second_call_without_jit_compiles_nothing(
-    kind: AxisType, num_stages: int, compilations: list[str], rng: np.random.Generator
+    kind: AxisType, compilations: list[str], rng: np.random.Generator
 ) -> None:
     query, key, value, sinks = float32_operands(rng)
-    plan = make_plan(MASK, 4, num_stages, PLAN.token_order)
 
     def loss(query: Any, key: Any, value: Any) -> jax.Array:
-        return attend(query, key, value, sinks, plan)[0].sum()
+        return attend(query, key, value, sinks, PLAN)[0].sum()
 
     with jax.set_mesh(make_mesh(4, kind)):
         for function in (loss, jax.grad(loss, argnums=(0, 1, 2))):
@@ -105,7 +103,7 @@ def test_equal_meshes_of_other_devices(rng: np.random.Generator) -> None:
 
 
 def test_sharded_plan(x64: None, rng: np.random.Generator) -> None:
-    problem, plan = random_problem(rng), make_plan(masks.causal(256), 4, 3)
+    problem, plan = random_problem(rng), make_plan(masks.causal(256), 4)
     sharded = distributed(4, plan_sharded=True)(dispatch_problem(problem, plan), plan)
     whole = distributed(4)(dispatch_problem(problem, plan), plan)
     for x, y in zip(sharded, whole, strict=True):

@@ -16,9 +16,8 @@ from .test_errors import run
 
 MASK = masks.documents([100, 56, 3, 97])
 PLANS = {
-    "one stage": make_plan(MASK, 8, 1),
-    "two stages and three": make_plan(MASK, 8, (2, 3)),
-    "hosts": make_plan(MASK, 8, (1, 2)).by_host(4),
+    "one step": make_plan(MASK, 8),
+    "two steps": make_plan(MASK, 8, ranks_per_host=4),
 }
 
 
@@ -43,8 +42,9 @@ def test_gradients_are_rounded_on_the_way(name: str) -> None:
         assert 1e-4 < np.abs(got - want).max() < 2.0**-7 * np.abs(want).max()
 
 
-def test_doubles_that_return_as_floats(x64: None) -> None:
-    exact, given = solutions(PLANS["two stages and three"], np.float64, wire_dtype=jnp.float32)
+@pytest.mark.parametrize("name", PLANS)
+def test_doubles_that_return_as_floats(name: str, x64: None) -> None:
+    exact, given = solutions(PLANS[name], np.float64, wire_dtype=jnp.float32)
     harness.check_solution(given, exact, 1e-5)
     assert np.abs(given.key - exact.key).max() > 10 * FP64_TOLERANCE
 
@@ -65,7 +65,7 @@ def test_collectives_that_do_not_fit(collectives: Any, message: str) -> None:
 
 
 def test_native_collectives_between_hosts() -> None:
-    plan = plan_context(masks.causal(32), 4, chunk_size=4, num_stages=1).by_host(2)
+    plan = plan_context(masks.causal(32), 4, chunk_size=4).by_host(2)
     with pytest.raises(NotImplementedError, match="brings rows across hosts: use None"):
         run(plan, collectives=CollectiveOptions(implementation="native"))
 

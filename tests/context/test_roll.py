@@ -33,9 +33,9 @@ def scattered(cp_size: int) -> np.ndarray:
 
 def plan_of(layout: str, cp_size: int) -> ContextPlan:
     if layout == "scattered":
-        return make_plan(MASK, cp_size, 1, scattered(cp_size))
+        return make_plan(MASK, cp_size, scattered(cp_size))
     options = {"chunk_size": 4} if layout == "balanced" else {}
-    return make_plan(MASK, cp_size, 1, layout, **options)
+    return make_plan(MASK, cp_size, layout, **options)
 
 
 def rolled(x: np.ndarray, shift: int, fill: Any = 0, ids: np.ndarray | None = None) -> np.ndarray:
@@ -184,7 +184,7 @@ def test_other_mesh_axes(kind: AxisType, check_vma: bool, rng: np.random.Generat
 def test_vmap(axes: tuple[int | None, int | None], rng: np.random.Generator) -> None:
     """The plans need different numbers of rounds."""
     orders = [scattered(8), np.concatenate([np.arange(LENGTH), np.full(3, -1)])]
-    plans = [make_plan(MASK, 8, 1, order) for order in orders]
+    plans = [make_plan(MASK, 8, order) for order in orders]
     x = rng.normal(size=(2, 64)).astype(np.float32)
     rows = [x[0 if axes[0] is None else i] for i in range(2)]
     used = [plans[0 if axes[1] is None else i] for i in range(2)]
@@ -204,7 +204,7 @@ def test_plans_share_a_compilation(compilations: list[str]) -> None:
     others = [np.arange(128).reshape(-1, size)[1::2] for size in (32, 8, 1)]
     orders = [np.concatenate([a, b]).reshape(-1) for a, b in zip(chunks, others, strict=True)]
     mask = masks.sliding_window(128, 3)
-    plans = [make_plan(mask, 4, 1, order) for order in (np.arange(128), *orders)]
+    plans = [make_plan(mask, 4, order) for order in (np.arange(128), *orders)]
     x = np.arange(128, dtype=np.int32)
     run = compiled(4, -1)
     run(dispatch(x, plans[0]), plans[0], None)
@@ -218,7 +218,7 @@ def test_plans_share_a_compilation(compilations: list[str]) -> None:
 @pytest.mark.parametrize(("shift", "rows"), [(-1, 16), (2, 32), (-1000, 512)])
 def test_few_rows_are_sent(shift: int, rows: int) -> None:
     """A round gathers ``rows`` of each rank; a long shift gathers no more at once than a rank has."""
-    plan = plan_context(masks.causal(2**15), 8, num_stages=1)
+    plan = plan_context(masks.causal(2**15), 8)
     x = jax.ShapeDtypeStruct((2**15, 5), jnp.float32)
     program = str(jax.make_jaxpr(compiled(8, shift))(x, plan, None))
     gathered = re.findall(r":(\w+)\[([\d,]+)\]\S* = all_gather", program)

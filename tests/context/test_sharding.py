@@ -61,12 +61,10 @@ class Problem(NamedTuple):
         )
 
 
-def make_problem(
-    rng: np.random.Generator, *, stacked: bool, kv_heads: int = KV_HEADS, num_stages: int = 1
-) -> Problem:
+def make_problem(rng: np.random.Generator, *, stacked: bool, kv_heads: int = KV_HEADS) -> Problem:
     query, key, value = (rng.normal(size=(BATCH, LENGTH, n, DIM)) for n in (HEADS, kv_heads, kv_heads))
     chosen = MASKS if stacked else MASKS[:1]
-    plans = [make_plan(mask, 2, num_stages, chunk_size=4) for mask in chosen]
+    plans = [make_plan(mask, 2, chunk_size=4) for mask in chosen]
     return Problem(query, key, value, rng.normal(size=HEADS), plans)
 
 

@@ -51,7 +51,8 @@ public:
                   .entries = 0,
                   .input_rows = 4 * pattern.max_length,
                   .output_rows = 2 * pattern.ranges * pattern.max_length,
-                  .pair_rows = 2 * pattern.ranges * pattern.max_length};
+                  .pair_rows = 2 * pattern.ranges * pattern.max_length,
+                  .input_stride = 4 * pattern.max_length};
         for (int index = 0; index < pattern.batch; ++index)
             for (int rank = 0; rank < pattern.ranks; ++rank)
                 draw_ranges(index, rank);
@@ -296,7 +297,7 @@ template <typename Function> void check_throws(const char* name, Function functi
 }
 
 void check_errors() {
-    const TransferShape shape{0, 2, 1, 2, 10, 8, 8};
+    const TransferShape shape{0, 2, 1, 2, 10, 8, 8, 10};
     const auto all = [](int) { return true; };
     const auto list = [&](std::vector<Send> sends) { return pairs_of(std::span<const Send>(sends), shape, all); };
     check_throws("slots with a gap", [&] { list({{1, 0, 0, 2, 0}, {1, 3, 2, 2, 2}}); });
@@ -310,7 +311,7 @@ void check_errors() {
 
 // Ranks that cut the same rows otherwise have other hashes.
 void check_hashes() {
-    const TransferShape shape{0, 2, 1, 2, 10, 10, 10};
+    const TransferShape shape{0, 2, 1, 2, 10, 10, 10, 10};
     const auto all = [](int) { return true; };
     const auto hash = [&](std::vector<Receive> receives) {
         const auto pairs = pairs_of(std::span<const Receive>(receives), shape, all);

@@ -123,7 +123,7 @@ def test_mesh_agrees_with_flax(rng: np.random.Generator, scanned: bool) -> None:
     each = [masks.documents(lengths, "full") for lengths in DOCUMENTS]
     dense = jnp.asarray(jaxmagi.AttnMask.stack(each).to_dense())[:, None]
     want = logits_and_gradients(Encoder(scanned=scanned), variables, *inputs, dense)
-    plans = [jaxmagi.plan_context(mask, CP_SIZE, chunk_size=4, num_stages=1) for mask in each]
+    plans = [jaxmagi.plan_context(mask, CP_SIZE, chunk_size=4) for mask in each]
     plan = jaxmagi.ContextPlan.stack(plans)
     assert (plan.token_order[0] != plan.token_order[1]).any() and plan.token_order.shape[1] > LENGTH
     dispatched = [jax.vmap(jaxmagi.dispatch)(rows, plan) for rows in inputs]

@@ -111,7 +111,7 @@ def test_dtype_casts_the_inputs(rng: np.random.Generator) -> None:
 def test_plan_on_a_data_by_context_mesh(rng: np.random.Generator, axis_type: AxisType, kind: str) -> None:
     """A batch with a plan for each sequence agrees with Flax on one device, also in the gradient."""
     each, x = [masks.documents([17, 30, 1]), masks.sliding_window(LENGTH, 5)], inputs(rng, 2)
-    plans = [jaxmagi.plan_context(mask, 4, chunk_size=4, num_stages=1) for mask in each]
+    plans = [jaxmagi.plan_context(mask, 4, chunk_size=4) for mask in each]
     make, flax_attention = MODULES[kind]
     ours = make(functools.partial(jaxmagi.nn.attention_fn, batch_axis_name="data"))
     theirs = make(flax_attention)
@@ -159,7 +159,7 @@ def test_options_reach_the_distributed_op(
     options: Any = {"scale": 0.3, "logits_soft_cap": 0.7}
     alone = functools.partial(jaxmagi.attention, query, key, value, mask, **options)
     want = jax.grad(lambda s: (alone(sinks=s) ** 2).sum())(sinks)
-    plan = jaxmagi.plan_context(mask, 4, chunk_size=4, num_stages=2)
+    plan = jaxmagi.plan_context(mask, 4, chunk_size=4)
     arrays = [jaxmagi.dispatch(x, plan, axis=1) for x in (query, key, value)]
     mesh = jax.make_mesh((2, 4), ("rows", "ranks"), (axis_type, axis_type))
     attend = functools.partial(
@@ -179,11 +179,11 @@ def test_collectives_reach_the_distributed_op() -> None:
     with jax.set_mesh(jax.make_mesh((4,), ("context",))):
         text = str(jax.make_jaxpr(jax.grad(lambda *rows: attend(*rows).sum()))(QKV, QKV, QKV))
     routes = re.findall(r"num_sms=(\d+).*?timeout=([\w.]+)", text, re.DOTALL)
-    assert set(routes) == {("7", "1.5")} and len(routes) == 3, routes
+    assert set(routes) == {("7", "1.5")} and len(routes) == 2, routes
 
 
 QKV = jnp.zeros((2, LENGTH, HEADS, 8))
-PLAN = jaxmagi.plan_context(masks.causal(LENGTH), 4, chunk_size=4, num_stages=1)
+PLAN = jaxmagi.plan_context(masks.causal(LENGTH), 4, chunk_size=4)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,18 @@
 """Random masks and options of `plan_context`, and all properties that a plan must have."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxmagi import AttnMask, masks
-from jaxmagi.planning import ContextPlan, CostModel, GroupCastSpec, PlanStages, RelayedSpec, plan_context
+from jaxmagi.planning import ContextPlan, CostModel, GroupCastSpec, PlanCapacity, RelayedSpec, plan_context
+from jaxmagi.planning._capacity import bucket
 
 from ..cases import random_bands
 from .oracle import NAMED_LAYOUTS, assert_same, check_plan, check_traffic, group_cast
 
 _MOST_RANKS, _MOST_SHARD = 12, 20
-_STAGES = (1, 2, 3, 4, 6, (1, 3), (4, 2), "auto")
 _LEVELS = ("auto", "auto", False, True)
 
 
@@ -23,15 +24,11 @@ class Problem(NamedTuple):
 
 
 def random_problem(seed: int) -> Problem:
-    """Returns any mask, numbers of ranks and of hosts, chunk size, layout, staging and levels."""
+    """Returns any mask, numbers of ranks and of hosts, chunk size, layout and levels."""
     rng = np.random.default_rng(seed)
     cp_size, shard = int(rng.integers(1, _MOST_RANKS + 1)), int(rng.integers(1, _MOST_SHARD + 1))
     length = int(rng.integers(cp_size * (shard - 1), cp_size * shard)) + 1
-    arguments: dict[str, Any] = {
-        "cp_size": cp_size,
-        "num_stages": _STAGES[rng.integers(len(_STAGES))],
-        "cost": _random_cost(rng),
-    }
+    arguments: dict[str, Any] = {"cp_size": cp_size, "cost": _random_cost(rng)}
     kind = rng.integers(len(NAMED_LAYOUTS) + 1)
     if kind == len(NAMED_LAYOUTS):
         arguments["layout"] = _random_layout(rng, length, cp_size)
@@ -98,23 +95,34 @@ def check_problem(problem: Problem) -> ContextPlan:
     for each in (plan, *hosts):
         check_plan(problem.mask, each)
         check_traffic(each, problem.arguments["cost"])
-        for stages in (each.forward_stages, each.backward_stages):
-            check_gradients(each, stages)
+        check_gradients(each)
+        check_sizes(each)
         assert each.pad_to(each.capacity).capacity == each.capacity
     assert_same(plan_context(problem.mask, **problem.arguments), plan)
     return plan
 
 
-def check_gradients(plan: ContextPlan, stages: PlanStages) -> None:
+def check_sizes(plan: ContextPlan) -> None:
+    """Fails unless static sizes are what the plan uses, rounded up."""
+    bands = int(np.asarray(plan.bands).any(axis=-1).sum(axis=-1).max())
+    assert plan.capacity == _rounded_up(replace(plan.transfer.used, bands=bands))
+
+
+def _rounded_up(used: PlanCapacity) -> PlanCapacity:
+    sizes = {name: bucket(getattr(used, name)) for name in ("bands", "copies", "pair_rows", "output_rows")}
+    across = used.across and replace(_rounded_up(used.across), bands=0)
+    return replace(used, **sizes, across=across)
+
+
+def check_gradients(plan: ContextPlan) -> None:
     """Fails unless all that ranks return for received rows arrives at the owners, once."""
     shards = np.asarray(plan.token_order).reshape(plan.cp_size, -1)
-    for spec in stages.transfers:
-        received = group_cast(spec, shards, fill=-1)
-        returned = np.random.default_rng(0).integers(1, 1000, received.shape)
-        expected = np.zeros(plan.length, np.int64)
-        np.add.at(expected, received[received >= 0], returned[received >= 0])
-        owned = shards >= 0
-        np.testing.assert_array_equal(group_reduce(spec, returned)[owned], expected[shards[owned]])
+    received = group_cast(plan.transfer, shards, fill=-1)
+    returned = np.random.default_rng(0).integers(1, 1000, received.shape)
+    expected = np.zeros(plan.length, np.int64)
+    np.add.at(expected, received[received >= 0], returned[received >= 0])
+    owned = shards >= 0
+    np.testing.assert_array_equal(group_reduce(plan.transfer, returned)[owned], expected[shards[owned]])
 
 
 def group_reduce(spec: GroupCastSpec | RelayedSpec, rows: np.ndarray) -> np.ndarray:

@@ -1,6 +1,5 @@
 """Slow, independent checks of plans, row by row."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -36,10 +35,9 @@ def builder_masks() -> dict[str, AttnMask]:
     }
 
 
-def cast_tokens(plan: ContextPlan) -> list[np.ndarray]:
-    """Returns the token in each output row ``[cp, R]`` of each transfer, by carrying out the transfers."""
-    shards = np.asarray(plan.token_order).reshape(plan.cp_size, -1)
-    return [group_cast(spec, shards, fill=-1) for spec in plan.transfers]
+def cast_tokens(plan: ContextPlan) -> np.ndarray:
+    """Returns the token in each received row ``[cp, R]``, -1 for none, by carrying out the transfer."""
+    return group_cast(plan.transfer, np.asarray(plan.token_order).reshape(plan.cp_size, -1), fill=-1)
 
 
 def group_cast(spec: GroupCastSpec | RelayedSpec, shards: np.ndarray, fill: int = 0) -> np.ndarray:
@@ -104,13 +102,10 @@ def _can_be_joined(entries: np.ndarray) -> bool:
     return bool((same & goes_on).any())
 
 
-def key_tokens(plan: ContextPlan) -> list[list[np.ndarray]]:
-    """Returns the token of every key of every rank and stage, -1 for none."""
+def key_tokens(plan: ContextPlan) -> np.ndarray:
+    """Returns the token of every key of every rank, -1 for none: its shard, then what it receives."""
     shards = np.asarray(plan.token_order).reshape(plan.cp_size, -1)
-    received = cast_tokens(plan)
-    if plan.num_stages == 1:
-        return [[np.concatenate([shards[r], received[0][r]])] for r in range(plan.cp_size)]
-    return [[shards[r], *(tokens[r] for tokens in received)] for r in range(plan.cp_size)]
+    return np.concatenate([shards, cast_tokens(plan)], axis=1)
 
 
 def computed_cells(plan: ContextPlan) -> np.ndarray:
@@ -118,10 +113,9 @@ def computed_cells(plan: ContextPlan) -> np.ndarray:
     counts = np.zeros((plan.length + 1, plan.length + 1), np.int32)
     shards = plan.token_order.reshape(plan.cp_size, -1)
     bands = np.asarray(plan.bands)
-    for rank, buffers in enumerate(key_tokens(plan)):
-        for stage, tokens in enumerate(buffers):
-            local = masks.geometry.to_dense(bands[rank, stage], len(shards[rank]), len(tokens))
-            np.add.at(counts, (shards[rank][:, None], tokens[None]), local)
+    for shard, tokens, own in zip(shards, key_tokens(plan), bands, strict=True):
+        local = masks.geometry.to_dense(own, len(shard), len(tokens))
+        np.add.at(counts, (shard[:, None], tokens[None]), local)
     assert not counts[-1].any() and not counts[:, -1].any(), "a padding row or key is visible"
     return counts[:-1, :-1]
 
@@ -140,18 +134,31 @@ def needed_keys(mask: AttnMask, tokens: np.ndarray) -> np.ndarray:
 
 def check_rows(mask: AttnMask, plan: ContextPlan) -> None:
     """Fails unless ranks receive exactly the keys that they need and do not own, once, as reported."""
-    received = np.concatenate(cast_tokens(plan), axis=1)
+    received = cast_tokens(plan)
     shards = np.asarray(plan.token_order, np.int64).reshape(plan.cp_size, -1)
     report = plan.report()
-    for rank, shard in enumerate(shards):
-        needed = np.setdiff1d(np.flatnonzero(needed_keys(mask, shard[shard >= 0])), shard)
-        arrived = np.sort(received[rank][received[rank] >= 0])
-        np.testing.assert_array_equal(arrived, needed)
+    needs = [np.setdiff1d(np.flatnonzero(needed_keys(mask, own[own >= 0])), own) for own in shards]
+    for rank, needed in enumerate(needs):
+        np.testing.assert_array_equal(np.sort(received[rank][received[rank] >= 0]), needed)
         if not plan.two_levels:
             assert report.rows_received[rank] == len(needed)
+    if plan.ranks_per_host is not None:
+        _check_rows_of_hosts(plan, needs, plan.ranks_per_host)
     assert report.redundant_rows == 0
     check_traffic(plan)
     np.testing.assert_array_equal(report.area.sum(), masks.geometry.area(np.asarray(mask.bands)).sum())
+
+
+def _check_rows_of_hosts(plan: ContextPlan, needs: list[np.ndarray], ranks_per_host: int) -> None:
+    """Fails unless each row crosses once to each other host with a rank that needs it."""
+    assert isinstance(plan.transfer, RelayedSpec)
+    shards = np.asarray(plan.token_order).reshape(plan.cp_size, -1)
+    brought = group_cast(plan.transfer.across, shards, fill=-1)
+    for first in range(0, plan.cp_size, ranks_per_host):
+        ranks = slice(first, first + ranks_per_host)
+        crossed = brought[ranks][(brought[ranks] >= 0) & ~np.isin(brought[ranks], shards[ranks])]
+        wanted = np.setdiff1d(np.concatenate(needs[ranks]), shards[ranks])
+        np.testing.assert_array_equal(np.sort(crossed), wanted)
 
 
 def moved_rows(plan: ContextPlan, ranks_per_host: int) -> np.ndarray:
@@ -159,24 +166,21 @@ def moved_rows(plan: ContextPlan, ranks_per_host: int) -> np.ndarray:
 
     They are int64 ``[cp, 2, 2]``, and follow from what receivers find in the buffers of pairs.
     """
-    rows = np.zeros((plan.cp_size, 2, 2), np.int64)
-    for spec in plan.transfers:
-        for step in (spec.across, spec.inside) if isinstance(spec, RelayedSpec) else (spec,):
-            for dst, table in enumerate(np.asarray(step.receives)):
-                for src, _, _, length in table:
-                    kind = int(src // ranks_per_host != dst // ranks_per_host)
-                    if src != dst:
-                        rows[src, 0, kind] += length
-                        rows[dst, 1, kind] += length
+    rows, spec = np.zeros((plan.cp_size, 2, 2), np.int64), plan.transfer
+    for step in (spec.across, spec.inside) if isinstance(spec, RelayedSpec) else (spec,):
+        for dst, table in enumerate(np.asarray(step.receives)):
+            for src, _, _, length in table:
+                kind = int(src // ranks_per_host != dst // ranks_per_host)
+                if src != dst:
+                    rows[src, 0, kind] += length
+                    rows[dst, 1, kind] += length
     return rows
 
 
 def check_traffic(plan: ContextPlan, cost: CostModel = CostModel()) -> None:  # noqa: B008
-    """Fails unless the report counts the rows and bytes that the transfers of both passes move."""
+    """Fails unless the report counts the rows and bytes that the transfer moves in both passes."""
     report = plan.report(cost)
     rows = moved_rows(plan, cost.ranks_per_host)
-    backward = plan if plan.backward is None else with_stages_of_backward(plan)
-    back = moved_rows(backward, cost.ranks_per_host)
     np.testing.assert_array_equal(report.rows_sent, rows[:, 0].sum(axis=-1))
     np.testing.assert_array_equal(report.rows_received, rows[:, 1].sum(axis=-1))
     np.testing.assert_array_equal(report.network_rows_sent, rows[:, 0, 1])
@@ -184,20 +188,13 @@ def check_traffic(plan: ContextPlan, cost: CostModel = CostModel()) -> None:  # 
     assert report.rows_moved == rows[:, 0].sum()
     keys = 2 * cost.num_kv_heads * cost.head_dim * cost.bytes_per_element
     gradients = 2 * cost.num_kv_heads * cost.head_dim * cost.bytes_per_gradient
-    sent = (rows + back)[:, 0] * keys + back[:, 1] * gradients
-    received = (rows + back)[:, 1] * keys + back[:, 0] * gradients
+    # Keys and values travel in both passes, and gradients come back from where these went in the second.
+    sent = 2 * rows[:, 0] * keys + rows[:, 1] * gradients
+    received = 2 * rows[:, 1] * keys + rows[:, 0] * gradients
     for kind, link in enumerate((report.within_hosts, report.between_hosts)):
         assert link.rows == rows[:, 0, kind].sum()
         assert link.bytes_moved == sent[:, kind].sum() == received[:, kind].sum()
         assert link.busiest_bytes == max(sent[:, kind].max(), received[:, kind].max())
-
-
-def with_stages_of_backward(plan: ContextPlan) -> ContextPlan:
-    """Returns a plan whose forward pass has the stages of the backward pass of this one."""
-    stages = plan.backward_stages
-    return replace(
-        plan, bands=stages.bands, transfers=stages.transfers, num_stages=stages.num_stages, backward=None
-    )
 
 
 def check_layout(plan: ContextPlan) -> None:
@@ -206,17 +203,14 @@ def check_layout(plan: ContextPlan) -> None:
     np.testing.assert_array_equal(np.sort(tokens[tokens >= 0]), np.arange(plan.length))
     np.testing.assert_array_equal(plan.position_ids, np.where(tokens < 0, 0, tokens))
     assert tokens.size == plan.cp_size * plan.shard_length
-    assert plan.bands.shape[:2] == (plan.cp_size, plan.num_stages)
-    assert len(plan.transfers) == max(1, plan.num_stages - 1)
+    assert plan.bands.shape == (plan.cp_size, plan.capacity.bands, 6)
+    assert plan.transfer.input_rows == plan.shard_length
 
 
 def check_plan(mask: AttnMask, plan: ContextPlan) -> None:
-    """Checks both passes of a plan against the dense mask."""
-    if plan.backward is not None:
-        check_plan(mask, with_stages_of_backward(plan))
+    """Checks a plan against the dense mask."""
     check_layout(plan)
-    for spec in plan.transfers:
-        check_spec(spec)
+    check_spec(plan.transfer)
     check_rows(mask, plan)
     dense = masks.geometry.to_dense(np.asarray(mask.bands), mask.q_len, mask.kv_len)
     np.testing.assert_array_equal(computed_cells(plan), dense)

@@ -111,7 +111,7 @@ def test_documents_are_balanced_and_stay_together(
 
     def received(owner: np.ndarray) -> int:
         tokens = planner().token_order(owner.astype(np.int32), length, cp_size, chunk)
-        return plan_context(mask, cp_size, layout=tokens, num_stages=1).report().rows_received.sum()
+        return plan_context(mask, cp_size, layout=tokens).report().rows_received.sum()
 
     assert received(owner) <= share * received(largest_first_owners(areas, cp_size))
 
@@ -149,7 +149,7 @@ def test_areas_make_up_for_tiles_within_limits(cp_size: int, area: float, work: 
     """The limits hold for twenty sets of documents. By areas alone the work is up to 1.07 of the mean."""
     for seed in range(20):
         mask = masks.documents(document_lengths(cp_size * 16384, seed))
-        report = plan_context(mask, cp_size, num_stages=1).report()
+        report = plan_context(mask, cp_size).report()
         assert report.imbalance <= area
         assert max(report.work_imbalance, report.backward_work_imbalance) <= work
 
@@ -196,7 +196,7 @@ def test_chunks_are_halved_where_windows_need_it(cp_size: int, window: int) -> N
     assert len(usual) == 16 * cp_size
     loads = load(usual, chunk_areas(bands, 1024, len(usual)), cp_size)
     assert loads.max() > 1.015 * loads.mean()
-    assert plan_context(mask, cp_size, num_stages=1).report().imbalance <= 1.01
+    assert plan_context(mask, cp_size).report().imbalance <= 1.01
 
 
 def test_threads_find_the_same() -> None:

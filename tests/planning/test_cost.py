@@ -8,9 +8,9 @@ import pytest
 
 from jaxmagi import masks
 from jaxmagi.masks import geometry
-from jaxmagi.planning import CostModel, plan_context
+from jaxmagi.planning import CostModel, num_parts, plan_context
 from jaxmagi.planning._cost import Tile
-from jaxmagi.planning._schedule import Work, busiest_links, count_tiles, schedule
+from jaxmagi.planning._schedule import busiest_links, count_tiles
 
 from ..cases import random_bands
 
@@ -103,28 +103,68 @@ def test_cells_that_take_as_long_as_a_row() -> None:
     assert (SLOW.cells_per_row(2), SLOW.cells_per_row(3)) == (1000, 10_000)
 
 
+PARTS = {1: 1, 2: 2, 3: 3, 4: 4, 6: 6, 7: 7, 8: 8, 9: 3, 10: 5, 11: 1, 12: 6, 16: 8, 22: 2}
+
+
+@pytest.mark.parametrize(("num_kv_heads", "parts"), PARTS.items())
+def test_parts_divide_the_key_heads(num_kv_heads: int, parts: int) -> None:
+    assert num_parts(num_kv_heads, 2**40) == parts
+
+
+def test_parts_have_enough_rows() -> None:
+    """A part of less than 1 MiB is joined with others, as far as parts of one size allow."""
+    sizes = (0, 2**20, 2 * 2**20 - 1, 2 * 2**20, 3.9 * 2**20, 4 * 2**20, 7 * 2**20, 8 * 2**20)
+    assert [num_parts(8, size) for size in sizes] == [1, 1, 1, 2, 2, 4, 4, 8]
+    assert [num_parts(6, size) for size in sizes] == [1, 1, 1, 2, 3, 3, 6, 6]
+
+
 def test_predicted_seconds_of_a_known_plan() -> None:
-    """Two ranks of 192 rows: the forward pass has tiles of 192 x 128, the backward pass of 128 x 128."""
-    plan = plan_context(masks.causal(384), 2, layout="contiguous", num_stages=1)
+    """Two ranks of 192 rows: the forward pass has tiles of 192 x 128, the backward pass of 128 x 128.
+
+    There is one part. It waits for its keys, and its gradients return behind it.
+    """
+    plan = plan_context(masks.causal(384), 2, layout="contiguous")
     report = plan.report(SLOW)
+    fetch, forward, backward, gradients = known_times()
+    assert report.predicted_seconds == pytest.approx(fetch + forward)
+    assert report.predicted_backward_seconds == pytest.approx(fetch + backward + gradients)
+
+
+def known_times() -> tuple[float, float, float, float]:
+    """Returns the times in which a head's keys come, rank 1 computes both passes, and gradients return."""
     cells, tile = 4 * 64 / 1e9, 192 * 128
     fetch = 192 * SLOW.row_bytes / 1e6
     # Rank 1 has two tiles of its own triangle, and two of the received keys, of which one is full.
-    assert report.predicted_seconds == pytest.approx(fetch + (1 + 2 * 3) * tile * cells)
-    two = plan_context(masks.causal(384), 2, layout="contiguous", num_stages=2).report(SLOW)
-    own, merge = 2 * 2 * tile * cells, SLOW.merge_seconds(192)
-    received = (1 + 2) * tile * cells
-    assert two.predicted_seconds == pytest.approx(max(own, fetch) + received + merge)
+    forward = (1 + 2 * 3) * tile * cells
     # By keys [0, 128), [128, 192) | [192, 256), [256, 384): 2 + 1 partial tiles, then 2, and 1 full and 1.
-    back = (1 + 2 * 6) * 128 * 128 * 10 * 64 / 1e9
-    gradients = fetch * 4 / 2  # in fp32
-    assert report.predicted_backward_seconds == pytest.approx(fetch + back + gradients)
+    backward = (1 + 2 * 6) * 128 * 128 * 10 * 64 / 1e9
+    return fetch, forward, backward, fetch * 4 / 2  # gradients in fp32
+
+
+def test_predicted_seconds_of_a_known_plan_in_four_parts(small_parts: None) -> None:
+    """Each part has a head, which takes as long as the only one of the test above."""
+    plan = plan_context(masks.causal(384), 2, layout="contiguous")
+    slow = replace(SLOW, num_heads=4, num_kv_heads=4)
+    fetch, forward, backward, gradients = known_times()
+    assert 0 < forward < fetch < backward < 2 * gradients
+    # Keys of a part come in 49 ms, and it computes in 44 ms: attention waits for the keys of each part.
+    report = plan.report(slow)
+    assert report.predicted_seconds == pytest.approx(4 * fetch + forward)
+    # In the backward pass it computes in 136 ms, which hides the 98 ms of all gradients but the last ones.
+    assert report.predicted_backward_seconds == pytest.approx(fetch + 4 * backward + gradients)
+    # With twice the speed of links, keys come in time for all parts but the first.
+    faster = plan.report(replace(slow, link_gb_per_second=2e-3))
+    assert faster.predicted_seconds == pytest.approx(fetch / 2 + 4 * forward)
+    # With twice the bytes, gradients take 197 ms. The first part has computed after 185 ms, but the last keys
+    # come after 197 ms. Then gradients return without a break.
+    wide = plan.report(replace(slow, bytes_per_gradient=8))
+    assert wide.predicted_backward_seconds == pytest.approx(4 * fetch + 4 * 2 * gradients)
 
 
 @pytest.mark.parametrize("num_bytes", [1, 2, 8])
 def test_gradients_of_another_width(num_bytes: int) -> None:
     """Their bytes and the time of their way back scale, and nothing else does."""
-    plan = plan_context(masks.causal(384), 4, layout="contiguous", num_stages=1)
+    plan = plan_context(masks.causal(384), 4, layout="contiguous")
     usual, other = plan.report(SLOW), plan.report(replace(SLOW, bytes_per_gradient=num_bytes))
     for link, same in ((usual.within_hosts, other.within_hosts), (usual.between_hosts, other.between_hosts)):
         keys = 2 * link.rows * SLOW.row_bytes
@@ -138,33 +178,23 @@ def test_gradients_of_another_width(num_bytes: int) -> None:
 
 
 def test_the_planner_charges_gradients_as_they_travel() -> None:
-    """Gradients of half the width take fewer stages to return beside attention."""
-    narrow, wide = (CostModel(ranks_per_host=1, bytes_per_gradient=width) for width in (2, 4))
+    """Two levels save rows between hosts, but with half the width of gradients less than 1 % of the time."""
+    narrow, wide = (
+        CostModel(ranks_per_host=4, network_gb_per_second=70, bytes_per_gradient=width) for width in (2, 4)
+    )
     mask = masks.full(1 << 14)
-    first, second = (plan_context(mask, 4, cost=cost) for cost in (narrow, wide))
-    assert first.backward_stages.num_stages < second.backward_stages.num_stages
-    assert first.report(narrow).predicted_backward_seconds < second.report(narrow).predicted_backward_seconds
+    first, second = (plan_context(mask, 8, cost=cost) for cost in (narrow, wide))
+    assert (first.two_levels, second.two_levels) == (False, True)
 
 
 def test_traffic_between_hosts() -> None:
     """Four ranks on two hosts: of the keys before the own ones, those of the same host take NVLink."""
-    plan = plan_context(masks.causal(400), 4, layout="contiguous", num_stages=2)
+    plan = plan_context(masks.causal(400), 4, layout="contiguous")
     report = plan.report(SLOW)
     np.testing.assert_array_equal(report.rows_received, [0, 100, 200, 300])
     np.testing.assert_array_equal(report.network_rows_received, [0, 0, 200, 200])
     np.testing.assert_array_equal(report.network_rows_sent, [200, 200, 0, 0])
     np.testing.assert_array_equal(plan.report().network_rows_received, 0)
-
-
-def test_gradients_return_when_all_ranks_have_them() -> None:
-    compute = np.array([[2.0, 3.0, 1.0], [2.0, 1.0, 1.0]])
-    work = Work(compute, np.array([1.0, 5.0]), np.array([2.0, 4.0]))
-    plan = schedule(work)
-    np.testing.assert_array_equal(plan.transfers, [[0, 1], [1, 6]])
-    np.testing.assert_array_equal(plan.stages[..., 1], [[2, 5, 7], [2, 3, 7]])
-    np.testing.assert_array_equal(plan.returns, [[6, 8], [8, 12]])
-    assert plan.seconds == 12
-    assert schedule(work._replace(returns=None)).seconds == 7
 
 
 BAD = [

@@ -8,8 +8,8 @@ import pytest
 from jaxmagi import masks
 from jaxmagi.masks import geometry
 from jaxmagi.planning._capacity import bucket
+from jaxmagi.planning._compiled import merge
 from jaxmagi.planning._layout import default_chunk_size
-from jaxmagi.planning._merge import merge
 from jaxmagi.planning._ranges import union
 
 from ..cases import random_bands

@@ -26,23 +26,21 @@ def weighted_imbalance(weights: tuple[int, int], plans: Any) -> float:
 
 
 def weighted_work_imbalance(weights: tuple[int, int], plans: Any, direction: Pass) -> float:
-    """Returns the largest over the mean weighted work of the ranks, by the tiles of a pass in one call."""
-    tiles = np.stack(
-        [count_tiles(plan.bands[:, 0].reshape(-1, 6), bands_of(plan), direction) for plan in plans]
-    )
+    """Returns the largest over the mean weighted work of the ranks, by the tiles of a pass."""
+    tiles = np.stack([count_tiles(plan.bands.reshape(-1, 6), bands_of(plan), direction) for plan in plans])
     work = np.array(weights) @ (tiles @ [1, CostModel().partial_tile_cost])
     return float(work.max() / work.mean())
 
 
 def bands_of(plan: ContextPlan) -> np.ndarray:
     """Returns the number of bands of each rank."""
-    return np.full(plan.cp_size, plan.bands.shape[2])
+    return np.full(plan.cp_size, plan.bands.shape[1])
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (1, 5), (1, 100), (7, 1)])
 def test_the_weighted_sum_is_balanced(weights: tuple[int, int]) -> None:
     """By areas alone the largest work is up to 1.069 of the mean."""
-    plans = plan_contexts([FULL, WINDOW], 8, weights=weights, chunk_size=256, num_stages=1)
+    plans = plan_contexts([FULL, WINDOW], 8, weights=weights, chunk_size=256)
     np.testing.assert_array_equal(plans[0].token_order, plans[1].token_order)
     assert weighted_imbalance(weights, plans) <= 1.0231
     for direction in (CostModel().forward, CostModel().backward):
@@ -58,8 +56,8 @@ def test_layouts_for_one_of_the_masks_do_not_balance_the_sum() -> None:
 
 def test_weights_are_numbers_of_layers() -> None:
     """A mask with weight 3 is that mask three times."""
-    once = plan_contexts([FULL, WINDOW], 4, weights=[1, 3], num_stages=1)
-    thrice = plan_contexts([FULL, WINDOW, WINDOW, WINDOW], 4, num_stages=1)
+    once = plan_contexts([FULL, WINDOW], 4, weights=[1, 3])
+    thrice = plan_contexts([FULL, WINDOW, WINDOW, WINDOW], 4)
     np.testing.assert_array_equal(once[0].token_order, thrice[0].token_order)
 
 
@@ -71,23 +69,24 @@ def test_one_mask_is_planned_as_alone(weight: int) -> None:
         assert_same(plan, plan_context(FULL, 16, cost=cost))
 
 
-def test_each_mask_may_have_its_own_number_of_stages() -> None:
-    stages = [2, (1, 3)]
-    plans = plan_contexts([FULL, WINDOW], 8, num_stages=stages)
-    assert [plan.stage_counts for plan in plans] == stages
+def test_each_mask_may_have_its_own_levels() -> None:
+    levels = [True, False]
+    plans = plan_contexts([FULL, WINDOW], 8, two_levels=levels, cost=CostModel(ranks_per_host=4))
+    assert [plan.two_levels for plan in plans] == levels
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_every_plan_is_right(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    length, cp_size = int(rng.integers(1, 120)), int(rng.integers(1, 7))
+    length, cp_size, two_levels = int(rng.integers(1, 120)), int(rng.integers(1, 7)), seed % 2 == 1
+    cp_size = 2 * cp_size if two_levels else cp_size
     several = [
         AttnMask.from_bands(random_bands(rng, length, length, 8), q_len=length, kv_len=length)
         for _ in range(int(rng.integers(1, 4)))
     ]
     weights = rng.integers(1, 9, len(several)).tolist()
     cost = CostModel(ranks_per_host=2)
-    plans = plan_contexts(several, cp_size, weights=weights, num_stages=(1, 2), cost=cost)
+    plans = plan_contexts(several, cp_size, weights=weights, two_levels=two_levels, cost=cost)
     for mask, plan in zip(several, plans, strict=True):
         check_plan(mask, plan)
 
@@ -116,9 +115,9 @@ def test_iterators_of_masks_and_weights() -> None:
         ([masks.causal(8)], {"weights": [0.5]}, r"weights\[0\] .* 0.5"),
         ([masks.full(2**30)], {"weights": [9]}, r"weights=\[9\] .* 64 bits"),
         ([masks.causal(4, 8)], {}, "q_len=4 and kv_len=8"),
-        ([masks.causal(8)], {"num_stages": [1, 2]}, r"num_stages=\[1, 2\] for 1 masks"),
-        ([masks.causal(8)], {"num_stages": [0]}, "num_stages .* 0"),
-        ([masks.causal(8)], {"num_stages": 257}, "num_stages .* between 1 and 256, but it is 257"),
+        ([masks.causal(8)], {"two_levels": [True, False]}, r"two_levels=\[True, False\] for 1 masks"),
+        ([masks.causal(8)], {"two_levels": [2]}, 'two_levels must be True, False or "auto", but it is 2'),
+        ([masks.causal(8)], {"two_levels": True}, "cp_size=2 is no multiple of cost.ranks_per_host=8"),
         ([masks.causal(8)], {"chunk_size": 9}, "chunk_size .* 9"),
         ([masks.causal(8), 1], {}, r"masks\[1\] must be an AttnMask, but it is 1"),
         (None, {}, "masks must be a list, but it is None"),

@@ -130,10 +130,10 @@ def test_inconsistent_splits(splits: tuple, message: str) -> None:
 def test_tables_too_large() -> None:
     spec = GroupCastSpec.from_splits([[1], [1]], [[[1]], [[0]]], [[1], [1]], [[1], [0]])
     with pytest.raises(
-        ValueError, match=r"the tables of 2 ranks .* take 77309411328 bytes, more than 4294967296"
+        ValueError, match=r"the tables of 2 ranks take 77309411328 bytes, more than 4294967296"
     ):
         spec.padded(copies=2**30, output_rows=8, pair_rows=8)
-    with pytest.raises(ValueError, match=r"the tables of 2 ranks .* take 77309411328 bytes"):
+    with pytest.raises(ValueError, match=r"the tables of 2 ranks take 77309411328 bytes"):
         spec.by_host(1).padded(
             copies=2**30, output_rows=8, pair_rows=8, across=spec.by_host(1).across.capacity
         )

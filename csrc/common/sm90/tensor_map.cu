@@ -27,8 +27,8 @@ cudaError_t encode_panel_map(const HeadsTensor& tensor, int box_heads, int box_p
         return found;
     const cuuint64_t dim = tensor.dim, heads = tensor.heads, length = tensor.length, batch = tensor.batch;
     const cuuint64_t sizes[] = {dim, heads, length, batch};
-    const cuuint64_t strides[] = {dim * kElementBytes, heads * dim * kElementBytes,
-                                  length * heads * dim * kElementBytes};
+    const cuuint64_t row_bytes = tensor.row_heads * dim * kElementBytes;
+    const cuuint64_t strides[] = {dim * kElementBytes, row_bytes, length * row_bytes};
     const cuuint32_t box[] = {kPanelColumns, static_cast<cuuint32_t>(box_heads),
                               static_cast<cuuint32_t>(box_positions), 1};
     const cuuint32_t steps[] = {1, 1, 1, 1};

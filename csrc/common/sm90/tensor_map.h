@@ -7,11 +7,12 @@
 
 namespace jaxmagi::sm90 {
 
-// A dense 16-bit tensor [batch, length, heads, dim], dim a multiple of 8, base 16-byte aligned.
+// Some heads of a dense 16-bit tensor [batch, length, row_heads, dim], dim a multiple of 8: [batch, length, heads, dim]
+// from `data` on, which is 16-byte aligned.
 struct HeadsTensor {
     const void* data;
     CUtensorMapDataType type;
-    int64_t batch, length, heads, dim;
+    int64_t batch, length, heads, row_heads, dim;
 };
 
 // Describes loads and stores of panels: 64 numbers of each of some heads at each of some positions. Heads change faster

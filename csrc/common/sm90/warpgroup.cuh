@@ -32,16 +32,11 @@ template <typename T> __device__ __forceinline__ T opaque(T value) {
     return value;
 }
 
-// Read a special register at each call, so that the value takes no register in between.
+// Reads the special register at each call, so that the value takes no register in between.
 __device__ __forceinline__ int lane_index() {
     int lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
-}
-__device__ __forceinline__ int grid_size() {
-    int ctas;
-    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(ctas));
-    return ctas;
 }
 
 // Returns true to one lane. Called by the whole warp. The compiler knows that it is one lane: under any other condition

@@ -13,6 +13,17 @@ const BackwardKernel* find_kernel(int dim, int v_dim) {
         {&kBackwardD64, &kBackwardD96, &kBackwardD128, &kBackwardD192V128, &kBackwardD192, &kBackwardD256}, dim, v_dim);
 }
 
+struct Pass {
+    const BackwardKernel& kernel;
+    BackwardWorkspace workspace;
+};
+
+Pass find_pass(const BackwardParams& params) {
+    const BackwardKernel& kernel = *find_kernel(params.shape.dim, params.shape.v_dim);
+    return {kernel, lay_out(static_cast<char*>(params.workspace), params.shape, kernel.tile, kernel.dim, kernel.v_dim,
+                            params.num_masks, params.deterministic)};
+}
+
 }  // namespace
 
 std::optional<TileShape> backward_tile(int dim, int v_dim) {
@@ -26,14 +37,25 @@ int64_t backward_workspace_bytes(const BackwardShape& shape, int num_masks, bool
 }
 
 cudaError_t attention_backward(const BackwardParams& params, cudaStream_t stream) {
-    const BackwardKernel* kernel = find_kernel(params.shape.dim, params.shape.v_dim);
-    const BackwardWorkspace workspace = lay_out(static_cast<char*>(params.workspace), params.shape, kernel->tile,
-                                                kernel->dim, kernel->v_dim, params.num_masks, params.deterministic);
-    cudaError_t error = prepare_backward(params, workspace, kernel->tile, kernel->dim, stream);
+    cudaError_t error = prepare_attention_backward(params, stream);
     if (error == cudaSuccess)
-        error = kernel->launch(params, workspace, stream);
-    return error == cudaSuccess ? convert_sums(params, workspace, kernel->tile, kernel->dim, kernel->v_dim, stream)
-                                : error;
+        error = run_attention_backward(params, params.num_sms, stream);
+    return error == cudaSuccess ? finish_attention_backward(params, stream) : error;
+}
+
+cudaError_t prepare_attention_backward(const BackwardParams& params, cudaStream_t stream) {
+    const auto [kernel, workspace] = find_pass(params);
+    return prepare_backward(params, workspace, kernel.tile, kernel.dim, stream);
+}
+
+cudaError_t run_attention_backward(const BackwardParams& params, int num_sms, cudaStream_t stream) {
+    const auto [kernel, workspace] = find_pass(params);
+    return kernel.launch(params, workspace, num_sms, stream);
+}
+
+cudaError_t finish_attention_backward(const BackwardParams& params, cudaStream_t stream) {
+    const auto [kernel, workspace] = find_pass(params);
+    return convert_sums(params, workspace, kernel.tile, kernel.dim, kernel.v_dim, stream);
 }
 
 cudaError_t preload_backward(DType dtype, int dim, int v_dim, bool soft_cap) {

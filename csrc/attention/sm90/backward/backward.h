@@ -17,26 +17,35 @@ struct BackwardShape {
 };
 
 struct BackwardParams {
-    DType dtype;  // of q, k, v, dout, and of the gradients unless gradients_f32
-    bool gradients_f32;
+    DType dtype;  // of q, k, v, dout, and of the gradients that are not f32
+    bool dq_f32, key_gradients_f32;
     BackwardShape shape;
-    const void *q, *k, *v;       // [batch, length, heads, dim]
+    // Query heads in a row of q, dq, dout, lse and delta. The pass computes those of the shape, from the pointers on.
+    int row_heads;
+    const void* q;               // [batch, q_len, row_heads, dim]
+    const void *k, *v;           // [batch, kv_len, kv_heads, dim]
     int num_masks, capacity;     // one mask, or one mask per example
     const ScheduledBand* bands;  // of a tile schedule by keys, and so transposed
     const ScheduledTile* tiles;  // of keys
-    const void* dout;            // [batch, q_len, heads, v_dim]
-    const float* lse;            // [batch, q_len, heads]; rows with -inf get and give no gradient
-    const float* delta;          // [batch, q_len, heads]: rowsum(dout · out) minus the cotangent of lse
+    const void* dout;            // [batch, q_len, row_heads, v_dim]
+    const float* lse;            // [batch, q_len, row_heads]; rows with -inf get and give no gradient
+    const float* delta;          // [batch, q_len, row_heads]: rowsum(dout · out) minus the cotangent of lse
     void *dq, *dk, *dv;          // as q, k, v
     void* workspace;             // of backward_workspace_bytes(), 16-byte aligned
     float scale, soft_cap;       // scale > 0; soft_cap 0 for none
     bool deterministic;
-    int num_sms;
+    int num_sms;                 // for which the work is cut
 };
 
 int64_t backward_workspace_bytes(const BackwardShape& shape, int num_masks, bool deterministic);
 
 cudaError_t attention_backward(const BackwardParams& params, cudaStream_t stream);
+
+// The three steps of attention_backward(). The second one may be launched several times, also in several streams: all
+// launches together do the work once, each on so many SMs. The third one comes when all of them have ended.
+cudaError_t prepare_attention_backward(const BackwardParams& params, cudaStream_t stream);
+cudaError_t run_attention_backward(const BackwardParams& params, int num_sms, cudaStream_t stream);
+cudaError_t finish_attention_backward(const BackwardParams& params, cudaStream_t stream);
 
 // Loads the kernels and raises their limit of shared memory; not allowed while a stream is captured.
 cudaError_t preload_backward(DType dtype, int dim, int v_dim, bool soft_cap);

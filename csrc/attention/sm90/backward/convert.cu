@@ -18,7 +18,7 @@ struct ConvertArguments {
     const EightRows* rows;  // null for keys, whose sums are zero where they are fully masked
     void* to;
     bool f32;
-    int length, heads, dim, kernel_dim, rows_per_head;
+    int length, heads, row_heads, dim, kernel_dim, rows_per_head;
     float scale;
     int num_ctas;
 };
@@ -35,10 +35,10 @@ template <int kRowBlock> struct ConvertedBlock {
         return args.rows == nullptr or args.rows[in_workspace / 8 + row / 8].lse_log2[row % 8] != INFINITY;
     }
     __device__ __forceinline__ int position(int row) const { return first + row; }
-    // Returns the index of a row in [batch, length, heads].
+    // Returns the index of a row in [batch, length, row_heads].
     __device__ __forceinline__ int64_t index(int row) const {
         const int64_t example = all_heads / args.heads;
-        return (example * args.length + position(row)) * args.heads + all_heads % args.heads;
+        return (example * args.length + position(row)) * args.row_heads + all_heads % args.heads;
     }
 };
 
@@ -170,9 +170,10 @@ cudaError_t convert_sums(const BackwardParams& params, const BackwardWorkspace& 
     const ConvertArguments dq{.sums = workspace.dq,
                               .rows = workspace.rows,
                               .to = params.dq,
-                              .f32 = params.gradients_f32,
+                              .f32 = params.dq_f32,
                               .length = shape.q_len,
                               .heads = shape.heads,
+                              .row_heads = params.row_heads,
                               .dim = shape.dim,
                               .kernel_dim = kernel_dim,
                               .rows_per_head = workspace.rows_per_head,
@@ -181,9 +182,10 @@ cudaError_t convert_sums(const BackwardParams& params, const BackwardWorkspace& 
     ConvertArguments dk{.sums = workspace.dk,
                         .rows = nullptr,
                         .to = params.dk,
-                        .f32 = params.gradients_f32,
+                        .f32 = params.key_gradients_f32,
                         .length = shape.kv_len,
                         .heads = shape.kv_heads,
+                        .row_heads = shape.kv_heads,
                         .dim = shape.dim,
                         .kernel_dim = kernel_dim,
                         .rows_per_head = workspace.rows_per_key_head,

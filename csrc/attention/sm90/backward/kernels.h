@@ -11,7 +11,9 @@ struct BackwardKernel {
     int dim, v_dim;
     TileShape tile;
     cudaError_t (*load)(DType dtype, bool soft_cap);
-    cudaError_t (*launch)(const BackwardParams& params, const BackwardWorkspace& workspace, cudaStream_t stream);
+    // Launches the kernel on so many SMs.
+    cudaError_t (*launch)(const BackwardParams& params, const BackwardWorkspace& workspace, int num_sms,
+                          cudaStream_t stream);
 };
 
 extern const BackwardKernel kBackwardD64, kBackwardD96, kBackwardD128, kBackwardD192V128, kBackwardD192, kBackwardD256;

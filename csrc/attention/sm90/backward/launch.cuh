@@ -33,7 +33,7 @@ inline BackwardArguments make_arguments(const BackwardParams& params, const Back
             .v_dim = shape.v_dim,
             .dk = params.dk,
             .dv = params.dv,
-            .gradients_f32 = params.gradients_f32,
+            .gradients_f32 = params.key_gradients_f32,
             .deterministic = params.deterministic,
             .logit_scale = capped ? params.scale / params.soft_cap : params.scale * kLog2E,
             .cap_log2 = params.soft_cap * kLog2E,
@@ -65,10 +65,10 @@ template <typename Config> cudaError_t encode_maps(const BackwardParams& params,
         HeadsTensor tensor;
         int rows;
         CUtensorMap* map;
-    } all[] = {{{params.q, type, batch, q_len, heads, dim}, Config::kRows, &maps->q},
-               {{params.dout, type, batch, q_len, heads, v_dim}, Config::kRows, &maps->dout},
-               {{params.k, type, batch, kv_len, kv_heads, dim}, Config::kKeys, &maps->k},
-               {{params.v, type, batch, kv_len, kv_heads, v_dim}, Config::kKeys, &maps->v}};
+    } all[] = {{{params.q, type, batch, q_len, heads, params.row_heads, dim}, Config::kRows, &maps->q},
+               {{params.dout, type, batch, q_len, heads, params.row_heads, v_dim}, Config::kRows, &maps->dout},
+               {{params.k, type, batch, kv_len, kv_heads, kv_heads, dim}, Config::kKeys, &maps->k},
+               {{params.v, type, batch, kv_len, kv_heads, kv_heads, v_dim}, Config::kKeys, &maps->v}};
     for (const auto& [tensor, rows, map] : all)
         if (const cudaError_t error = encode_panel_map(tensor, 1, rows, map); error != cudaSuccess)
             return error;
@@ -76,12 +76,13 @@ template <typename Config> cudaError_t encode_maps(const BackwardParams& params,
 }
 
 template <typename Config>
-cudaError_t launch_backward(const BackwardParams& params, const BackwardWorkspace& workspace, cudaStream_t stream) {
+cudaError_t launch_backward(const BackwardParams& params, const BackwardWorkspace& workspace, int num_sms,
+                            cudaStream_t stream) {
     BackwardTensorMaps maps;
     if (const cudaError_t error = encode_maps<Config>(params, &maps); error != cudaSuccess)
         return error;
     const BackwardArguments args = make_arguments(params, workspace, Config::kDim, {Config::kRows, Config::kKeys});
-    const int grid = std::min(params.num_sms, args.head_sets.num_claims);
+    const int grid = std::min(num_sms, args.head_sets.num_claims);
     backward_kernel<Config><<<grid, Config::kThreads, BackwardMemory<Config>::kBytes, stream>>>(maps, args);
     return cudaGetLastError();
 }
@@ -95,9 +96,10 @@ struct BackwardInstance {
     static cudaError_t load(DType dtype, bool soft_cap) {
         return with_config<Config>(dtype, soft_cap, [](auto config) { return load_backward<decltype(config)>(); });
     }
-    static cudaError_t launch(const BackwardParams& params, const BackwardWorkspace& workspace, cudaStream_t stream) {
+    static cudaError_t launch(const BackwardParams& params, const BackwardWorkspace& workspace, int num_sms,
+                              cudaStream_t stream) {
         return with_config<Config>(params.dtype, params.soft_cap > 0, [&](auto config) {
-            return launch_backward<decltype(config)>(params, workspace, stream);
+            return launch_backward<decltype(config)>(params, workspace, num_sms, stream);
         });
     }
     static constexpr BackwardKernel kKernel{kDim, kVDim, {kRows, kKeys}, load, launch};

@@ -14,7 +14,7 @@ constexpr int kZerosOfCta = 16 * kThreads;  // in units of 16 bytes
 struct RowsArguments {
     const float *lse, *delta;
     EightRows* rows;
-    int q_len, heads, rows_per_head, ctas_per_example, ctas_by_heads;
+    int q_len, heads, row_heads, rows_per_head, ctas_per_example, ctas_by_heads;
     int block_rows;  // of a block of queries
 };
 
@@ -34,7 +34,7 @@ __device__ void stage_rows(const RowsArguments& args, StagedRows& staged, int64_
 #pragma unroll
     for (int i = eight * 8; i < eight * 8 + 8; ++i) {
         const int position = first_row + i;
-        const int64_t at = (example * args.q_len + position) * args.heads + head;
+        const int64_t at = (example * args.q_len + position) * args.row_heads + head;
         const bool exists = head < args.heads and position < args.q_len;
         const float lse = exists ? args.lse[at] : -INFINITY;
         has_masked = has_masked or (exists and lse == -INFINITY);
@@ -167,6 +167,7 @@ RowsArguments rows_arguments(const BackwardParams& params, const BackwardWorkspa
             .rows = workspace.rows,
             .q_len = params.shape.q_len,
             .heads = params.shape.heads,
+            .row_heads = params.row_heads,
             .rows_per_head = workspace.rows_per_head,
             .ctas_per_example = ceil_div(workspace.rows_per_head, kRows),
             .ctas_by_heads = ceil_div(params.shape.heads, kHeads),

@@ -17,8 +17,11 @@ struct ForwardArguments {
     ForwardSchedule schedule;
     const ScheduledBand* bands;
     const ScheduledTile* tiles;
-    int* counter;  // number of work items claimed after the first one of each CTA
-    int capacity, q_len, kv_len, heads, kv_heads, v_dim;
+    int* counter;     // number of work items claimed after the first ones
+    int first_items;  // that CTAs have without a claim: one for each CTA of attention_forward()
+    bool helps;       // the CTAs are those of help_attention_forward(), which claim their first work items too
+    int capacity, q_len, kv_len, row_heads, kv_heads, v_dim;
+    int key_begin, key_end;
     const float* sinks;
     const void* previous_out;
     const float* previous_lse;

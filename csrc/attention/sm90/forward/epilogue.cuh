@@ -150,7 +150,7 @@ private:
     __device__ __forceinline__ float sink(int r) const { return __ldg(args.sinks + head(r)); }
     __device__ __forceinline__ bool exists(int r) const { return position(r) < args.q_len; }
     __device__ __forceinline__ int64_t row_index(int r) const {
-        return (static_cast<int64_t>(work.example) * args.q_len + position(r)) * args.heads + head(r);
+        return (static_cast<int64_t>(work.example) * args.q_len + position(r)) * args.row_heads + head(r);
     }
     // Returns the column of element i of the thread's output. Elements 2i and 2i + 1 are neighbours.
     __device__ __forceinline__ int column(int i) const { return i / 4 * 8 + lane % 4 * 2; }

@@ -20,7 +20,11 @@ std::optional<TileShape> forward_tile(int dim, int v_dim) {
 }
 
 cudaError_t attention_forward(const ForwardParams& params, cudaStream_t stream) {
-    return find_kernel(params.dim, params.v_dim)->launch(params, stream);
+    return find_kernel(params.dim, params.v_dim)->launch(params, 0, stream);
+}
+
+cudaError_t help_attention_forward(const ForwardParams& params, int num_sms, cudaStream_t stream) {
+    return num_sms > 0 ? find_kernel(params.dim, params.v_dim)->launch(params, num_sms, stream) : cudaSuccess;
 }
 
 cudaError_t preload_forward(DType dtype, int dim, int v_dim, bool soft_cap) {

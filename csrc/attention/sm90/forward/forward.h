@@ -24,7 +24,12 @@ struct ForwardParams {
     DType dtype;  // of q, k, v, and of out unless out_f32
     bool out_f32;
     int batch, q_len, kv_len, heads, kv_heads, dim, v_dim;
-    const void *q, *k, *v;  // [batch, length, heads, dim]
+    // Heads in a row of q, and in one of out, lse and the previous result. The pass computes `heads` of them, from the
+    // pointers on.
+    int q_row_heads, row_heads;
+    int key_begin, key_end;  // only keys in between count
+    const void* q;           // [batch, q_len, q_row_heads, dim]
+    const void *k, *v;       // [batch, kv_len, kv_heads, dim]
     int num_masks, capacity;  // 1 mask, or one for each example; bands of a mask
     const ScheduledBand* bands;
     const ScheduledTile* tiles;
@@ -32,14 +37,33 @@ struct ForwardParams {
     // A partial result to merge with, or nullptr. It has the types of the result and may share its memory.
     const void* previous_out;
     const float* previous_lse;
-    void* out;     // [batch, q_len, heads, v_dim]
-    float* lse;    // [batch, q_len, heads]
+    void* out;     // [batch, q_len, row_heads, v_dim]
+    float* lse;    // [batch, q_len, row_heads]
     int* counter;  // workspace
+    bool counter_is_zero;  // otherwise the call clears it
     float scale, soft_cap;  // scale > 0; soft_cap 0 for none
     int num_sms;
 };
 
 cudaError_t attention_forward(const ForwardParams& params, cudaStream_t stream);
+
+// Lets `num_sms` more SMs take part in a call of attention_forward() whose counter was zero before: they claim work items
+// of it. The two may run in different streams, and in any order. The result is complete when both have ended.
+cudaError_t help_attention_forward(const ForwardParams& params, int num_sms, cudaStream_t stream);
+
+// A result in float, [rows, heads], to which sinks are to be added, and its place in [rows, row_heads] of 16 bits.
+struct UnfinishedResult {
+    const float *out, *lse;  // [rows, heads, v_dim], [rows, heads]
+    const float* sinks;      // [heads], -inf for none
+    void* to_out;            // [rows, row_heads, v_dim]
+    float* to_lse;           // [rows, row_heads]
+    DType dtype;             // of to_out
+    int64_t rows;
+    int heads, row_heads, v_dim;
+};
+
+// Finishes the result of passes that had no sinks, over parts of the keys.
+cudaError_t finish_attention_forward(const UnfinishedResult& result, cudaStream_t stream);
 
 // Loads the kernels and raises their limit of shared memory; not to be called while a stream is captured.
 cudaError_t preload_forward(DType dtype, int dim, int v_dim, bool soft_cap);

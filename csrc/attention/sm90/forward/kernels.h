@@ -11,7 +11,8 @@ struct ForwardKernel {
     int dim, v_dim;
     TileShape tile;
     cudaError_t (*load)(DType dtype, bool soft_cap);
-    cudaError_t (*launch)(const ForwardParams& params, cudaStream_t stream);
+    // num_helpers: 0 for the call itself; otherwise SMs that help it.
+    cudaError_t (*launch)(const ForwardParams& params, int num_helpers, cudaStream_t stream);
 };
 
 extern const ForwardKernel kForwardD64, kForwardD96, kForwardD128, kForwardD192V128, kForwardD192, kForwardD256;

@@ -11,18 +11,23 @@
 
 namespace jaxmagi::sm90 {
 
-inline ForwardArguments make_arguments(const ForwardParams& params, int tile_rows) {
+inline ForwardArguments make_arguments(const ForwardParams& params, int tile_rows, bool helps) {
     const bool capped = params.soft_cap > 0;
-    return {.schedule = make_schedule(params, tile_rows),
+    const ForwardSchedule schedule = make_schedule(params, tile_rows);
+    return {.schedule = schedule,
             .bands = params.bands,
             .tiles = params.tiles,
             .counter = params.counter,
+            .first_items = std::min(params.num_sms, schedule.num_items),
+            .helps = helps,
             .capacity = params.capacity,
             .q_len = params.q_len,
             .kv_len = params.kv_len,
-            .heads = params.heads,
+            .row_heads = params.row_heads,
             .kv_heads = params.kv_heads,
             .v_dim = params.v_dim,
+            .key_begin = params.key_begin,
+            .key_end = params.key_end,
             .sinks = params.sinks,
             .previous_out = params.previous_out,
             .previous_lse = params.previous_lse,
@@ -41,10 +46,10 @@ template <typename Config> cudaError_t load_forward() {
 template <typename Config>
 cudaError_t encode_maps(const ForwardParams& params, int pack, ForwardTensorMaps* maps) {
     const CUtensorMapDataType type = tensor_map_type(params.dtype);
-    const HeadsTensor q{params.q, type, params.batch, params.q_len, params.heads, params.dim};
-    const HeadsTensor k{params.k, type, params.batch, params.kv_len, params.kv_heads, params.dim};
-    const HeadsTensor v{params.v, type, params.batch, params.kv_len, params.kv_heads, params.v_dim};
-    const HeadsTensor out{params.out, type, params.batch, params.q_len, params.heads, params.v_dim};
+    const HeadsTensor q{params.q, type, params.batch, params.q_len, params.heads, params.q_row_heads, params.dim};
+    const HeadsTensor k{params.k, type, params.batch, params.kv_len, params.kv_heads, params.kv_heads, params.dim};
+    const HeadsTensor v{params.v, type, params.batch, params.kv_len, params.kv_heads, params.kv_heads, params.v_dim};
+    const HeadsTensor out{params.out, type, params.batch, params.q_len, params.heads, params.row_heads, params.v_dim};
     const struct {
         const HeadsTensor& tensor;
         int heads, positions;
@@ -62,15 +67,21 @@ cudaError_t encode_maps(const ForwardParams& params, int pack, ForwardTensorMaps
     return cudaSuccess;
 }
 
-template <typename Config> cudaError_t launch_forward(const ForwardParams& params, cudaStream_t stream) {
-    const ForwardArguments args = make_arguments(params, Config::kRows);
+// num_helpers: 0 for the call itself; otherwise CTAs that help it.
+template <typename Config>
+cudaError_t launch_forward(const ForwardParams& params, int num_helpers, cudaStream_t stream) {
+    const bool helps = num_helpers > 0;
+    const ForwardArguments args = make_arguments(params, Config::kRows, helps);
+    const bool has_claims = args.first_items < args.schedule.num_items;
+    if (helps and not has_claims)
+        return cudaSuccess;
     ForwardTensorMaps maps{};
     cudaError_t error = encode_maps<Config>(params, args.schedule.pack, &maps);
-    const int grid = std::min(params.num_sms, args.schedule.num_items);
-    if (error == cudaSuccess and grid < args.schedule.num_items)
+    if (error == cudaSuccess and has_claims and not helps and not params.counter_is_zero)
         error = cudaMemsetAsync(params.counter, 0, sizeof(int), stream);
     if (error != cudaSuccess)
         return error;
+    const int grid = helps ? num_helpers : args.first_items;
     forward_kernel<Config><<<grid, Config::kThreads, ForwardMemory<Config>::kBytes, stream>>>(maps, args);
     return cudaGetLastError();
 }
@@ -83,9 +94,9 @@ template <int kDim, int kVDim, int kConsumers, int kKeys, int kCappedKeys> struc
     static cudaError_t load(DType dtype, bool soft_cap) {
         return with_config<Config>(dtype, soft_cap, [](auto config) { return load_forward<decltype(config)>(); });
     }
-    static cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
+    static cudaError_t launch(const ForwardParams& params, int num_helpers, cudaStream_t stream) {
         return with_config<Config>(params.dtype, params.soft_cap > 0, [&](auto config) {
-            return launch_forward<decltype(config)>(params, stream);
+            return launch_forward<decltype(config)>(params, num_helpers, stream);
         });
     }
     static constexpr ForwardKernel kKernel{kDim, kVDim, {64 * kConsumers, kKeys}, load, launch};

@@ -16,7 +16,7 @@ template <typename Config> struct ForwardScheduler {
     unsigned num_runs = 0;  // written so far
 
     __device__ __forceinline__ void run() {
-        int item = 0, index = blockIdx.x;
+        int item = 0, index = args.helps ? claim_index() : blockIdx.x;
 #pragma unroll 1
         while (index < args.schedule.num_items) {
             schedule(item_at(args.schedule, index), item);
@@ -52,9 +52,9 @@ private:
 
     __device__ __forceinline__ int claim_index() const {
         int claimed = args.schedule.num_items;
-        if (lane_index() == 0 and grid_size() < args.schedule.num_items)
+        if (lane_index() == 0 and args.first_items < args.schedule.num_items)
             asm volatile("atom.global.add.u32 %0, [%1], 1;" : "=r"(claimed) : "l"(args.counter) : "memory");
-        return grid_size() + __shfl_sync(~0u, claimed, 0);
+        return args.first_items + __shfl_sync(~0u, claimed, 0);
     }
 
     // Writes the work item at these coordinates and its runs, unless it lies behind the last position.
@@ -143,7 +143,7 @@ private:
     }
 
     // Returns the band with only those keys that the rows see, and an empty one behind the last band.
-    __device__ __forceinline__ static Band visible_part(const ScheduledBand* bands, int index, int end, Range rows) {
+    __device__ __forceinline__ Band visible_part(const ScheduledBand* bands, int index, int end, Range rows) const {
         if (index >= end)
             return {};
         const int4* words = reinterpret_cast<const int4*>(bands + index);
@@ -151,8 +151,8 @@ private:
         const int2 limits = __ldg(reinterpret_cast<const int2*>(words + 1));
         Band band{ranges.x, ranges.y, ranges.z, ranges.w, limits.x, limits.y};
         const Range keys = keys_of_rows(band, rows);
-        band.k0 = keys.begin;
-        band.k1 = max(keys.begin, keys.end);
+        band.k0 = max(keys.begin, args.key_begin);
+        band.k1 = max(band.k0, min(keys.end, args.key_end));
         return band;
     }
 

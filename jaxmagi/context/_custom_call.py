@@ -1,0 +1,186 @@
+"""Makes the custom calls of the distributed op: one for each pass, which holds transfers and attention.
+
+Heads are cut into parts. The keys of a part travel while other parts compute, and so do their gradients. A
+part has the keys and values of its key heads in arrays of its own, [parts, G, rows, K / parts, D]: first the
+rank's rows, then those that it receives, which the call puts there.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..attention import _cuda as attention_cuda
+from ..collectives._cuda import IMPLEMENTATIONS
+from ..collectives._process import timeout_ms
+from ..collectives._route import Route
+from ..planning import num_parts
+
+FORWARD = "jaxmagi_context_forward"
+BACKWARD = "jaxmagi_context_backward"
+
+type Steps = Sequence[tuple[Route, np.ndarray]]
+"""The steps of a transfer, one or two: routes, and the groups of devices that exchange rows."""
+
+_MAX_WORKSPACES = 2
+_MOST_TRANSFER_SMS = 32  # multiprocessors, which attention leaves free while there is something to transfer
+
+
+def forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bands: jax.Array,
+    sinks: jax.Array,
+    *tables: jax.Array,
+    scale: float,
+    soft_cap: float,
+    out_dtype: jnp.dtype,
+    steps: Steps,
+) -> list[jax.Array]:
+    """Returns the output [G, T, N, Dv] and the log-sum-exp [G, T, N]."""
+    v_dim = value.shape[3]
+    query, key, value = _padded(query, key, value, scale)
+    sizes = _Sizes.of(key, value, steps)
+    results = (
+        jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), out_dtype),
+        jax.ShapeDtypeStruct(query.shape[:3], jnp.float32),
+        *sizes.arrays(key, value, sizes.rows),
+        *sizes.arrays(key, value, sizes.middle_rows),
+        jax.ShapeDtypeStruct((sizes.parts + 1,), jnp.int32),
+    )
+    dims = key.shape[3], value.shape[3]
+    schedule = attention_cuda.tile_schedule(bands, query.shape[1], sizes.rows, dims)
+    attributes = _attributes(steps, sizes, scale, soft_cap)
+    call = jax.ffi.ffi_call(FORWARD, results)
+    both = jnp.stack([sinks, jnp.full_like(sinks, -jnp.inf)])  # with sinks, and without
+    out, lse, *_ = call(query, key, value, *schedule, both, *_moved(tables, steps), **attributes)
+    return [out[..., :v_dim], lse]
+
+
+def backward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bands: jax.Array,
+    dout: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    *tables: jax.Array,
+    scale: float,
+    soft_cap: float,
+    deterministic: bool,
+    steps: Steps,
+) -> list[jax.Array]:
+    """Returns the gradients of queries, in their dtype, and of the rank's keys and values, in float32."""
+    dim, v_dim = query.shape[3], value.shape[3]
+    query, key, value = _padded(query, key, value, scale)
+    dout = attention_cuda._pad_dim(dout, value.shape[3])
+    sizes = _Sizes.of(key, value, steps)
+    batch, tokens, heads, _ = query.shape
+    dims = key.shape[3], value.shape[3]
+    shape = batch, tokens, sizes.rows, heads // sizes.parts, key.shape[2] // sizes.parts, *dims
+    size = attention_cuda._compiled().backward_workspace_bytes(*shape, bands.shape[0], deterministic)
+    wire = steps[0][0].wire_dtype
+    is_rounded = wire is not None and jnp.dtype(wire) != jnp.float32
+    wire, single = (jnp.dtype(wire) if is_rounded else key.dtype), jnp.dtype(jnp.float32)
+    results = (
+        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        *sizes.arrays(key, value, sizes.rows, single),
+        *sizes.arrays(key, value, sizes.middle_rows, single),
+        *sizes.arrays(key, value, tokens, single),
+        *sizes.arrays(key, value, sizes.rows * is_rounded, wire),
+        *sizes.arrays(key, value, sizes.middle_rows * is_rounded, wire),
+        *sizes.arrays(key, value, sizes.rows),
+        *sizes.arrays(key, value, sizes.middle_rows),
+        jax.ShapeDtypeStruct((min(sizes.parts, _MAX_WORKSPACES), size // 16, 4), jnp.int32),
+    )
+    schedule = attention_cuda.tile_schedule(bands, tokens, sizes.rows, dims, by_keys=True)
+    attributes = _attributes(steps, sizes, scale, soft_cap, deterministic)
+    call = jax.ffi.ffi_call(BACKWARD, results)
+    operands = query, key, value, *schedule, dout, lse, delta, *_moved(tables, steps)
+    dq, dk, dv, _, _, dk_sums, dv_sums, *_ = call(*operands, **attributes)
+    dk, dv = (_join(own[:, :, :tokens] + sums) for own, sums in ((dk, dk_sums), (dv, dv_sums)))
+    return [attention_cuda._flip(dq, scale)[..., :dim], dk[..., :dim], dv[..., :v_dim]]
+
+
+class _Sizes(NamedTuple):
+    """The sizes of a call that its operands do not show."""
+
+    parts: int
+    rows: int  # of keys: those of the rank, and those that it receives
+    middle_rows: int  # that the first of two steps brings
+
+    @classmethod
+    def of(cls, key: jax.Array, value: jax.Array, steps: Steps) -> "_Sizes":
+        first, last = steps[0][0], steps[-1][0]
+        row_bytes = key.shape[2] * (key.shape[3] + value.shape[3]) * key.dtype.itemsize
+        parts = num_parts(key.shape[2], last.output_rows * row_bytes)
+        return cls(parts, first.input_rows + last.output_rows, first.output_rows * (len(steps) == 2))
+
+    def arrays(
+        self, key: jax.Array, value: jax.Array, rows: int, dtype: jnp.dtype | None = None
+    ) -> list[jax.ShapeDtypeStruct]:
+        """Returns the types of so many rows of keys and of values, or of their gradients, of all parts."""
+        shapes = [(self.parts, x.shape[0], rows, x.shape[2] // self.parts, x.shape[3]) for x in (key, value)]
+        return [jax.ShapeDtypeStruct(shape, dtype or key.dtype) for shape in shapes]
+
+
+def _padded(query: jax.Array, key: jax.Array, value: jax.Array, scale: float) -> list[jax.Array]:
+    """Returns the operands with head dimensions that kernels take, for a positive scale."""
+    dim, v_dim = attention_cuda._padded_dims(query, value)
+    flipped = attention_cuda._flip(query, scale)
+    return [attention_cuda._pad_dim(x, d) for x, d in ((flipped, dim), (key, dim), (value, v_dim))]
+
+
+def _join(x: jax.Array) -> jax.Array:
+    """Joins parts [parts, G, T, K / parts, D] → [G, T, K, D]."""
+    parts, batch, tokens, heads, dim = x.shape
+    return jnp.moveaxis(x, 0, 2).reshape(batch, tokens, parts * heads, dim)
+
+
+def _moved(tables: Sequence[jax.Array], steps: Steps) -> list[jax.Array]:
+    """Returns the tables of two steps, in the last of which rows come behind the rank's own ones."""
+    *before, sends, receives = tables
+    sends, receives = (_add_rows(x, i, steps[0][0].input_rows) for x, i in ((sends, 4), (receives, 2)))
+    none = [] if before else [jnp.zeros((*x.shape[:1], 0, x.shape[2]), jnp.int32) for x in (sends, receives)]
+    return [*before, sends, receives, *none]
+
+
+def _add_rows(table: jax.Array, column: int, rows: int) -> jax.Array:
+    """Returns a table with a number added to a column of the entries in use."""
+    shift = np.zeros((1, 1, table.shape[-1]), np.int32)
+    shift[..., column] = rows
+    return jnp.where(table[..., 3:4] > 0, table + shift, table)
+
+
+def _attributes(
+    steps: Steps, sizes: _Sizes, scale: float, soft_cap: float, deterministic: bool = False
+) -> dict[str, Any]:
+    (route, groups), *inside = steps
+    inside_route, inside_groups = inside[0] if inside else (None, groups)
+    num_sms = min(route.num_sms, _MOST_TRANSFER_SMS)
+    numbers = {
+        "group_size": groups.shape[1],
+        "inside_group_size": inside_groups.shape[1] if inside else 0,
+        "input_rows": route.input_rows,
+        "middle_rows": sizes.middle_rows,
+        "output_rows": sizes.rows,
+        "pair_rows": route.pair_rows,
+        "inside_pair_rows": 0 if inside_route is None else inside_route.pair_rows,
+        "num_sms": num_sms,
+        "implementation": IMPLEMENTATIONS[route.implementation],
+        "ranks_per_host": route.ranks_per_host or 0,
+        "timeout_ms": timeout_ms(route.timeout),
+        "num_parts": sizes.parts,
+        "reserved_sms": num_sms,
+    }
+    return {name: np.int64(number) for name, number in numbers.items()} | {
+        "groups": groups.reshape(-1),
+        "inside_groups": inside_groups.reshape(-1),
+        "scale": np.float64(abs(scale) or 1),
+        "soft_cap": np.float64(soft_cap),
+        "deterministic": np.bool_(deterministic),
+    }

@@ -1,0 +1,163 @@
+"""The parts into which GPUs cut a pass of context_attention, and what changes its call, have one result."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxmagi import AttnMask, ContextPlan, attention, context_attention, dispatch, masks, plan_context
+
+from ..collectives.groups import Group, assert_close, place, require_devices, require_one_host
+from . import harness
+from .harness import AXIS, Solution, check_solution
+from .test_gpu import BF16_TOLERANCE, CHUNK, DIM, cut_in_parts
+
+pytestmark = pytest.mark.gpu
+
+LENGTH, HEADS = 4096, 8
+MASKS = [masks.documents([1000, 2500, 3, 593]), masks.causal(LENGTH)]
+ROUNDING = 2.0**-7  # of bfloat16, where float32 sums of another order may be rounded to the next number
+LSE_TOLERANCE = 1e-3
+
+ONE_LEVEL = [
+    *(Group("native", size) for size in (1, 2, 4)),
+    Group("nccl", 2),
+    Group(None, 4, ranks_per_host=2),
+]
+TWO_LEVELS = [Group(None, 2, ranks_per_host=1), Group(None, 4, ranks_per_host=2)]
+ON_GROUPS = pytest.mark.parametrize(
+    ("group", "two_levels"),
+    [
+        *(pytest.param(group, False, id=str(group)) for group in ONE_LEVEL),
+        *(pytest.param(group, True, id=f"{group}-two_levels") for group in TWO_LEVELS),
+    ],
+)
+"""Ranks, and whether plans are for their hosts. Ranks of one host may be taken for several."""
+
+
+def make_plan(mask: AttnMask, group: Group, two_levels: bool, layout: Any = None) -> ContextPlan:
+    """Returns a plan; skips the test where there are no such ranks."""
+    require_devices(group.size)
+    require_one_host(group)
+    options: dict[str, Any] = {"chunk_size": CHUNK} if layout is None else {"layout": layout}
+    plan = plan_context(mask, group.size, **options)
+    return plan.by_host(group.ranks_per_host) if two_levels and group.ranks_per_host else plan
+
+
+def check_close(solution: Solution, expected: Solution) -> None:
+    """Compares with one GPU."""
+    check_solution(solution, expected, BF16_TOLERANCE)
+    np.testing.assert_allclose(solution.lse, expected.lse, rtol=0, atol=LSE_TOLERANCE)
+
+
+@ON_GROUPS
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_numbers_of_parts(
+    group: Group,
+    two_levels: bool,
+    kv_heads: int,
+    monkeypatch: pytest.MonkeyPatch,
+    rng: np.random.Generator,
+) -> None:
+    """1, 2, 4 and 8 parts, as far as key heads allow, have one result, which is that of one GPU."""
+    plan = make_plan(MASKS[0], group, two_levels)
+    problem = harness.random_problem(
+        rng, LENGTH, jnp.bfloat16, heads=HEADS, kv_heads=kv_heads, dim=DIM, v_dim=DIM
+    )
+    expected = harness.solve_alone(problem, MASKS[0])
+    solutions = []
+    for parts in (parts for parts in (1, 2, 4, 8) if kv_heads % parts == 0):
+        cut_in_parts(monkeypatch, plan, kv_heads, parts)
+        # The cache may have a program that is cut otherwise.
+        run = harness.distributed.__wrapped__(group.size, collectives=group.options)
+        solution = run(harness.dispatch_problem(problem, plan), plan)
+        solutions.append(harness.undispatch_solution(solution, plan))
+        check_close(solutions[-1], expected)
+    for solution in solutions[1:]:
+        check_solution(solution, solutions[0], BF16_TOLERANCE)
+        out, first = (x.out.astype(np.float32) for x in (solution, solutions[0]))
+        np.testing.assert_allclose(out, first, rtol=ROUNDING, atol=1e-5)
+        np.testing.assert_allclose(solution.lse, solutions[0].lse, rtol=0, atol=1e-5)
+
+
+@ON_GROUPS
+@pytest.mark.parametrize("wire", [jnp.bfloat16, jnp.float16])
+def test_gradients_that_are_rounded_on_the_way(
+    group: Group, two_levels: bool, wire: Any, rng: np.random.Generator
+) -> None:
+    plan = make_plan(MASKS[0], group, two_levels)
+    problem = harness.random_problem(rng, LENGTH, jnp.bfloat16, heads=HEADS, dim=DIM, v_dim=DIM)
+    options = replace(group.options, wire_dtype=wire)
+    solution = harness.solve_distributed(problem, plan, collectives=options)
+    check_close(solution, harness.solve_alone(problem, MASKS[0]))
+
+
+def random_examples(rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
+    """Returns query, key, value and a cotangent of two sequences, and two sets of sinks."""
+    sizes = [(HEADS, DIM), (2, DIM), (2, 2 * DIM), (HEADS, 2 * DIM)]
+    rows = [rng.normal(size=(2, LENGTH, *size)).astype(jnp.bfloat16) for size in sizes]
+    return rows, rng.normal(size=(2, HEADS)).astype(np.float32)
+
+
+def gradients(attend: Any, *given: Any) -> Any:
+    *operands, dout = given
+    out, pull = jax.vjp(attend, *operands)
+    return out, *pull(dout)
+
+
+@ON_GROUPS
+@pytest.mark.parametrize("mapped", ["sequences", "plans", "sinks"])
+def test_examples(group: Group, two_levels: bool, mapped: str, rng: np.random.Generator) -> None:
+    """Two sequences with one plan or with one for each, or two sets of sinks of one, in a call for a pass.
+
+    There is a soft cap, and values have another size than keys.
+    """
+    chosen = MASKS if mapped == "plans" else MASKS[:1] * 2
+    first = make_plan(chosen[0], group, two_levels)
+    plan = ContextPlan.stack([first, make_plan(chosen[1], group, two_levels, first.token_order)])
+    rows, sinks = random_examples(rng)
+    options: dict[str, Any] = {"logits_soft_cap": 5.0, "implementation": "ffi"}
+    axes = {
+        "sequences": (0, 0, 0, None, None),
+        "plans": (0, 0, 0, None, 0),
+        "sinks": (None, None, None, 0, None),
+    }
+    along = axes[mapped]
+    sinks, plan = sinks if along[3] == 0 else sinks[0], plan if along[4] == 0 else first
+    rows[:3] = [x if along[0] == 0 else x[0] for x in rows[:3]]
+
+    def one(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array, plan: Any) -> jax.Array:
+        return context_attention(
+            query, key, value, plan, axis_name=AXIS, sinks=sinks, collectives=group.options, **options
+        )
+
+    def alone(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array) -> jax.Array:
+        mask = AttnMask.stack(chosen) if along[4] == 0 else chosen[0]
+        if along[3] is None:
+            return attention(query, key, value, mask, sinks=sinks, **options)
+        return jnp.stack([attention(query, key, value, mask, sinks=one, **options) for one in sinks])
+
+    spec = P(None, AXIS)
+    specs = spec if along[0] == 0 else P(AXIS)
+    mesh = harness.make_mesh(group.size)
+    on_ranks = jax.shard_map(
+        jax.vmap(one, along), mesh=mesh, in_specs=(specs, specs, specs, P(), P()), out_specs=spec
+    )
+
+    @jax.jit
+    def run(plan: Any, *given: Any) -> Any:
+        return gradients(lambda q, k, v, sinks: on_ranks(q, k, v, sinks, plan), *given)
+
+    def order(x: Any) -> np.ndarray:
+        x = np.asarray(x)
+        return dispatch(x, first, axis=x.ndim - 3)
+
+    *operands, dout = [place(order(x), mesh, P(*[None] * (x.ndim - 3), AXIS)) for x in rows]
+    got = run(place(plan, mesh, P()), *operands, place(sinks, mesh, P()), dout)
+    *operands, dout = map(jnp.asarray, rows)
+    *want, want_sinks = jax.jit(gradients, static_argnums=0)(alone, *operands, jnp.asarray(sinks), dout)
+    assert_close(got, [*map(order, want), np.asarray(want_sinks)], BF16_TOLERANCE)

@@ -1,0 +1,104 @@
+#include "csrc/attention/sm90/backward/backward.h"
+
+#include "xla_ffi/attention_cuda_handler.h"
+#include "xla_ffi/context_handler.h"
+
+namespace jaxmagi {
+namespace {
+
+constexpr int64_t kWorkspaces = 2;  // as many parts as are under way at a time
+
+struct Backward {
+    static constexpr const char* kTarget = "jaxmagi_context_backward";
+
+    struct Operands {
+        ffi::AnyBuffer q;
+        KeysValues own;
+        ffi::AnyBuffer sorted, tiles, dout, lse, delta;
+        ContextTables tables;
+    };
+    struct Results {
+        ffi::AnyBuffer dq;
+        ReturnArrays returns;
+        CastArrays keys;
+        ffi::AnyBuffer workspaces;
+    };
+
+    static sm90::BackwardParams to_params(const ContextAttributes& attributes, const Parts& parts,
+                                          const Operands& operands, const Results& results, int64_t part) {
+        Views views;
+        const struct { ffi::AnyBuffer q, k, v, sorted, tiles, dout, lse, delta; } inputs{
+            parts.of_queries(views, operands.q, part), parts.of_keys(views, results.keys.all.k, part),
+            parts.of_keys(views, results.keys.all.v, part), operands.sorted, operands.tiles,
+            parts.of_queries(views, operands.dout, part), parts.of_queries(views, operands.lse, part),
+            parts.of_queries(views, operands.delta, part)};
+        const ffi::AnyBuffer dq = parts.of_queries(views, results.dq, part);
+        const ffi::AnyBuffer dk = parts.of_keys(views, results.returns.gradients.k, part);
+        const ffi::AnyBuffer dv = parts.of_keys(views, results.returns.gradients.v, part);
+        sm90::BackwardParams params{};
+        set_tensors(params, params.shape, inputs, KernelAttributes::of(attributes));
+        params.row_heads = static_cast<int>(parts.heads * parts.count);
+        const sm90::TileShape tile = find_tile(sm90::backward_tile, params.shape.dim, params.shape.v_dim);
+        check_num_tiles("keys", inputs.k, tile.keys);
+        check_num_tiles("q", inputs.q, 64);  // no kernel has shorter blocks of queries
+        set_tile_schedule(params, inputs, params.shape.batch, ceil_div(params.shape.kv_len, tile.keys));
+        check_buffer("dout", inputs.dout, out_shape(inputs.q, inputs.v), inputs.q.element_type());
+        check_buffer("lse", inputs.lse, row_shape(inputs.q), ffi::F32);
+        check_buffer("delta", inputs.delta, row_shape(inputs.q), ffi::F32);
+        check_buffer("dq", dq, shape_of(inputs.q), inputs.q.element_type());
+        check_buffer("dk", dk, shape_of(inputs.k), ffi::F32);
+        check_buffer("dv", dv, shape_of(inputs.v), ffi::F32);
+        params.key_gradients_f32 = true;
+        params.dout = data_of<const void>("dout", inputs.dout, kTensorAlignment);
+        params.lse = data_of<const float>("lse", inputs.lse);
+        params.delta = data_of<const float>("delta", inputs.delta);
+        params.dq = data_of<void>("dq", dq, kTensorAlignment);
+        params.dk = data_of<void>("dk", dk, kTensorAlignment);
+        params.dv = data_of<void>("dv", dv, kTensorAlignment);
+        params.deterministic = attributes.deterministic;
+        const int64_t bytes = sm90::backward_workspace_bytes(params.shape, params.num_masks, params.deterministic);
+        check_buffer("workspaces", results.workspaces, {std::min(parts.count, kWorkspaces), bytes / 16, 4}, ffi::S32);
+        params.workspace = data_of<char>("workspaces", results.workspaces, kTensorAlignment) + part % kWorkspaces * bytes;
+        return params;
+    }
+
+    static const KeysValues& keys(const Results& results) { return results.keys.all; }
+    static size_t shared_bytes(const Results& results) {
+        return std::max(size_bytes(results.keys.all), size_bytes(results.returns.gradients));
+    }
+
+    static cudaError_t preload(const sm90::BackwardParams& params) {
+        return sm90::preload_backward(params.dtype, params.shape.dim, params.shape.v_dim, params.soft_cap > 0);
+    }
+
+    static void launch(const ContextAttributes& attributes, const Parts& parts, const Operands& operands,
+                       const Results& results, ContextFork& fork, ContextTransfers& transfers) {
+        const std::vector<cudaEvent_t> arrivals = launch_casts(parts, operands.own, results.keys, fork, transfers);
+        const int reserved = parts.count > 1 ? reserved_sms(attributes) : 0;
+        for (int part = 0; part < parts.count; ++part) {
+            const sm90::BackwardParams params = to_params(attributes, parts, operands, results, part);
+            const cudaStream_t stream = fork.of_part(part);
+            check_launch(sm90::prepare_attention_backward(params, stream));
+            const cudaEvent_t prepared = fork.record(stream);
+            fork.wait(stream, arrivals[part]);
+            check_launch(sm90::run_attention_backward(params, params.num_sms - reserved, stream));
+            if (reserved > 0) {  // when the casts, and the return of the part before, have ended
+                fork.wait(fork.helpers(), prepared);
+                fork.wait(fork.helpers(), fork.record(fork.transfers()));
+                check_launch(sm90::run_attention_backward(params, reserved, fork.helpers()));
+                fork.wait(stream, fork.record(fork.helpers()));
+            }
+            check_launch(sm90::finish_attention_backward(params, stream));
+            fork.wait(fork.transfers(), fork.record(stream));
+            transfers.give_back(part, results.returns);
+        }
+    }
+};
+
+}  // namespace
+
+CollectiveHandlers context_backward_cuda() {
+    return context_handlers<Backward>();
+}
+
+}  // namespace jaxmagi

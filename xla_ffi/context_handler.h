@@ -1,0 +1,148 @@
+#pragma once
+
+#include <vector>
+
+#include "csrc/collectives/peer_memory.h"
+#include "xla_ffi/context_cuda.h"
+#include "xla_ffi/context_transfers.h"
+
+// Handlers of context attention, one for each pass, which hold transfers and attention. Nothing is under way when a call
+// returns but what the program's stream waits for.
+//
+// Attention is cut into parts of the heads (context_parts.h), which compute one after the other. The keys of all parts
+// travel from the beginning on, those of the first part first, and a part computes when its own are there. In the backward
+// pass the gradients of a part's received keys return while the next part computes. Streams wait for events; no kernel of
+// attention waits for a transfer, so that a transfer never lacks a multiprocessor that waits for it. Attention leaves
+// `reserved_sms` multiprocessors free while there is something to transfer. Then these help the part that computes.
+//
+// The stages are those of other collectives (collectives_cuda.cc). Prepare requests communicators, Initialize connects
+// peers, and Execute launches. `Pass` has the target's name, its buffers, the kernels' parameters for a part, and the
+// functions that load and launch the kernels.
+
+namespace jaxmagi {
+
+inline void check_launch(cudaError_t error) {
+    check_cuda(error, "launching the kernels");
+}
+
+inline size_t size_bytes(const KeysValues& arrays) {
+    return arrays.k.size_bytes() + arrays.v.size_bytes();
+}
+
+// What `set_tensors` takes.
+struct KernelAttributes {
+    double scale, soft_cap;
+    int64_t sm_margin;
+
+    static KernelAttributes of(const ContextAttributes& attributes) {
+        return {attributes.scale, attributes.soft_cap, 0};
+    }
+};
+
+inline int reserved_sms(const ContextAttributes& attributes) {
+    return to_int("reserved_sms", attributes.reserved_sms, 0, hopper_device().num_sms - 1);
+}
+
+// Launches the casts of all parts, and returns for each the moment at which its keys are there. All streams begin behind
+// what the program has before.
+inline std::vector<cudaEvent_t> launch_casts(const Parts& parts, const KeysValues& own, const CastArrays& keys,
+                                             ContextFork& fork, ContextTransfers& transfers) {
+    transfers.copy_own(own, keys.all);
+    fork.begin();
+    std::vector<cudaEvent_t> arrivals;
+    for (int64_t part = 0; part < parts.count; ++part) {
+        transfers.cast(part, keys);
+        arrivals.push_back(fork.record(fork.transfers()));
+    }
+    return arrivals;
+}
+
+// Returns the groups in which a call transfers.
+inline std::vector<GroupIds> groups_of(const ContextAttributes& attributes) {
+    std::vector<GroupIds> groups{attributes.across()};
+    if (attributes.has_two_steps())
+        groups.push_back(attributes.inside());
+    return groups;
+}
+
+template <typename Pass>
+ffi::Error prepare_context(const CollectivesContext& context, const ContextAttributes& attributes) {
+    return guarded(Pass::kTarget, [&] {
+        for (const GroupIds& group : groups_of(attributes))
+            request_communicator(context, group.ids, group.size);
+    });
+}
+
+// Connects a group, and lets its ranks access each other's arrays.
+inline void connect_context(const GroupIds& group, const CollectivesContext& context, cudaStream_t program,
+                            const ContextAttributes& attributes, const KeysValues& keys, size_t bytes) {
+    using namespace collectives;
+    const Bootstrap bootstrap{get_communicator(context, group.ids, group.size), program,
+                              static_cast<uint64_t>(attributes.timeout_ms)};
+    Peers& peers = connect_group(group, bootstrap);
+    const void* const addresses[] = {keys.k.untyped_data(), keys.v.untyped_data()};
+    if (may_access_processes(peers, attributes.implementation, attributes.ranks_per_host))
+        map_peers(peers, bootstrap, bytes, addresses);
+}
+
+template <typename Pass>
+ffi::Error initialize_context(cudaStream_t program, const CollectivesContext& context, ffi::RemainingArgs arguments,
+                              ffi::RemainingRets rets, const ContextAttributes& attributes) {
+    return guarded_aloud(Pass::kTarget, [&] {
+        hopper_device();
+        const auto operands = decode_buffers<typename Pass::Operands>(arguments);
+        const auto results = decode_buffers<typename Pass::Results>(rets);
+        const Parts parts = Parts::of(attributes, operands.q, Pass::keys(results).k);
+        check_cuda(Pass::preload(Pass::to_params(attributes, parts, operands, results, 0)), "loading the kernels");
+        const size_t bytes = Pass::shared_bytes(results) / parts.count;
+        for (const GroupIds& group : groups_of(attributes))
+            connect_context(group, context, program, attributes, Pass::keys(results), bytes);
+    });
+}
+
+template <typename Pass>
+ffi::Error execute_context(cudaStream_t program, const DeviceMemory& memory, ffi::RemainingArgs arguments,
+                           ffi::RemainingRets rets, const ContextAttributes& attributes) {
+    return guarded_aloud(Pass::kTarget, [&] {
+        hopper_device();
+        const auto operands = decode_buffers<typename Pass::Operands>(arguments);
+        const auto results = decode_buffers<typename Pass::Results>(rets);
+        const Parts parts = Parts::of(attributes, operands.q, Pass::keys(results).k);
+        std::vector<collectives::TransferOrder*> orders;
+        for (const GroupIds& group : groups_of(attributes))
+            orders.push_back(&connected_group(group).order);
+        Scratch scratch(memory);
+        ContextFork fork(orders, program);
+        ContextTransfers transfers(attributes, parts, operands.tables, fork, scratch);
+        Pass::launch(attributes, parts, operands, results, fork, transfers);
+        fork.join();
+    });
+}
+
+auto with_context_buffers(auto binding) {
+    return std::move(binding).RemainingArgs().RemainingRets().template Attrs<ContextAttributes>();
+}
+
+template <typename Pass> CollectiveHandlers context_handlers() {
+    using Stream = ffi::PlatformStream<cudaStream_t>;
+    using Extension = ffi::Extension<Collectives>;
+    XLA_FFI_DEFINE_HANDLER(kPrepare, prepare_context<Pass>,
+                           ffi::Ffi::BindPrepare().Ctx<Extension>().Attrs<ContextAttributes>());
+    XLA_FFI_DEFINE_HANDLER(kInitialize, initialize_context<Pass>,
+                           with_context_buffers(ffi::Ffi::BindInitialize().Ctx<Stream>().Ctx<Extension>()));
+    XLA_FFI_DEFINE_HANDLER(kExecute, execute_context<Pass>,
+                           with_context_buffers(ffi::Ffi::Bind().Ctx<Stream>().Ctx<DeviceMemory>()));
+    return {kPrepare, kInitialize, kExecute};
+}
+
+}  // namespace jaxmagi
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    jaxmagi::ContextAttributes, StructMember<jaxmagi::DeviceIds>("groups"),
+    StructMember<jaxmagi::DeviceIds>("inside_groups"), StructMember<int64_t>("group_size"),
+    StructMember<int64_t>("inside_group_size"), StructMember<int64_t>("input_rows"),
+    StructMember<int64_t>("middle_rows"), StructMember<int64_t>("output_rows"), StructMember<int64_t>("pair_rows"),
+    StructMember<int64_t>("inside_pair_rows"), StructMember<int64_t>("num_sms"),
+    StructMember<jaxmagi::Implementation>("implementation"), StructMember<int64_t>("ranks_per_host"),
+    StructMember<int64_t>("timeout_ms"), StructMember<int64_t>("num_parts"), StructMember<int64_t>("reserved_sms"),
+    StructMember<double>("scale"), StructMember<double>("soft_cap"), StructMember<bool>("deterministic"));

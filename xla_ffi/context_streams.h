@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <span>
+#include <vector>
+
+#include "csrc/collectives/transfer_order.h"
+
+// The streams in which a pass of context attention runs. It is cut into parts, each with some of the heads; the keys of a
+// part come, and their gradients go, while other parts compute. Consecutive parts are in two streams, so that one begins
+// where multiprocessors have nothing left to do for the other.
+
+namespace jaxmagi {
+
+// What a device needs for them. For one host thread at a time.
+class ContextStreams {
+public:
+    static ContextStreams& of_current_device();
+
+    cudaStream_t transfers() const { return transfers_; }
+    cudaStream_t side() const { return side_; }
+    cudaStream_t helpers() const { return helpers_; }
+    cudaStream_t setup() const { return setup_; }
+    cudaEvent_t event(size_t index);
+
+private:
+    ContextStreams();
+
+    cudaStream_t transfers_, side_, helpers_, setup_;
+    std::vector<cudaEvent_t> events_;
+};
+
+// A pass's streams. The program's stream waits for them in `join`, or after a failure.
+class ContextFork {
+public:
+    // orders: of the groups in which the pass transfers.
+    ContextFork(std::span<collectives::TransferOrder* const> orders, cudaStream_t program);
+    ContextFork(const ContextFork&) = delete;
+    ~ContextFork();
+
+    // Lets all streams begin behind what the program has now.
+    void begin();
+
+    void join();
+
+    cudaStream_t program() const { return program_; }
+    cudaStream_t transfers() const { return streams_.transfers(); }
+    // For what the host does before a transfer, in which nothing else is.
+    cudaStream_t setup() const { return streams_.setup(); }
+    cudaStream_t helpers() const { return streams_.helpers(); }
+    cudaStream_t of_part(int part) const { return part % 2 == 0 ? program_ : streams_.side(); }
+
+    // A moment in a stream, for which others can wait.
+    cudaEvent_t record(cudaStream_t stream);
+    static void wait(cudaStream_t stream, cudaEvent_t event);
+
+private:
+    ContextStreams& streams_;
+    const std::vector<collectives::TransferOrder*> orders_;
+    const cudaStream_t program_;
+    size_t num_events_ = 0;
+    bool is_joined_ = false;
+};
+
+}  // namespace jaxmagi

@@ -1,0 +1,64 @@
+#pragma once
+
+#include <deque>
+
+#include "xla_ffi/collectives_launch.h"
+#include "xla_ffi/context_parts.h"
+#include "xla_ffi/context_streams.h"
+
+// The transfers of a pass of context attention, part by part.
+
+namespace jaxmagi {
+
+// The tables of both steps, of which the second has no entries if there is one step.
+struct ContextTables { ffi::AnyBuffer sends, receives, inside_sends, inside_receives; };
+
+// Arrays of keys and values, or of their gradients, that rows pass through. Those that are not needed are empty.
+struct CastArrays { KeysValues all, middle; };
+struct ReturnArrays {
+    KeysValues gradients, middle, sums;  // of all keys; sums of a host; sums for the rank's own keys
+    KeysValues wire, middle_wire;        // gradients, and sums of a host, in the type in which they travel
+};
+
+class ContextTransfers {
+public:
+    ContextTransfers(const ContextAttributes& attributes, const Parts& parts, const ContextTables& tables,
+                     ContextFork& fork, Scratch& scratch)
+        : attributes_(attributes), parts_(parts), tables_(tables), fork_(fork), scratch_(scratch) {}
+
+    // Puts the rank's own keys and values in front of those that all parts receive, in the program's stream.
+    void copy_own(const KeysValues& own, const KeysValues& all);
+
+    // Brings keys and values to their places behind the rank's own ones.
+    void cast(int64_t part, const CastArrays& arrays);
+
+    // Returns whether any of the casts so far has rows that go over NCCL.
+    bool crosses_hosts() const;
+
+    // Returns device memory that stays until the pass has ended.
+    void* allocate(size_t bytes) { return scratch_.allocate(bytes); }
+
+    // Returns the gradients of received keys and values to the ranks that have these, which add them up.
+    void give_back(int64_t part, const ReturnArrays& arrays);
+
+private:
+    struct Step;
+
+    Step across();
+    Step inside();
+    void launch(Kind kind, const Step& step, const std::vector<ffi::AnyBuffer>& from,
+                const std::vector<ffi::AnyBuffer>& to, const Placement& placement);
+    std::vector<ffi::AnyBuffer> rows(const KeysValues& arrays, int64_t part);
+    // Returns rows in the type in which they travel; those from `first` on are wanted.
+    std::vector<ffi::AnyBuffer> rounded(const KeysValues& arrays, const KeysValues& wire, int64_t part, int64_t first);
+
+    const ContextAttributes& attributes_;
+    const Parts& parts_;
+    const ContextTables& tables_;
+    ContextFork& fork_;
+    Scratch& scratch_;
+    Views views_;
+    std::deque<Transfer> transfers_;
+};
+
+}  // namespace jaxmagi
