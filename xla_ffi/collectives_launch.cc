@@ -127,7 +127,8 @@ void launch_reduce(const Launch& launch) {
 }
 
 // Returns the rows that go over NCCL, if there are any.
-std::optional<RemoteRows> remote_rows(TransferParams& params, Peers& peers, cudaStream_t program, Scratch& scratch) {
+std::optional<RemoteRows> remote_rows(TransferParams& params, bool compares_tables, Peers& peers, cudaStream_t program,
+                                      Scratch& scratch) {
     if (std::popcount(params.native) == peers.size)
         return std::nullopt;
     const auto is_remote = [&](int peer) { return not params.is_native(peers.slots[peer]); };
@@ -135,7 +136,7 @@ std::optional<RemoteRows> remote_rows(TransferParams& params, Peers& peers, cuda
                              peers.name_of(peers.rank);
     const auto name_of_peer = [&peers](int peer) { return peers.name_of(peer); };
     const auto allocate = [&](size_t bytes) { return scratch.allocate(bytes); };
-    RemoteRows rows(params, {call, is_remote, name_of_peer, allocate}, program);
+    RemoteRows rows(params, {call, is_remote, name_of_peer, allocate, compares_tables}, program);
     if (rows.is_empty())
         return std::nullopt;
     rows.add_to(params);
@@ -158,7 +159,8 @@ Transfer::Transfer(Kind kind, const Buffers& buffers, const TransferAttributes& 
     if (placement.input_stride > 0)
         params.input_stride = placement.input_stride;
     params.first_output_row = placement.first_output_row;
-    std::optional<RemoteRows> remote = remote_rows(params, peers, program, scratch);
+    params.keeps_empty_sums = placement.keeps_empty_sums;
+    std::optional<RemoteRows> remote = remote_rows(params, placement.compares_tables, peers, program, scratch);
     parts_.reset(new Parts{params, buffers, peers, std::move(remote)});
 }
 

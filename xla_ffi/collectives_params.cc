@@ -165,6 +165,11 @@ bool may_access_processes(const Peers& peers, Implementation implementation, int
     return not peers.is_one_process and implementation != Implementation::kNccl and ranks_per_host != 1;
 }
 
+bool are_all_native(const Peers& peers, Implementation implementation, int64_t ranks_per_host) {
+    return peers.is_one_host and implementation != Implementation::kNccl and
+           (ranks_per_host == 0 or ranks_per_host >= peers.size);
+}
+
 TransferParams to_params(Kind kind, const Buffers& buffers, const TransferAttributes& attributes, Peers& peers,
                          Scratch& scratch) {
     check_buffers(kind, buffers, attributes);

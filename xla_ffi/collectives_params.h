@@ -61,6 +61,9 @@ private:
 // map each other's memory or none does. A rank alone on its host has no use for that.
 bool may_access_processes(const collectives::Peers& peers, Implementation implementation, int64_t ranks_per_host);
 
+// Returns whether all ranks of the group move rows by kernels. It is the same on all ranks.
+bool are_all_native(const collectives::Peers& peers, Implementation implementation, int64_t ranks_per_host);
+
 // Peers access arrays that they cannot reach in staging buffers or in `scratch` instead.
 collectives::TransferParams to_params(Kind kind, const Buffers& buffers, const TransferAttributes& attributes,
                                       collectives::Peers& peers, Scratch& scratch);

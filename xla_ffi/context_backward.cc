@@ -6,10 +6,11 @@
 namespace jaxmagi {
 namespace {
 
-constexpr int64_t kWorkspaces = 2;  // as many parts as are under way at a time
+constexpr int64_t kMostWorkspaces = 2;  // as many parts as are under way at a time
 
 struct Backward {
     static constexpr const char* kTarget = "jaxmagi_context_backward";
+    static constexpr bool kHasPartsWithinHosts = false;
 
     struct Operands {
         ffi::AnyBuffer q;
@@ -21,7 +22,7 @@ struct Backward {
         ffi::AnyBuffer dq;
         ReturnArrays returns;
         CastArrays keys;
-        ffi::AnyBuffer workspaces;
+        ffi::AnyBuffer workspaces, drained;  // drained: flags of parts
     };
 
     static sm90::BackwardParams to_params(const ContextAttributes& attributes, const Parts& parts,
@@ -56,9 +57,13 @@ struct Backward {
         params.dk = data_of<void>("dk", dk, kTensorAlignment);
         params.dv = data_of<void>("dv", dv, kTensorAlignment);
         params.deterministic = attributes.deterministic;
+        params.is_followed = part + 1 < parts.count;
         const int64_t bytes = sm90::backward_workspace_bytes(params.shape, params.num_masks, params.deterministic);
-        check_buffer("workspaces", results.workspaces, {std::min(parts.count, kWorkspaces), bytes / 16, 4}, ffi::S32);
-        params.workspace = data_of<char>("workspaces", results.workspaces, kTensorAlignment) + part % kWorkspaces * bytes;
+        const int64_t size = results.workspaces.size_bytes(), count = std::min(parts.count, kMostWorkspaces);
+        check(count * bytes <= size, "workspaces must have ", count, " times ", bytes, " bytes, got ", size);
+        params.workspace = data_of<char>("workspaces", results.workspaces, kTensorAlignment) + part % count * bytes;
+        check_buffer("drained", results.drained, {attributes.num_parts}, ffi::S32);
+        params.drained = reinterpret_cast<uint32_t*>(data_of<int>("drained", results.drained)) + part;
         return params;
     }
 
@@ -73,23 +78,33 @@ struct Backward {
 
     static void launch(const ContextAttributes& attributes, const Parts& parts, const Operands& operands,
                        const Results& results, ContextFork& fork, ContextTransfers& transfers) {
-        const std::vector<cudaEvent_t> arrivals = launch_casts(parts, operands.own, results.keys, fork, transfers);
+        clear(results.drained, fork.program());
+        fork.begin();
+        std::vector<cudaEvent_t> arrivals;
+        launch_casts(arrivals, 0, 1, operands.own, results.keys, fork, transfers);
         const int reserved = parts.count > 1 ? reserved_sms(attributes) : 0;
+        const uint32_t* before = nullptr;
         for (int part = 0; part < parts.count; ++part) {
             const sm90::BackwardParams params = to_params(attributes, parts, operands, results, part);
             const cudaStream_t stream = fork.of_part(part);
             check_launch(sm90::prepare_attention_backward(params, stream));
             const cudaEvent_t prepared = fork.record(stream);
             fork.wait(stream, arrivals[part]);
+            if (before != nullptr)
+                fork.wait_until_set(stream, before);
+            before = params.drained;
             check_launch(sm90::run_attention_backward(params, params.num_sms - reserved, stream));
+            if (part == 0)
+                launch_casts(arrivals, 1, parts.count, operands.own, results.keys, fork, transfers);
             if (reserved > 0) {  // when the casts, and the return of the part before, have ended
                 fork.wait(fork.helpers(), prepared);
                 fork.wait(fork.helpers(), fork.record(fork.transfers()));
                 check_launch(sm90::run_attention_backward(params, reserved, fork.helpers()));
                 fork.wait(stream, fork.record(fork.helpers()));
             }
-            check_launch(sm90::finish_attention_backward(params, stream));
+            check_launch(sm90::finish_key_gradients(params, stream));
             fork.wait(fork.transfers(), fork.record(stream));
+            check_launch(sm90::finish_query_gradients(params, stream));
             transfers.give_back(part, results.returns);
         }
     }

@@ -8,6 +8,7 @@ namespace {
 
 struct Forward {
     static constexpr const char* kTarget = "jaxmagi_context_forward";
+    static constexpr bool kHasPartsWithinHosts = true;
 
     struct Operands {
         ffi::AnyBuffer q;
@@ -18,7 +19,7 @@ struct Forward {
     struct Results {
         ffi::AnyBuffer out, lse;
         CastArrays keys;
-        ffi::AnyBuffer counters;  // of launches
+        ffi::AnyBuffer counters;  // of launches, and flags of parts
     };
 
     static sm90::ForwardParams to_params(const ContextAttributes& attributes, const Parts& parts,
@@ -39,13 +40,14 @@ struct Forward {
         set_tile_schedule(params, inputs, params.batch, ceil_div(params.q_len, tile.rows));
         check_forward(inputs, outputs, ffi::F32);
         check_buffer("sinks", operands.sinks, {2, parts.heads * parts.count}, ffi::F32);
-        check_buffer("counters", results.counters, {parts.count + 1}, ffi::S32);
+        check_buffer("counters", results.counters, {2 * attributes.num_parts + 1}, ffi::S32);
         params.out_f32 = outputs.out.element_type() == ffi::F32;
         params.sinks = data_of<const float>("sinks", inputs.sinks);
         params.out = data_of<void>("out", outputs.out, kTensorAlignment);
         params.lse = data_of<float>("lse", outputs.lse);
         params.counter = data_of<int>("counters", results.counters) + part;
         params.counter_is_zero = true;
+        params.drained = reinterpret_cast<uint32_t*>(params.counter + parts.count + 1);
         return params;
     }
 
@@ -58,30 +60,40 @@ struct Forward {
 
     static void launch(const ContextAttributes& attributes, const Parts& parts, const Operands& operands,
                        const Results& results, ContextFork& fork, ContextTransfers& transfers) {
-        check_cuda(cudaMemsetAsync(results.counters.untyped_data(), 0, results.counters.size_bytes(), fork.program()),
-                   "clearing counters");
-        const std::vector<cudaEvent_t> arrivals = launch_casts(parts, operands.own, results.keys, fork, transfers);
-        fork.wait(fork.helpers(), arrivals.back());
+        clear(results.counters, fork.program());
+        fork.begin();
+        std::vector<cudaEvent_t> arrivals;
+        launch_casts(arrivals, 0, 1, operands.own, results.keys, fork, transfers);
+        const int reserved = reserved_sms(attributes);
+        const uint32_t* before = nullptr;
         for (int part = 0; part < parts.count; ++part) {
             sm90::ForwardParams params = to_params(attributes, parts, operands, results, part);
             const bool is_last = part + 1 == parts.count;  // it begins when all keys are there
-            const int helpers = is_last ? 0 : reserved_sms(attributes);
+            const int helpers = is_last ? 0 : reserved;
             params.num_sms -= helpers;
-            if (part == 0 and transfers.crosses_hosts() and not params.out_f32) {
-                launch_in_halves(attributes, parts, params, operands.sinks, arrivals[part], fork, transfers);
-                continue;
+            if (before != nullptr)
+                fork.wait_until_set(fork.of_part(part), before);
+            before = params.drained;
+            const bool in_halves = part == 0 and transfers.crosses_hosts() and not params.out_f32;
+            if (in_halves) {
+                launch_in_halves(parts, params, operands.sinks, reserved, arrivals[part], fork, transfers);
+            } else {
+                fork.wait(fork.of_part(part), arrivals[part]);
+                check_launch(sm90::attention_forward(params, fork.of_part(part)));
             }
-            fork.wait(fork.of_part(part), arrivals[part]);
-            check_launch(sm90::attention_forward(params, fork.of_part(part)));
-            check_launch(sm90::help_attention_forward(params, helpers, fork.helpers()));
+            if (part == 0) {
+                launch_casts(arrivals, 1, parts.count, operands.own, results.keys, fork, transfers);
+                fork.wait(fork.helpers(), arrivals.back());
+            }
+            if (not in_halves)
+                check_launch(sm90::help_attention_forward(params, helpers, fork.helpers()));
         }
     }
 
     // Launches the first part over the rank's own keys, and then over those that it receives, and merges the results.
     // That takes longer than all keys at once, but hides the transfer of its keys, which nothing else would.
-    static void launch_in_halves(const ContextAttributes& attributes, const Parts& parts,
-                                 const sm90::ForwardParams& whole, const ffi::AnyBuffer& sinks, cudaEvent_t arrival,
-                                 ContextFork& fork, ContextTransfers& transfers) {
+    static void launch_in_halves(const Parts& parts, const sm90::ForwardParams& whole, const ffi::AnyBuffer& sinks,
+                                 int reserved, cudaEvent_t arrival, ContextFork& fork, ContextTransfers& transfers) {
         const cudaStream_t stream = fork.of_part(0);
         const int64_t rows = parts.batch * parts.tokens, row_heads = rows * parts.heads;
         sm90::ForwardParams own = whole;
@@ -91,11 +103,13 @@ struct Forward {
         own.row_heads = whole.heads;
         own.sinks = data_of<const float>("sinks", sinks) + parts.heads * parts.count;
         own.counter += parts.count;
+        own.drained = nullptr;
         own.key_end = static_cast<int>(parts.tokens);
-        own.num_sms = hopper_device().num_sms - reserved_sms(attributes);
+        own.num_sms = hopper_device().num_sms - reserved;
         check_launch(sm90::attention_forward(own, stream));
         sm90::ForwardParams received = own;
         received.counter = whole.counter;
+        received.drained = whole.drained;
         received.key_begin = own.key_end;
         received.key_end = whole.key_end;
         received.previous_out = own.out;

@@ -13,7 +13,11 @@
 // travel from the beginning on, those of the first part first, and a part computes when its own are there. In the backward
 // pass the gradients of a part's received keys return while the next part computes. Streams wait for events; no kernel of
 // attention waits for a transfer, so that a transfer never lacks a multiprocessor that waits for it. Attention leaves
-// `reserved_sms` multiprocessors free while there is something to transfer. Then these help the part that computes.
+// `reserved_sms` multiprocessors free while there is something to transfer. Then these help the part that computes. The
+// next part begins when this one has no work left to begin with, not before: it would take the free ones.
+//
+// Within a host the backward pass is one part: rows move so fast there that gradients which return behind it, beside the
+// conversion of dQ, take less time than parts.
 //
 // The stages are those of other collectives (collectives_cuda.cc). Prepare requests communicators, Initialize connects
 // peers, and Execute launches. `Pass` has the target's name, its buffers, the kernels' parameters for a part, and the
@@ -23,6 +27,10 @@ namespace jaxmagi {
 
 inline void check_launch(cudaError_t error) {
     check_cuda(error, "launching the kernels");
+}
+
+inline void clear(const ffi::AnyBuffer& buffer, cudaStream_t stream) {
+    check_cuda(cudaMemsetAsync(buffer.untyped_data(), 0, buffer.size_bytes(), stream), "clearing counters");
 }
 
 inline size_t size_bytes(const KeysValues& arrays) {
@@ -43,18 +51,14 @@ inline int reserved_sms(const ContextAttributes& attributes) {
     return to_int("reserved_sms", attributes.reserved_sms, 0, hopper_device().num_sms - 1);
 }
 
-// Launches the casts of all parts, and returns for each the moment at which its keys are there. All streams begin behind
-// what the program has before.
-inline std::vector<cudaEvent_t> launch_casts(const Parts& parts, const KeysValues& own, const CastArrays& keys,
-                                             ContextFork& fork, ContextTransfers& transfers) {
-    transfers.copy_own(own, keys.all);
-    fork.begin();
-    std::vector<cudaEvent_t> arrivals;
-    for (int64_t part = 0; part < parts.count; ++part) {
+// Launches the casts of the parts from `first` to before `end`, and adds for each the moment at which its keys are there.
+inline void launch_casts(std::vector<cudaEvent_t>& arrivals, int64_t first, int64_t end, const KeysValues& own,
+                         const CastArrays& keys, ContextFork& fork, ContextTransfers& transfers) {
+    for (int64_t part = first; part < end; ++part) {
+        transfers.copy_own(part, own, keys.all);
         transfers.cast(part, keys);
         arrivals.push_back(fork.record(fork.transfers()));
     }
-    return arrivals;
 }
 
 // Returns the groups in which a call transfers.
@@ -73,16 +77,45 @@ ffi::Error prepare_context(const CollectivesContext& context, const ContextAttri
     });
 }
 
-// Connects a group, and lets its ranks access each other's arrays.
-inline void connect_context(const GroupIds& group, const CollectivesContext& context, cudaStream_t program,
-                            const ContextAttributes& attributes, const KeysValues& keys, size_t bytes) {
+// The fewest bytes that a part receives between hosts, where each transfer takes some tenths of a millisecond.
+constexpr int64_t kLeastRemoteBytes = int64_t{4} << 20;
+
+// Returns a number of parts that divides `most`.
+inline int64_t parts_between_hosts(int64_t most, int64_t received_bytes) {
+    int64_t count = most;
+    while (count > 1 and (most % count != 0 or received_bytes / count < kLeastRemoteBytes))
+        --count;
+    return count;
+}
+
+// Returns the parts of a call. They are equal on all ranks.
+template <typename Pass>
+Parts parts_of(const ContextAttributes& attributes, const collectives::Peers& peers,
+               const typename Pass::Operands& operands, const typename Pass::Results& results) {
+    const bool is_within_host = not attributes.has_two_steps() and
+                                are_all_native(peers, attributes.implementation, attributes.ranks_per_host);
+    const int64_t most = attributes.num_parts, within_host = Pass::kHasPartsWithinHosts ? most : 1;
+    const Parts parts = Parts::of(attributes, operands.q, Pass::keys(results).k);
+    const int64_t received = parts.rows - parts.tokens;
+    const int64_t bytes = size_bytes(Pass::keys(results)) / parts.rows * received;
+    return parts.with_count(is_within_host ? within_host : parts_between_hosts(most, bytes));
+}
+
+// Connects the groups of a call, and lets their ranks access each other's arrays.
+template <typename Pass>
+void connect_context(const CollectivesContext& context, cudaStream_t program, const ContextAttributes& attributes,
+                     const typename Pass::Operands& operands, const typename Pass::Results& results) {
     using namespace collectives;
-    const Bootstrap bootstrap{get_communicator(context, group.ids, group.size), program,
-                              static_cast<uint64_t>(attributes.timeout_ms)};
-    Peers& peers = connect_group(group, bootstrap);
+    const KeysValues& keys = Pass::keys(results);
     const void* const addresses[] = {keys.k.untyped_data(), keys.v.untyped_data()};
-    if (may_access_processes(peers, attributes.implementation, attributes.ranks_per_host))
-        map_peers(peers, bootstrap, bytes, addresses);
+    for (const GroupIds& group : groups_of(attributes)) {
+        const Bootstrap bootstrap{get_communicator(context, group.ids, group.size), program,
+                                  static_cast<uint64_t>(attributes.timeout_ms)};
+        Peers& peers = connect_group(group, bootstrap);
+        const Parts parts = parts_of<Pass>(attributes, peers, operands, results);
+        if (may_access_processes(peers, attributes.implementation, attributes.ranks_per_host))
+            map_peers(peers, bootstrap, Pass::shared_bytes(results) / parts.count, addresses);
+    }
 }
 
 template <typename Pass>
@@ -94,9 +127,7 @@ ffi::Error initialize_context(cudaStream_t program, const CollectivesContext& co
         const auto results = decode_buffers<typename Pass::Results>(rets);
         const Parts parts = Parts::of(attributes, operands.q, Pass::keys(results).k);
         check_cuda(Pass::preload(Pass::to_params(attributes, parts, operands, results, 0)), "loading the kernels");
-        const size_t bytes = Pass::shared_bytes(results) / parts.count;
-        for (const GroupIds& group : groups_of(attributes))
-            connect_context(group, context, program, attributes, Pass::keys(results), bytes);
+        connect_context<Pass>(context, program, attributes, operands, results);
     });
 }
 
@@ -107,7 +138,7 @@ ffi::Error execute_context(cudaStream_t program, const DeviceMemory& memory, ffi
         hopper_device();
         const auto operands = decode_buffers<typename Pass::Operands>(arguments);
         const auto results = decode_buffers<typename Pass::Results>(rets);
-        const Parts parts = Parts::of(attributes, operands.q, Pass::keys(results).k);
+        const Parts parts = parts_of<Pass>(attributes, connected_group(attributes.across()), operands, results);
         std::vector<collectives::TransferOrder*> orders;
         for (const GroupIds& group : groups_of(attributes))
             orders.push_back(&connected_group(group).order);

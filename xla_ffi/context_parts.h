@@ -10,7 +10,8 @@
 #include "xla_ffi/collectives_params.h"
 
 // A pass of context attention is cut into parts of the heads. A part has keys and values in arrays of its own, [parts,
-// batch, rows, key heads of a part, dim]: those of the rank, and behind them those that it receives.
+// batch, rows, key heads of a part, dim]: those of the rank, and behind them those that it receives. XLA knows these arrays
+// with as many parts as there may be. If a call has fewer, it uses their memory in another way.
 
 namespace jaxmagi {
 
@@ -25,7 +26,7 @@ struct ContextAttributes {
     int64_t pair_rows, inside_pair_rows, num_sms;
     Implementation implementation;
     int64_t ranks_per_host, timeout_ms;
-    int64_t num_parts;
+    int64_t num_parts;     // the most that there may be
     int64_t reserved_sms;  // multiprocessors on which attention only computes when there is nothing to transfer
     double scale, soft_cap;
     bool deterministic;  // the backward pass
@@ -67,7 +68,8 @@ private:
 struct Parts {
     int64_t count, batch, tokens, rows, heads, key_heads;  // heads of a part
 
-    // q: [batch, tokens, all heads, dim], keys: [parts, batch, rows, key heads of a part, dim].
+    // Returns as many parts as there may be. q: [batch, tokens, all heads, dim], keys: [parts, batch, rows, key heads of a
+    // part, dim].
     static Parts of(const ContextAttributes& attributes, const ffi::AnyBuffer& q, const ffi::AnyBuffer& keys) {
         check_rank("q", q, 4);
         check_rank("keys", keys, 5);
@@ -81,13 +83,18 @@ struct Parts {
         return {count, shape[0], shape[1], attributes.output_rows, shape[2] / count, key_heads};
     }
 
+    // Returns fewer parts, whose number divides that of these.
+    Parts with_count(int64_t fewer) const {
+        return {fewer, batch, tokens, rows, heads * count / fewer, key_heads * count / fewer};
+    }
+
     // Returns a part of [batch, tokens, all heads] or [batch, tokens, all heads, dim].
     ffi::AnyBuffer of_queries(Views& views, const ffi::AnyBuffer& whole, int64_t part) const {
         const Shape shape = shape_of(whole);
         return shape.size() == 3 ? views.add(whole, part * heads, {batch, tokens, heads})
                                  : views.add(whole, part * heads * shape[3], {batch, tokens, heads, shape[3]});
     }
-    // Returns a part of [parts, batch, rows, key heads of a part, dim].
+    // Returns a part of an array of all parts.
     ffi::AnyBuffer of_keys(Views& views, const ffi::AnyBuffer& whole, int64_t part) const {
         const Shape shape = shape_of(whole);
         return views.add(whole, first(shape, part), {batch, shape[2], key_heads, shape[4]});

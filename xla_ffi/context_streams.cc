@@ -4,6 +4,7 @@
 #include <map>
 #include <mutex>
 
+#include "csrc/collectives/driver_function.h"
 #include "csrc/common/check_cuda.h"
 #include "xla_ffi/cuda_checks.h"
 
@@ -73,6 +74,12 @@ cudaEvent_t ContextFork::record(cudaStream_t stream) {
 
 void ContextFork::wait(cudaStream_t stream, cudaEvent_t event) {
     check_cuda(cudaStreamWaitEvent(stream, event), "waiting for an event");
+}
+
+void ContextFork::wait_until_set(cudaStream_t stream, const uint32_t* flag) {
+    static auto* const wait_value = JAXMAGI_DRIVER(cuStreamWaitValue32);
+    if (wait_value(stream, reinterpret_cast<CUdeviceptr>(flag), 1, CU_STREAM_WAIT_VALUE_GEQ) != CUDA_SUCCESS)
+        throw std::runtime_error("waiting for a flag in a stream failed");
 }
 
 }  // namespace jaxmagi

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <span>
 #include <vector>
 
@@ -9,7 +10,7 @@
 
 // The streams in which a pass of context attention runs. It is cut into parts, each with some of the heads; the keys of a
 // part come, and their gradients go, while other parts compute. Consecutive parts are in two streams, so that one begins
-// where multiprocessors have nothing left to do for the other.
+// on multiprocessors that have nothing left to do for the other.
 
 namespace jaxmagi {
 
@@ -54,6 +55,9 @@ public:
     // A moment in a stream, for which others can wait.
     cudaEvent_t record(cudaStream_t stream);
     static void wait(cudaStream_t stream, cudaEvent_t event);
+
+    // Lets a stream wait until a kernel that was launched before has set a flag, which no multiprocessor does.
+    static void wait_until_set(cudaStream_t stream, const uint32_t* flag);
 
 private:
     ContextStreams& streams_;

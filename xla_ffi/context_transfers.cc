@@ -8,6 +8,17 @@ namespace jaxmagi {
 
 using namespace collectives;
 
+namespace {
+
+DType dtype_of_16_bits(const ffi::AnyBuffer& gradients) {
+    const DType dtype = summed_dtype(gradients);
+    check(dtype == DType::kBF16 or dtype == DType::kF16, "gradients are rounded to bf16 or f16, got ",
+          gradients.element_type());
+    return dtype;
+}
+
+}  // namespace
+
 struct ContextTransfers::Step {
     GroupIds group;
     ffi::AnyBuffer sends, receives;
@@ -25,16 +36,19 @@ ContextTransfers::Step ContextTransfers::inside() {
             attributes_.output_rows, attributes_.inside_pair_rows, 0};
 }
 
-void ContextTransfers::copy_own(const KeysValues& own, const KeysValues& all) {
+void ContextTransfers::copy_own(int64_t part, const KeysValues& own, const KeysValues& all) {
+    const int64_t all_heads = parts_.key_heads * parts_.count;
     const auto array = [&](const char* name, const ffi::AnyBuffer& from, const ffi::AnyBuffer& to) -> OwnRows {
-        const int64_t heads = parts_.key_heads * parts_.count, dim = shape_of(to)[4];
-        check_buffer(name, from, {parts_.batch, parts_.tokens, heads, dim}, to.element_type());
-        const int64_t row_bytes = heads * dim * static_cast<int64_t>(ByteWidth(to.element_type()));
-        return {data_of<const void>(name, from, 16), data_of<void>(name, to, 16), row_bytes};
+        const int64_t dim = shape_of(to)[4];
+        check_buffer(name, from, {parts_.batch, parts_.tokens, all_heads, dim}, to.element_type());
+        const int64_t head_bytes = dim * static_cast<int64_t>(ByteWidth(to.element_type()));
+        const int64_t part_bytes = parts_.key_heads * head_bytes;
+        return {data_of<const char>(name, from, 16) + part * part_bytes,
+                data_of<void>(name, parts_.of_rows(views_, to, part), 16), all_heads * head_bytes, part_bytes};
     };
     const OwnRowsParams params{{array("k", own.k, all.k), array("v", own.v, all.v)},
-                               parts_.batch, parts_.tokens, parts_.rows, parts_.count};
-    check_cuda(copy_own_rows(params, fork_.program()), "launching the kernel that copies keys and values");
+                               parts_.batch, parts_.tokens, parts_.rows};
+    check_cuda(copy_own_rows(params, fork_.transfers()), "launching the kernel that copies keys and values");
 }
 
 void ContextTransfers::cast(int64_t part, const CastArrays& arrays) {
@@ -43,10 +57,11 @@ void ContextTransfers::cast(int64_t part, const CastArrays& arrays) {
                           parts_.of_rows(views_, arrays.all.v, part, tokens)};
     const std::vector all = rows(arrays.all, part);
     if (not attributes_.has_two_steps())
-        return launch(Kind::kCast, across(), own, all, {.input_stride = stride, .first_output_row = tokens});
+        return launch(Kind::kCast, across(), own, all,
+                      {.input_stride = stride, .first_output_row = tokens, .compares_tables = part == 0});
     const std::vector middle = rows(arrays.middle, part);
-    launch(Kind::kCast, across(), own, middle, {.input_stride = stride});
-    launch(Kind::kCast, inside(), middle, all, {.first_output_row = tokens});
+    launch(Kind::kCast, across(), own, middle, {.input_stride = stride, .compares_tables = part == 0});
+    launch(Kind::kCast, inside(), middle, all, {.first_output_row = tokens, .compares_tables = part == 0});
 }
 
 bool ContextTransfers::crosses_hosts() const {
@@ -56,10 +71,34 @@ bool ContextTransfers::crosses_hosts() const {
 void ContextTransfers::give_back(int64_t part, const ReturnArrays& arrays) {
     const std::vector gradients = rounded(arrays.gradients, arrays.wire, part, parts_.tokens);
     const std::vector sums = rows(arrays.sums, part);
-    if (not attributes_.has_two_steps())
-        return launch(Kind::kReduce, across(), gradients, sums, {});
-    launch(Kind::kReduce, inside(), gradients, rows(arrays.middle, part), {});
-    launch(Kind::kReduce, across(), rounded(arrays.middle, arrays.middle_wire, part, 0), sums, {});
+    if (attributes_.has_two_steps()) {
+        launch(Kind::kReduce, inside(), gradients, rows(arrays.middle, part), {.compares_tables = part == 0});
+        launch(Kind::kReduce, across(), rounded(arrays.middle, arrays.middle_wire, part, 0), sums,
+               {.compares_tables = part == 0, .keeps_empty_sums = true});
+    } else {
+        launch(Kind::kReduce, across(), gradients, sums, {.compares_tables = part == 0, .keeps_empty_sums = true});
+    }
+    add_own(part, arrays);
+}
+
+void ContextTransfers::add_own(int64_t part, const ReturnArrays& arrays) {
+    const int64_t all_heads = parts_.key_heads * parts_.count;
+    const auto array = [&](const char* name, const ffi::AnyBuffer& own, const ffi::AnyBuffer& sums,
+                           const ffi::AnyBuffer& to) -> GradientRows {
+        const int64_t dim = shape_of(sums)[4], width = parts_.key_heads * dim;
+        check_type(name, own, ffi::F32);
+        check_type(name, sums, ffi::F32);
+        check_shape(name, to, {parts_.batch, parts_.tokens, all_heads, dim});
+        return {data_of<const float>(name, parts_.of_rows(views_, own, part), 16),
+                data_of<const float>(name, parts_.of_rows(views_, sums, part), 16),
+                data_of<uint16_t>(name, to, 16) + part * width, width, all_heads * dim};
+    };
+    const GradientRowsParams params{{array("gradients of keys", arrays.gradients.k, arrays.sums.k, arrays.result.k),
+                                     array("gradients of values", arrays.gradients.v, arrays.sums.v, arrays.result.v)},
+                                    data_of<const Send>("sends", tables_.sends),
+                                    static_cast<int>(tables_.sends.dimensions()[1]),
+                                    parts_.batch, parts_.tokens, parts_.rows, dtype_of_16_bits(arrays.result.k)};
+    check_cuda(add_gradients(params, fork_.transfers()), "launching the kernel that adds gradients");
 }
 
 void ContextTransfers::launch(Kind kind, const Step& step, const std::vector<ffi::AnyBuffer>& from,
@@ -94,15 +133,13 @@ std::vector<ffi::AnyBuffer> ContextTransfers::rounded(const KeysValues& arrays, 
                              .batch = parts_.batch,
                              .rows = from[0].dimensions()[1],
                              .first = first,
-                             .dtype = summed_dtype(to[0])};
+                             .dtype = dtype_of_16_bits(to[0])};
     for (size_t i = 0; i < 2; ++i) {
         check_type("gradients that are rounded", from[i], ffi::F32);
         check_buffer("rounded gradients", to[i], shape_of(from[i]), wire.k.element_type());
         params.arrays[i] = {data_of<const float>("gradients", from[i], 16), data_of<void>("gradients", to[i], 16),
                             from[i].dimensions()[2]};
     }
-    check(params.dtype == DType::kBF16 or params.dtype == DType::kF16,
-          "gradients are rounded to bf16 or f16, got ", to[0].element_type());
     check_cuda(round_rows(params, fork_.transfers()), "launching the kernel that rounds gradients");
     return to;
 }

@@ -16,7 +16,8 @@ struct ContextTables { ffi::AnyBuffer sends, receives, inside_sends, inside_rece
 // Arrays of keys and values, or of their gradients, that rows pass through. Those that are not needed are empty.
 struct CastArrays { KeysValues all, middle; };
 struct ReturnArrays {
-    KeysValues gradients, middle, sums;  // of all keys; sums of a host; sums for the rank's own keys
+    KeysValues result;                   // gradients of the rank's own keys, [batch, tokens, all key heads, dim]
+    KeysValues gradients, middle, sums;  // of all keys; sums of a host; sums of others' for the rank's own keys
     KeysValues wire, middle_wire;        // gradients, and sums of a host, in the type in which they travel
 };
 
@@ -26,8 +27,8 @@ public:
                      ContextFork& fork, Scratch& scratch)
         : attributes_(attributes), parts_(parts), tables_(tables), fork_(fork), scratch_(scratch) {}
 
-    // Puts the rank's own keys and values in front of those that all parts receive, in the program's stream.
-    void copy_own(const KeysValues& own, const KeysValues& all);
+    // Puts the rank's own keys and values, [batch, tokens, all key heads, dim], in front of those that the part receives.
+    void copy_own(int64_t part, const KeysValues& own, const KeysValues& all);
 
     // Brings keys and values to their places behind the rank's own ones.
     void cast(int64_t part, const CastArrays& arrays);
@@ -38,7 +39,7 @@ public:
     // Returns device memory that stays until the pass has ended.
     void* allocate(size_t bytes) { return scratch_.allocate(bytes); }
 
-    // Returns the gradients of received keys and values to the ranks that have these, which add them up.
+    // Returns the gradients of received keys and values to the ranks that have these, which add them to their own.
     void give_back(int64_t part, const ReturnArrays& arrays);
 
 private:
@@ -46,6 +47,7 @@ private:
 
     Step across();
     Step inside();
+    void add_own(int64_t part, const ReturnArrays& arrays);
     void launch(Kind kind, const Step& step, const std::vector<ffi::AnyBuffer>& from,
                 const std::vector<ffi::AnyBuffer>& to, const Placement& placement);
     std::vector<ffi::AnyBuffer> rows(const KeysValues& arrays, int64_t part);

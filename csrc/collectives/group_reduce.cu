@@ -252,11 +252,13 @@ constexpr Kernel kPull[][2] = {{pull<__nv_bfloat16, __nv_bfloat16>, pull<__nv_bf
 
 cudaError_t pull_sums(const TransferParams& params, cudaStream_t stream) {
     const bool is_widening = params.sum_dtype != params.dtype;
-    if (const cudaError_t error = launch_zero_empty_sums(params, is_widening ? 2 : 1, stream); error != cudaSuccess)
-        return error;
+    const bool has_zeros = not params.keeps_empty_sums;
+    if (has_zeros)
+        if (const cudaError_t error = launch_zero_empty_sums(params, is_widening ? 2 : 1, stream); error != cudaSuccess)
+            return error;
     const ChunkSchedule schedule = make_chunk_schedule(params, kWarps, kPiece, kMaxChunkBytes);
     return launch(kPull[static_cast<int>(params.dtype)][is_widening], schedule.num_ctas(params, kWarps), kThreads,
-                  sizeof(Storage), stream, {.overlaps = true}, params, schedule);
+                  sizeof(Storage), stream, {.overlaps = has_zeros}, params, schedule);
 }
 
 cudaError_t preload_pull() {

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "csrc/collectives/sent_rows.cuh"
+#include "csrc/common/math.h"
 #include "csrc/common/sm90/element.cuh"
 
 namespace jaxmagi::collectives {
@@ -23,14 +25,48 @@ template <typename Body> __device__ __forceinline__ void for_each(int64_t count,
 
 __global__ void __launch_bounds__(kThreads) copy_own(const __grid_constant__ OwnRowsParams params) {
     for (const OwnRows& array : params.arrays) {
-        const int64_t row_vectors = array.row_bytes / 16, part_vectors = row_vectors / params.parts;
-        for_each(params.batch * params.tokens * row_vectors, [&](int64_t i) {
-            const int64_t row = i / row_vectors, in_row = i - row * row_vectors, part = in_row / part_vectors;
-            const int64_t example = row / params.tokens, token = row - example * params.tokens;
-            const int64_t to_row = (part * params.batch + example) * params.rows + token;
-            static_cast<uint4*>(array.to)[to_row * part_vectors + in_row - part * part_vectors] =
-                static_cast<const uint4*>(array.from)[i];
+        const int64_t row_vectors = array.row_bytes / 16, part_vectors = array.part_bytes / 16;
+        for_each(params.batch * params.tokens * part_vectors, [&](int64_t i) {
+            const int64_t row = i / part_vectors, in_row = i - row * part_vectors;
+            const int64_t to_row = row + row / params.tokens * (params.rows - params.tokens);
+            static_cast<uint4*>(array.to)[to_row * part_vectors + in_row] =
+                static_cast<const uint4*>(array.from)[row * row_vectors + in_row];
         });
+    }
+}
+
+// Adds the sums of eight numbers to those of the rank itself, if there are any, and rounds.
+template <typename Element>
+__device__ __forceinline__ uint4 add_eight(const float4* own, const float4* sums, bool is_sent) {
+    float4 low = own[0], high = own[1];
+    if (is_sent) {
+        const float4 more_low = sums[0], more_high = sums[1];
+        low = {low.x + more_low.x, low.y + more_low.y, low.z + more_low.z, low.w + more_low.w};
+        high = {high.x + more_high.x, high.y + more_high.y, high.z + more_high.z, high.w + more_high.w};
+    }
+    return {Element::pack(low.x, low.y), Element::pack(low.z, low.w), Element::pack(high.x, high.y),
+            Element::pack(high.z, high.w)};
+}
+
+// A CTA adds kSentRows rows of an example.
+template <typename Element>
+__global__ void __launch_bounds__(kSentThreads) add_all(const __grid_constant__ GradientRowsParams params) {
+    __shared__ bool is_sent[kSentRows];
+    const int64_t blocks = ceil_div(params.tokens, kSentRows), example = blockIdx.x / blocks;
+    const int64_t begin = (blockIdx.x - example * blocks) * kSentRows, end = min(begin + kSentRows, params.tokens);
+    find_sent_rows(params.sends + example * params.entries, params.entries, begin, end, is_sent);
+    for (const GradientRows& array : params.arrays) {
+        const int eights = static_cast<int>(array.width / 8), count = static_cast<int>(end - begin) * eights;
+        const int64_t own_row = example * params.rows + begin, row = example * params.tokens + begin;
+        const auto* const own = reinterpret_cast<const float4*>(array.own) + 2 * own_row * eights;
+        const auto* const sums = reinterpret_cast<const float4*>(array.sums) + 2 * row * eights;
+        uint4* const to = static_cast<uint4*>(array.to) + row * array.row_width / 8;
+#pragma unroll 4
+        for (int i = threadIdx.x; i < count; i += kSentThreads) {
+            const int in_block = i / eights;
+            to[in_block * array.row_width / 8 + i - in_block * eights] =
+                add_eight<Element>(own + 2 * i, sums + 2 * i, is_sent[in_block]);
+        }
     }
 }
 
@@ -52,8 +88,15 @@ __global__ void __launch_bounds__(kThreads) round_all(const __grid_constant__ Ro
 }  // namespace
 
 cudaError_t copy_own_rows(const OwnRowsParams& params, cudaStream_t stream) {
-    const int64_t row_bytes = std::max(params.arrays[0].row_bytes, params.arrays[1].row_bytes);
-    copy_own<<<num_ctas(params.batch * params.tokens * row_bytes / 16), kThreads, 0, stream>>>(params);
+    const int64_t part_bytes = std::max(params.arrays[0].part_bytes, params.arrays[1].part_bytes);
+    copy_own<<<num_ctas(params.batch * params.tokens * part_bytes / 16), kThreads, 0, stream>>>(params);
+    return cudaGetLastError();
+}
+
+cudaError_t add_gradients(const GradientRowsParams& params, cudaStream_t stream) {
+    const auto kernel = params.dtype == DType::kBF16 ? add_all<sm90::BFloat16> : add_all<sm90::Float16>;
+    const int64_t ctas = params.batch * ceil_div(params.tokens, kSentRows);
+    kernel<<<static_cast<unsigned>(ctas), kSentThreads, 0, stream>>>(params);
     return cudaGetLastError();
 }
 
@@ -69,6 +112,9 @@ cudaError_t preload_part_rows() {
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, copy_own);
     for (const auto kernel : {round_all<sm90::BFloat16>, round_all<sm90::Float16>})
+        if (error == cudaSuccess)
+            error = cudaFuncGetAttributes(&attributes, kernel);
+    for (const auto kernel : {add_all<sm90::BFloat16>, add_all<sm90::Float16>})
         if (error == cudaSuccess)
             error = cudaFuncGetAttributes(&attributes, kernel);
     return error;

@@ -6,21 +6,22 @@
 
 #include "csrc/collectives/transfer_params.h"
 
-// Copies before transfers of context attention, whose heads are cut into parts (xla_ffi/context_parts.h).
+// What parts of the heads (xla_ffi/context_parts.h) have to do with whole rows, before and behind transfers of context
+// attention.
 
 namespace jaxmagi::collectives {
 
-// Rows of a rank, [batch, tokens, row_bytes], and where they go: [parts, batch, rows, row_bytes / parts], of which they are
-// the first `tokens` rows. A part has the bytes of some heads, a multiple of 16.
+// A part of the rank's rows, and where it goes: [batch, rows, part_bytes], of which it becomes the first `tokens` rows. In
+// `from`, [batch, tokens, row_bytes], it is what lies there from the pointer on. All numbers are multiples of 16.
 struct OwnRows {
     const void* from;
     void* to;
-    int64_t row_bytes;
+    int64_t row_bytes, part_bytes;
 };
 
 struct OwnRowsParams {
     OwnRows arrays[2];  // keys and values
-    int64_t batch, tokens, rows, parts;
+    int64_t batch, tokens, rows;
 };
 
 cudaError_t copy_own_rows(const OwnRowsParams& params, cudaStream_t stream);
@@ -37,6 +38,25 @@ struct RoundedRowsParams {
     int64_t batch, rows, first;
     DType dtype;  // of 16 bits
 };
+
+// Gradients of a part of the rank's rows: its own, [batch, rows, width], of which the first `tokens` rows count, and the
+// sums of those that others have, [batch, tokens, width], where an entry of `sends` says that somebody has. Both are added
+// up, to [batch, tokens, row_width] from the pointer on.
+struct GradientRows {
+    const float *own, *sums;
+    void* to;
+    int64_t width, row_width;  // multiples of 8
+};
+
+struct GradientRowsParams {
+    GradientRows arrays[2];
+    const Send* sends;  // [batch, entries]
+    int entries;
+    int64_t batch, tokens, rows;
+    DType dtype;  // of `to`: 16 bits
+};
+
+cudaError_t add_gradients(const GradientRowsParams& params, cudaStream_t stream);
 
 cudaError_t round_rows(const RoundedRowsParams& params, cudaStream_t stream);
 

@@ -126,10 +126,12 @@ void decide_reachable(Peers& peers, const std::vector<Introduction>& introductio
         return introductions[a].identity.shares_host(introductions[b].identity) and
                mapped[a].contains[slot_at(b, a)] and mapped[b].contains[slot_at(a, b)];
     };
-    peers.is_one_process = true;
+    peers.is_one_process = peers.is_one_host = true;
     for (int a = 0; a < peers.size; ++a)
         for (int b = 0; b < a; ++b)
-            if (not introductions[a].identity.shares_process(introductions[b].identity) and is_pair(a, b))
+            if (not is_pair(a, b))
+                peers.is_one_host = false;
+            else if (not introductions[a].identity.shares_process(introductions[b].identity))
                 peers.is_one_process = false;
     for (int slot = 0; slot < peers.num_slots(); ++slot) {
         peers.is_reachable[slot] = is_pair(peers.rank, peers.ranks[slot]);

@@ -45,6 +45,7 @@ struct Peers {
     std::map<int, MappedPool> pools;  // of ranks in other processes
 
     bool is_one_process;  // all reachable pairs of the group share a process; equal on all ranks
+    bool is_one_host;     // all pairs are reachable; equal on all ranks
     Sharing sharing;      // equal on all ranks
     TransferOrder order;
     int64_t calls;        // transfers so far, equal on all ranks

@@ -87,7 +87,7 @@ std::vector<PairHeader> read_headers(const PairHeader* headers, size_t count, in
 }  // namespace
 
 RemoteRows::RemoteRows(const TransferParams& params, const Context& context, cudaStream_t program)
-    : kind_(params.kind), timeout_ms_(params.timeout_ns / 1'000'000) {
+    : kind_(params.kind), timeout_ms_(params.timeout_ns / 1'000'000), compares_tables_(context.compares_tables) {
     for (int i = 0; i < params.num_arrays; ++i) {
         sources_.push_back(const_cast<char*>(params.arrays[i].from));
         if (kind_ == Kind::kCast)
@@ -209,29 +209,31 @@ void RemoteRows::unpack(cudaStream_t stream) const {
 }
 
 void RemoteRows::exchange(const Peers& peers, cudaStream_t stream) const {
+    if (compares_tables_)
+        exchange_headers(peers, stream);
     std::vector<nccl::Message> sends, receives;
-    const auto enqueue = [&](const char* what, std::function<std::string()> find_reason) {
-        enqueue_nccl(stream, timeout_ms_, {peers.who(), what + description_, std::move(find_reason)},
-                     [&] { nccl::exchange(sends, receives, peers.communicator, stream); });
-    };
-    for (size_t i = 0; i < outgoing_.headers.size(); ++i)
-        sends.push_back({at<PairHeader>(out_headers_) + i, sizeof(PairHeader), outgoing_.headers[i].destination});
-    for (size_t i = 0; i < incoming_.headers.size(); ++i)
-        receives.push_back({at<PairHeader>(in_headers_) + i, sizeof(PairHeader), incoming_.headers[i].source});
-    enqueue("exchanged the headers of ", absent_ranks_finder());
-    if (in_headers_.count > 0)
-        check_cuda(check_headers(at<PairHeader>(in_headers_), at<PairHeader>(expected_headers_), at<PairText>(texts_),
-                                 static_cast<int>(in_headers_.count), stream),
-                   "launching the kernel that compares headers");
-    count_nccl(static_cast<int64_t>(outgoing_.messages.size()), bytes_of(outgoing_),
-               static_cast<int64_t>(sends.size() * sizeof(PairHeader)));
-    sends.clear();
-    receives.clear();
     for (const Message& message : outgoing_.messages)
         sends.push_back({outgoing_data(message), static_cast<size_t>(message.bytes), message.peer});
     for (const Message& message : incoming_.messages)
         receives.push_back({incoming_data(message), static_cast<size_t>(message.bytes), message.peer});
-    enqueue("moved the rows of ", {});
+    count_nccl(static_cast<int64_t>(sends.size()), bytes_of(outgoing_), 0);
+    enqueue_nccl(stream, timeout_ms_, {peers.who(), "moved the rows of " + description_, {}},
+                 [&] { nccl::exchange(sends, receives, peers.communicator, stream); });
+}
+
+void RemoteRows::exchange_headers(const Peers& peers, cudaStream_t stream) const {
+    std::vector<nccl::Message> sends, receives;
+    for (size_t i = 0; i < outgoing_.headers.size(); ++i)
+        sends.push_back({at<PairHeader>(out_headers_) + i, sizeof(PairHeader), outgoing_.headers[i].destination});
+    for (size_t i = 0; i < incoming_.headers.size(); ++i)
+        receives.push_back({at<PairHeader>(in_headers_) + i, sizeof(PairHeader), incoming_.headers[i].source});
+    count_nccl(0, 0, static_cast<int64_t>(sends.size() * sizeof(PairHeader)));
+    enqueue_nccl(stream, timeout_ms_, {peers.who(), "exchanged the headers of " + description_, absent_ranks_finder()},
+                 [&] { nccl::exchange(sends, receives, peers.communicator, stream); });
+    if (in_headers_.count > 0)
+        check_cuda(check_headers(at<PairHeader>(in_headers_), at<PairHeader>(expected_headers_), at<PairText>(texts_),
+                                 static_cast<int>(in_headers_.count), stream),
+                   "launching the kernel that compares headers");
 }
 
 // Returns a function that says from which ranks no header has come. NCCL may serve ranks one after another, so that

@@ -15,9 +15,10 @@
 // takes counts from the host. So the host waits for the tables and reads them, once a call, and loses its lead over the
 // device: it reads, lists messages, and allocates while the device is idle.
 //
-// First the ranks of each pair exchange headers, and compare them before any row moves. Ranks whose tables disagree end
-// with an error, and neither write nor read rows that were meant otherwise. A rank that expects nothing from another
-// one does not hear from it; then that one waits until its time limit, and a later call does not take the old header.
+// Unless an earlier transfer has had the same tables, the ranks of each pair first exchange headers, and compare them
+// before any row moves. Ranks whose tables disagree end with an error, and neither write nor read rows that were meant
+// otherwise. A rank that expects nothing from another one does not hear from it; then that one waits until its time
+// limit, and a later call does not take the old header.
 
 namespace jaxmagi::collectives {
 
@@ -29,6 +30,7 @@ public:
         // Called until the transfer has ended: what it refers to must live as long as the group.
         std::function<std::string(int peer)> name_of;
         std::function<void*(size_t bytes)> allocate;   // device memory that stays until the transfer has ended
+        bool compares_tables;  // false if an earlier transfer has done so with these tables
     };
 
     // Reads the tables when `program` has computed them, and allocates what the transfer needs. Throws
@@ -41,7 +43,7 @@ public:
     void add_to(TransferParams& params) const;
 
     // The three steps of the transfer, in one stream: copies the rows that do not lie as they are sent, exchanges
-    // headers and rows, and copies the rows that do not lie as they have come.
+    // headers, if tables are to be compared, and rows, and copies the rows that do not lie as they have come.
     void pack(cudaStream_t stream) const;
     void exchange(const Peers& peers, cudaStream_t stream) const;
     void unpack(cudaStream_t stream) const;
@@ -62,12 +64,14 @@ private:
     void upload(const std::vector<PairText>& texts, cudaStream_t program) const;
     std::vector<CopiedBytes> resolve_copies(const Traffic& traffic, bool to_staging) const;
     char* resolve(const Place& place, const std::vector<char*>& arrays) const;
+    void exchange_headers(const Peers& peers, cudaStream_t stream) const;
     std::function<std::string()> absent_ranks_finder() const;
     template <typename T> T* at(const Part& part) const { return reinterpret_cast<T*>(memory_ + part.offset); }
     template <typename T> Part reserve(size_t count);
 
     Kind kind_;
     uint64_t timeout_ms_;
+    bool compares_tables_;
     std::string description_;  // the call, and the ranks with which rows are exchanged
     std::function<std::string(int peer)> name_of_;
     Traffic outgoing_, incoming_;

@@ -45,6 +45,7 @@ struct TransferParams {
     int input_rows, output_rows, pair_rows;
     int input_stride;      // input rows from one transfer of the batch to the next
     int first_output_row;  // of a group cast: nothing is written to the output rows before it
+    bool keeps_empty_sums;  // of a group reduce: nothing is written to rows that nobody has sums for
     int num_arrays;
     ArrayParams arrays[kMaxArrays];
     DType dtype, sum_dtype;        // of a group reduce: of the rows that travel, and of the sums (the same or kF32)

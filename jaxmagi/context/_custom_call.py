@@ -49,7 +49,7 @@ def forward(
         jax.ShapeDtypeStruct(query.shape[:3], jnp.float32),
         *sizes.arrays(key, value, sizes.rows),
         *sizes.arrays(key, value, sizes.middle_rows),
-        jax.ShapeDtypeStruct((sizes.parts + 1,), jnp.int32),
+        jax.ShapeDtypeStruct((2 * sizes.parts + 1,), jnp.int32),
     )
     dims = key.shape[3], value.shape[3]
     schedule = attention_cuda.tile_schedule(bands, query.shape[1], sizes.rows, dims)
@@ -74,20 +74,24 @@ def backward(
     deterministic: bool,
     steps: Steps,
 ) -> list[jax.Array]:
-    """Returns the gradients of queries, in their dtype, and of the rank's keys and values, in float32."""
+    """Returns the gradients of queries, and of the rank's keys and values, in their dtypes."""
     dim, v_dim = query.shape[3], value.shape[3]
     query, key, value = _padded(query, key, value, scale)
     dout = attention_cuda._pad_dim(dout, value.shape[3])
     sizes = _Sizes.of(key, value, steps)
     batch, tokens, heads, _ = query.shape
     dims = key.shape[3], value.shape[3]
-    shape = batch, tokens, sizes.rows, heads // sizes.parts, key.shape[2] // sizes.parts, *dims
-    size = attention_cuda._compiled().backward_workspace_bytes(*shape, bands.shape[0], deterministic)
+
+    def workspace_bytes(parts: int) -> int:
+        shape = batch, tokens, sizes.rows, heads // parts, key.shape[2] // parts, *dims
+        size = attention_cuda._compiled().backward_workspace_bytes(*shape, bands.shape[0], deterministic)
+        return min(parts, _MAX_WORKSPACES) * size
+
     wire = steps[0][0].wire_dtype
     is_rounded = wire is not None and jnp.dtype(wire) != jnp.float32
     wire, single = (jnp.dtype(wire) if is_rounded else key.dtype), jnp.dtype(jnp.float32)
     results = (
-        jax.ShapeDtypeStruct(query.shape, query.dtype),
+        *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (query, key, value)),
         *sizes.arrays(key, value, sizes.rows, single),
         *sizes.arrays(key, value, sizes.middle_rows, single),
         *sizes.arrays(key, value, tokens, single),
@@ -95,21 +99,21 @@ def backward(
         *sizes.arrays(key, value, sizes.middle_rows * is_rounded, wire),
         *sizes.arrays(key, value, sizes.rows),
         *sizes.arrays(key, value, sizes.middle_rows),
-        jax.ShapeDtypeStruct((min(sizes.parts, _MAX_WORKSPACES), size // 16, 4), jnp.int32),
+        jax.ShapeDtypeStruct((max(map(workspace_bytes, sizes.numbers_of_parts())) // 16, 4), jnp.int32),
+        jax.ShapeDtypeStruct((sizes.parts,), jnp.int32),
     )
     schedule = attention_cuda.tile_schedule(bands, tokens, sizes.rows, dims, by_keys=True)
     attributes = _attributes(steps, sizes, scale, soft_cap, deterministic)
     call = jax.ffi.ffi_call(BACKWARD, results)
     operands = query, key, value, *schedule, dout, lse, delta, *_moved(tables, steps)
-    dq, dk, dv, _, _, dk_sums, dv_sums, *_ = call(*operands, **attributes)
-    dk, dv = (_join(own[:, :, :tokens] + sums) for own, sums in ((dk, dk_sums), (dv, dv_sums)))
+    dq, dk, dv, *_ = call(*operands, **attributes)
     return [attention_cuda._flip(dq, scale)[..., :dim], dk[..., :dim], dv[..., :v_dim]]
 
 
 class _Sizes(NamedTuple):
     """The sizes of a call that its operands do not show."""
 
-    parts: int
+    parts: int  # the most that a call has
     rows: int  # of keys: those of the rank, and those that it receives
     middle_rows: int  # that the first of two steps brings
 
@@ -119,6 +123,10 @@ class _Sizes(NamedTuple):
         row_bytes = key.shape[2] * (key.shape[3] + value.shape[3]) * key.dtype.itemsize
         parts = num_parts(key.shape[2], last.output_rows * row_bytes)
         return cls(parts, first.input_rows + last.output_rows, first.output_rows * (len(steps) == 2))
+
+    def numbers_of_parts(self) -> list[int]:
+        """Returns how many parts a call may have: between hosts there are fewer if little travels, within them one."""
+        return [parts for parts in range(1, self.parts + 1) if self.parts % parts == 0]
 
     def arrays(
         self, key: jax.Array, value: jax.Array, rows: int, dtype: jnp.dtype | None = None
@@ -133,12 +141,6 @@ def _padded(query: jax.Array, key: jax.Array, value: jax.Array, scale: float) ->
     dim, v_dim = attention_cuda._padded_dims(query, value)
     flipped = attention_cuda._flip(query, scale)
     return [attention_cuda._pad_dim(x, d) for x, d in ((flipped, dim), (key, dim), (value, v_dim))]
-
-
-def _join(x: jax.Array) -> jax.Array:
-    """Joins parts [parts, G, T, K / parts, D] → [G, T, K, D]."""
-    parts, batch, tokens, heads, dim = x.shape
-    return jnp.moveaxis(x, 0, 2).reshape(batch, tokens, parts * heads, dim)
 
 
 def _moved(tables: Sequence[jax.Array], steps: Steps) -> list[jax.Array]:

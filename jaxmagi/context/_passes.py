@@ -62,7 +62,7 @@ def backward(
         routes=routes,
     )
     dsinks = None if sinks is None else sink_gradient(sinks, result.lse, delta)
-    return ContextOperands(dq[0], dk[0].astype(key.dtype), dv[0].astype(value.dtype), None, dsinks)
+    return ContextOperands(dq[0], dk[0], dv[0], None, dsinks)
 
 
 def _steps(

@@ -48,8 +48,7 @@ def _forward_types(q: Any, k: Any, v: Any, *_: Any, out_dtype: jnp.dtype, **__: 
 
 
 def _backward_types(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> list[Any]:
-    wide = accumulator_dtype(q.dtype)
-    return [q, k.update(dtype=wide), v.update(dtype=wide)]
+    return [q, k, v]
 
 
 # --- composed: any platform ---
@@ -112,7 +111,8 @@ def _composed_backward(
     gradients = attention_backward(q, keys, values, bands, dout, lse, delta, grad_dtype=wide, **options)
     dq, *grads = gradients
     returned = _give_back([x[:, tokens:] for x in grads], tables, routes)
-    return [dq.astype(q.dtype), *(x[:, :tokens] + y for x, y in zip(grads, returned, strict=True))]
+    sums = (x[:, :tokens] + y for x, y in zip(grads, returned, strict=True))
+    return [x.astype(like.dtype) for x, like in zip((dq, *sums), (q, k, v), strict=True)]
 
 
 # --- batching: a new axis is folded into G ---

@@ -191,7 +191,7 @@ def test_forward(plan: ContextPlan, two_parts: None) -> None:
     assert schedule.results[:2] == tiles
     assert call.operands == [QUERY, *OWN_KEYS, *tiles, "2x8xf32", *table_types(plan)]
     keys = [*key_types(rows, "bf16"), *key_types(middle, "bf16")]
-    assert call.results == [OUT, OF_ROWS, *keys, "3xi32"]
+    assert call.results == [OUT, OF_ROWS, *keys, "5xi32"]
 
 
 @LEVELS
@@ -209,12 +209,13 @@ def test_backward(
     tiles = [f"1x{plan.capacity.bands}x8xi32", f"1x{-(-rows // KEYS)}x4xi32"]
     assert schedule.results[:2] == tiles
     assert call.operands == [QUERY, *OWN_KEYS, *tiles, OUT, OF_ROWS, OF_ROWS, *table_types(plan)]
-    sums = [key_types(count, "f32") for count in (rows, middle, TOKENS)]
+    sums = [OWN_KEYS, *(key_types(count, "f32") for count in (rows, middle, TOKENS))]
     on_the_wire = [key_types(count if rounded else 0, rounded or "bf16") for count in (rows, middle)]
     keys = [key_types(count, "bf16") for count in (rows, middle)]
     arrays = [x for pair in (*sums, *on_the_wire, *keys) for x in pair]
-    assert call.results == [QUERY, *arrays, f"2x{WORKSPACE // 16}x4xi32"]
-    assert workspaces == [(1, TOKENS, rows, 4, 2, 64, 32, 1, False)]
+    assert call.results == [QUERY, *arrays, f"{2 * WORKSPACE // 16}x4xi32", "2xi32"]
+    sizes = [(1, TOKENS, rows, *heads, 64, 32, 1, False) for heads in ((8, 4), (4, 2))]
+    assert workspaces == sizes
 
 
 NUMBERS = {
@@ -334,16 +335,18 @@ def test_parts_have_a_least_size(
 def test_parts_of_calls(
     kv_heads: int, parts: int, monkeypatch: pytest.MonkeyPatch, workspaces: list[Any]
 ) -> None:
-    """At most two parts are under way at a time, and need workspaces."""
+    """At most two parts are under way at a time, and need workspaces. There may be fewer parts."""
     monkeypatch.setattr(_cost, "LEAST_PART_BYTES", 1)
     _, forward, _, backward = calls_of(PLAN, Shape(3 * kv_heads, kv_heads))
     rows, _ = row_counts(PLAN)
     key = f"{parts}x1x{rows}x{kv_heads // parts}x64"
     assert forward.attributes["num_parts"] == backward.attributes["num_parts"] == parts
-    assert forward.results[2] == f"{key}xbf16" and forward.results[-1] == f"{parts + 1}xi32"
-    assert backward.results[1] == f"{key}xf32"
-    assert backward.results[-1] == f"{min(parts, 2)}x{WORKSPACE // 16}x4xi32"
-    assert workspaces == [(1, TOKENS, rows, 3 * kv_heads // parts, kv_heads // parts, 64, 32, 1, False)]
+    assert forward.results[2] == f"{key}xbf16" and forward.results[-1] == f"{2 * parts + 1}xi32"
+    assert backward.results[3] == f"{key}xf32"
+    assert backward.results[-2:] == [f"{min(parts, 2) * WORKSPACE // 16}x4xi32", f"{parts}xi32"]
+    fewer = [count for count in range(1, parts + 1) if parts % count == 0]
+    sizes = [(1, TOKENS, rows, 3 * kv_heads // n, kv_heads // n, 64, 32, 1, False) for n in fewer]
+    assert workspaces == sizes
 
 
 def test_head_dimensions_become_multiples_of_eight() -> None:

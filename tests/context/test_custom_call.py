@@ -121,11 +121,13 @@ def backward(*operands: jax.Array, results: Sequence[Any], given: dict[str, Any]
 
     rows = q, *all_keys((k, v), steps), dout, lse, delta
     dq, *gradients = map(join, jax.vmap(attend)(*(cut(x, parts) for x in rows)))
-    wire, sums = results[7].dtype if results[7].size else None, gradients
+    wire, sums = results[9].dtype if results[9].size else None, gradients
     for step in reversed(steps):
         sums = step.reduce(sums, wire)
-    of_parts = [[cut(x, parts) for x in xs] for xs in (gradients, sums)]
-    return [dq.astype(q.dtype), *of_parts[0], *unknown(results[3:5]), *of_parts[1], *unknown(results[7:])]
+    tokens = q.shape[1]
+    total = [x[:, :tokens] + y for x, y in zip(gradients, sums, strict=True)]
+    found = [x.astype(like.dtype) for x, like in zip((dq, *total), (q, k, v), strict=True)]
+    return [*found, *unknown(results[3:])]
 
 
 MODELS = {

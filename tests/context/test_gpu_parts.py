@@ -79,8 +79,9 @@ def test_numbers_of_parts(
         check_close(solutions[-1], expected)
     for solution in solutions[1:]:
         check_solution(solution, solutions[0], BF16_TOLERANCE)
-        out, first = (x.out.astype(np.float32) for x in (solution, solutions[0]))
-        np.testing.assert_allclose(out, first, rtol=ROUNDING, atol=1e-5)
+        if group.implementation == "native":  # others merge the result of the first part from two
+            out, first = (x.out.astype(np.float32) for x in (solution, solutions[0]))
+            np.testing.assert_allclose(out, first, rtol=ROUNDING, atol=1e-5)
         np.testing.assert_allclose(solution.lse, solutions[0].lse, rtol=0, atol=1e-5)
 
 

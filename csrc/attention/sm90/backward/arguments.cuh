@@ -20,6 +20,7 @@ struct BackwardArguments {
     const ScheduledTile* tiles;
     int capacity, q_len, kv_len, heads, kv_heads, dim, v_dim;
     void *dk, *dv;
+    uint32_t* drained;  // set when no work item is left to claim, or null
     bool gradients_f32, deterministic;  // gradients_f32: of keys and values
     float logit_scale;  // without soft cap: scale · log2(e); with: scale / cap
     float cap_log2;     // cap · log2(e)

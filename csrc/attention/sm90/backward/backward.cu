@@ -40,7 +40,10 @@ cudaError_t attention_backward(const BackwardParams& params, cudaStream_t stream
     cudaError_t error = prepare_attention_backward(params, stream);
     if (error == cudaSuccess)
         error = run_attention_backward(params, params.num_sms, stream);
-    return error == cudaSuccess ? finish_attention_backward(params, stream) : error;
+    const auto [kernel, workspace] = find_pass(params);
+    return error == cudaSuccess
+               ? convert_sums(params, workspace, kernel.tile, kernel.dim, kernel.v_dim, Sums::kAll, stream)
+               : error;
 }
 
 cudaError_t prepare_attention_backward(const BackwardParams& params, cudaStream_t stream) {
@@ -53,9 +56,14 @@ cudaError_t run_attention_backward(const BackwardParams& params, int num_sms, cu
     return kernel.launch(params, workspace, num_sms, stream);
 }
 
-cudaError_t finish_attention_backward(const BackwardParams& params, cudaStream_t stream) {
+cudaError_t finish_key_gradients(const BackwardParams& params, cudaStream_t stream) {
     const auto [kernel, workspace] = find_pass(params);
-    return convert_sums(params, workspace, kernel.tile, kernel.dim, kernel.v_dim, stream);
+    return convert_sums(params, workspace, kernel.tile, kernel.dim, kernel.v_dim, Sums::kKeys, stream);
+}
+
+cudaError_t finish_query_gradients(const BackwardParams& params, cudaStream_t stream) {
+    const auto [kernel, workspace] = find_pass(params);
+    return convert_sums(params, workspace, kernel.tile, kernel.dim, kernel.v_dim, Sums::kQueries, stream);
 }
 
 cudaError_t preload_backward(DType dtype, int dim, int v_dim, bool soft_cap) {

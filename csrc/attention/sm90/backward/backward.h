@@ -31,9 +31,11 @@ struct BackwardParams {
     const float* lse;            // [batch, q_len, row_heads]; rows with -inf get and give no gradient
     const float* delta;          // [batch, q_len, row_heads]: rowsum(dout · out) minus the cotangent of lse
     void *dq, *dk, *dv;          // as q, k, v
+    uint32_t* drained;           // set when no work is left that another SM could begin with; null if nobody asks
     void* workspace;             // of backward_workspace_bytes(), 16-byte aligned
     float scale, soft_cap;       // scale > 0; soft_cap 0 for none
     bool deterministic;
+    bool is_followed;            // whether SMs that have no work item left go on with something else
     int num_sms;                 // for which the work is cut
 };
 
@@ -41,11 +43,13 @@ int64_t backward_workspace_bytes(const BackwardShape& shape, int num_masks, bool
 
 cudaError_t attention_backward(const BackwardParams& params, cudaStream_t stream);
 
-// The three steps of attention_backward(). The second one may be launched several times, also in several streams: all
-// launches together do the work once, each on so many SMs. The third one comes when all of them have ended.
+// The steps of attention_backward(). The second one may be launched several times, also in several streams: all launches
+// together do the work once, each on so many SMs. When all of them have ended come the others, which write dk and dv,
+// and dq.
 cudaError_t prepare_attention_backward(const BackwardParams& params, cudaStream_t stream);
 cudaError_t run_attention_backward(const BackwardParams& params, int num_sms, cudaStream_t stream);
-cudaError_t finish_attention_backward(const BackwardParams& params, cudaStream_t stream);
+cudaError_t finish_key_gradients(const BackwardParams& params, cudaStream_t stream);
+cudaError_t finish_query_gradients(const BackwardParams& params, cudaStream_t stream);
 
 // Loads the kernels and raises their limit of shared memory; not allowed while a stream is captured.
 cudaError_t preload_backward(DType dtype, int dim, int v_dim, bool soft_cap);

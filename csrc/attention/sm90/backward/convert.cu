@@ -165,20 +165,20 @@ int num_blocks(int all_heads, int length, SumsLayout layout) {
 }  // namespace
 
 cudaError_t convert_sums(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile,
-                         int kernel_dim, int kernel_v_dim, cudaStream_t stream) {
+                         int kernel_dim, int kernel_v_dim, Sums sums, cudaStream_t stream) {
     const BackwardShape& shape = params.shape;
-    const ConvertArguments dq{.sums = workspace.dq,
-                              .rows = workspace.rows,
-                              .to = params.dq,
-                              .f32 = params.dq_f32,
-                              .length = shape.q_len,
-                              .heads = shape.heads,
-                              .row_heads = params.row_heads,
-                              .dim = shape.dim,
-                              .kernel_dim = kernel_dim,
-                              .rows_per_head = workspace.rows_per_head,
-                              .scale = params.scale,
-                              .num_ctas = num_blocks(shape.batch * shape.heads, shape.q_len, workspace.dq_layout)};
+    ConvertArguments dq{.sums = workspace.dq,
+                        .rows = workspace.rows,
+                        .to = params.dq,
+                        .f32 = params.dq_f32,
+                        .length = shape.q_len,
+                        .heads = shape.heads,
+                        .row_heads = params.row_heads,
+                        .dim = shape.dim,
+                        .kernel_dim = kernel_dim,
+                        .rows_per_head = workspace.rows_per_head,
+                        .scale = params.scale,
+                        .num_ctas = num_blocks(shape.batch * shape.heads, shape.q_len, workspace.dq_layout)};
     ConvertArguments dk{.sums = workspace.dk,
                         .rows = nullptr,
                         .to = params.dk,
@@ -191,7 +191,9 @@ cudaError_t convert_sums(const BackwardParams& params, const BackwardWorkspace& 
                         .rows_per_head = workspace.rows_per_key_head,
                         .scale = 1.f,
                         .num_ctas = 0};
-    if (workspace.dk != nullptr)
+    if (sums == Sums::kKeys)
+        dq.num_ctas = 0;
+    if (workspace.dk != nullptr and sums != Sums::kQueries)
         dk.num_ctas = num_blocks(shape.batch * shape.kv_heads, shape.kv_len, workspace.key_layout);
     ConvertArguments dv = dk;
     dv.sums = workspace.dv;
@@ -201,8 +203,11 @@ cudaError_t convert_sums(const BackwardParams& params, const BackwardWorkspace& 
     const ConvertKernel kernel = find_convert(params.dtype, workspace);
     if (kernel == nullptr)
         return cudaErrorInvalidValue;
+    const int num_ctas = dq.num_ctas + 2 * dk.num_ctas;
+    if (num_ctas == 0)
+        return cudaSuccess;
     const WholeGroups whole_groups = make_whole_groups(params, kernel_dim, tile);
-    kernel<<<dq.num_ctas + 2 * dk.num_ctas, kWarpgroupThreads, 0, stream>>>({dq, dk, dv, whole_groups});
+    kernel<<<num_ctas, kWarpgroupThreads, 0, stream>>>({dq, dk, dv, whole_groups});
     return cudaGetLastError();
 }
 

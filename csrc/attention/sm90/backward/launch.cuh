@@ -33,6 +33,7 @@ inline BackwardArguments make_arguments(const BackwardParams& params, const Back
             .v_dim = shape.v_dim,
             .dk = params.dk,
             .dv = params.dv,
+            .drained = params.drained,
             .gradients_f32 = params.key_gradients_f32,
             .deterministic = params.deterministic,
             .logit_scale = capped ? params.scale / params.soft_cap : params.scale * kLog2E,

@@ -71,8 +71,8 @@ struct WholeGroups {
 };
 
 // The most blocks of queries that a tile may have, and the fewest work items that there have to be for a
-// multiprocessor. Both were chosen at D 128, where 15 blocks (a window) took 13 % less time with whole groups and 26
-// took 10 % more.
+// multiprocessor, unless it has something else to go on with. Both were chosen at D 128, where 15 blocks (a window) took
+// 13 % less time with whole groups and 26 took 10 % more.
 inline constexpr int kWholeGroupBlocks = 16, kWholeGroupItems = 8;
 // The most masks that are looked at.
 inline constexpr int kWholeGroupMasks = 64;
@@ -90,7 +90,7 @@ inline WholeGroups make_whole_groups(const BackwardParams& params, int kernel_di
     const int num_tiles = ceil_div(shape.kv_len, tile.keys);
     const int64_t items = int64_t{shape.batch} * shape.kv_heads * num_tiles;
     const bool possible = may_add_gradients(shape, kernel_dim) and params.num_masks <= kWholeGroupMasks and
-                          items >= int64_t{kWholeGroupItems} * params.num_sms;
+                          (params.is_followed or items >= int64_t{kWholeGroupItems} * params.num_sms);
     return {params.tiles, possible ? params.num_masks : 0, num_tiles};
 }
 
@@ -128,11 +128,12 @@ __device__ __forceinline__ bool are_even(const ScheduledTile* tiles, int num_til
 // takes as long as several steps (docs/log/backward.md).
 inline constexpr int kSplitSteps = 16, kMostSplits = 16;
 
-// Splits the work items of the last round if a quarter of the CTAs would have none. Parts add dK and dV up in any
-// order, so nothing is split if the order of sums is fixed.
-inline void split_last_round(BackwardSchedule* schedule, int num_blocks, int num_sms, bool deterministic) {
-    const int last_round = schedule->num_items % num_sms;
-    const bool splits = schedule->adds_gradients() and not deterministic and 4 * last_round <= 3 * num_sms;
+// Splits the work items of the last round if a quarter of the CTAs would have nothing to do. Parts add dK and dV up in
+// any order, so nothing is split if the order of sums is fixed.
+inline void split_last_round(BackwardSchedule* schedule, const BackwardParams& params, int num_blocks) {
+    const int last_round = schedule->num_items % params.num_sms;
+    const bool possible = schedule->adds_gradients() and not params.is_followed and not params.deterministic;
+    const bool splits = possible and 4 * last_round <= 3 * params.num_sms;
     const int fewest_blocks = ceil_div(kSplitSteps, schedule->heads_per_item);
     schedule->first_split = schedule->num_items - (splits ? last_round : 0);
     schedule->split_blocks = std::max(fewest_blocks, ceil_div(num_blocks, kMostSplits));
@@ -172,7 +173,7 @@ inline BackwardSchedule make_schedule(const BackwardParams& params, TileShape ti
         schedule.order = has_few_tiles(tiles, num_sms) ? TileOrder::kLastToFirst : TileOrder::kFirstToLast;
         schedule.last_order = TileOrder::kFirstToLast;
     }
-    split_last_round(&schedule, ceil_div(shape.q_len, tile.rows), num_sms, deterministic);
+    split_last_round(&schedule, params, ceil_div(shape.q_len, tile.rows));
     return schedule;
 }
 

@@ -3,6 +3,7 @@
 #include "csrc/attention/sm90/backward/arguments.cuh"
 #include "csrc/attention/sm90/backward/config.cuh"
 #include "csrc/common/sm90/bits.cuh"
+#include "csrc/common/sm90/system_memory.cuh"
 
 // The scheduler warp claims work items, or parts of them, and finds the runs of blocks of queries that see keys of the
 // tile: chunk by chunk of these blocks, in a chunk head by head, for each head band by band of the mask. It does so
@@ -31,8 +32,11 @@ template <typename Config> struct BackwardScheduler {
         }
         wait_for_free_run();
         __syncwarp();
-        if (lane == 0)
+        if (lane == 0) {
+            if (args.drained != nullptr)
+                store_release(args.drained, 1);
             begin_item().num_steps = -1;
+        }
         write_empty_run();
     }
 

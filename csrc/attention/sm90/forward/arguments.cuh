@@ -18,6 +18,7 @@ struct ForwardArguments {
     const ScheduledBand* bands;
     const ScheduledTile* tiles;
     int* counter;     // number of work items claimed after the first ones
+    uint32_t* drained;  // set when no work item is left to claim, or null
     int first_items;  // that CTAs have without a claim: one for each CTA of attention_forward()
     bool helps;       // the CTAs are those of help_attention_forward(), which claim their first work items too
     int capacity, q_len, kv_len, row_heads, kv_heads, v_dim;

@@ -41,6 +41,7 @@ struct ForwardParams {
     float* lse;    // [batch, q_len, row_heads]
     int* counter;  // workspace
     bool counter_is_zero;  // otherwise the call clears it
+    uint32_t* drained;     // set when no work is left that another SM could begin with; null if nobody asks
     float scale, soft_cap;  // scale > 0; soft_cap 0 for none
     int num_sms;
 };

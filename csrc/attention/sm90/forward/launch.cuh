@@ -18,6 +18,7 @@ inline ForwardArguments make_arguments(const ForwardParams& params, int tile_row
             .bands = params.bands,
             .tiles = params.tiles,
             .counter = params.counter,
+            .drained = params.drained,
             .first_items = std::min(params.num_sms, schedule.num_items),
             .helps = helps,
             .capacity = params.capacity,

@@ -4,6 +4,7 @@
 #include "csrc/attention/sm90/forward/config.cuh"
 #include "csrc/common/math.h"
 #include "csrc/common/sm90/bits.cuh"
+#include "csrc/common/sm90/system_memory.cuh"
 
 // The scheduler warp claims work items and finds, for each band of the mask, the run of keys that the rows see. It
 // works ahead of the producer, which then waits neither for the counter of work items nor for the bands.
@@ -22,6 +23,8 @@ template <typename Config> struct ForwardScheduler {
             schedule(item_at(args.schedule, index), item);
             index = claim_index();
         }
+        if (args.drained != nullptr and lane_index() == 0)
+            store_release(args.drained, 1);
         write_item(item, {.num_blocks = -1});
         write_empty_run(item, true);
     }
