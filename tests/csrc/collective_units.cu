@@ -192,14 +192,14 @@ void check(const std::string& name, const Tables& tables, Rank (&ranks)[kRanks],
         rows.push_back(ranks[rank].remote_rows(params[rank]));
         rows[rank].add_to(params[rank]);
         if (kIsCast)
-            must(push_rows(params[rank], kStream, nullptr), "pushing");
+            must(push_rows(params[rank], kStream), "pushing");
         rows[rank].pack(kStream);
     }
     exchange(rows);
     for (int rank = 0; rank < kRanks; ++rank) {
         rows[rank].unpack(kStream);
         if (not kIsCast)
-            must(pull_sums(params[rank], kStream, nullptr), "summing");
+            must(pull_sums(params[rank], kStream), "summing");
     }
     for (int array = 0; array < kArrays; ++array) {
         const size_t width = kWidths[array];

@@ -70,7 +70,7 @@ int place_of(int i, Coordinates at, int heads) {
 
 CUtensorMap make_map(const DeviceArray<uint16_t>& tensor, int rows, int heads) {
     CUtensorMap map;
-    const HeadsTensor described{tensor.data(), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kBatch, kLength, kHeads, kDim};
+    const HeadsTensor described{tensor.data(), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kBatch, kLength, kHeads, kHeads, kDim};
     must(encode_panel_map(described, heads, rows / heads, &map), "encode_panel_map");
     return map;
 }

@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads) multiply(const __grid_constant__ CUt
 CUtensorMap make_map(const DeviceArray<uint16_t>& matrix, bool is_bf16, int rows, int columns) {
     const auto type = is_bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     CUtensorMap map;
-    must(encode_panel_map({matrix.data(), type, 1, rows, 1, columns}, 1, rows, &map), "encode_panel_map");
+    must(encode_panel_map({matrix.data(), type, 1, rows, 1, 1, columns}, 1, rows, &map), "encode_panel_map");
     return map;
 }
 
