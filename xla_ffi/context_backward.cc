@@ -80,7 +80,7 @@ struct Backward {
                        const Results& results, ContextFork& fork, ContextTransfers& transfers) {
         clear(results.drained, fork.program());
         fork.begin();
-        std::vector<cudaEvent_t> arrivals;
+        std::vector<Arrival> arrivals;
         launch_casts(arrivals, 0, 1, operands.own, results.keys, fork, transfers);
         const int reserved = parts.count > 1 ? reserved_sms(attributes) : 0;
         const uint32_t* before = nullptr;
@@ -89,7 +89,7 @@ struct Backward {
             const cudaStream_t stream = fork.of_part(part);
             check_launch(sm90::prepare_attention_backward(params, stream));
             const cudaEvent_t prepared = fork.record(stream);
-            fork.wait(stream, arrivals[part]);
+            fork.wait(stream, arrivals[part].all);
             if (before != nullptr)
                 fork.wait_until_set(stream, before);
             before = params.drained;

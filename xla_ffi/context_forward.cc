@@ -55,14 +55,15 @@ struct Forward {
     static size_t shared_bytes(const Results& results) { return size_bytes(results.keys.all); }
 
     static cudaError_t preload(const sm90::ForwardParams& params) {
-        return sm90::preload_forward(params.dtype, params.dim, params.v_dim, params.soft_cap > 0);
+        const cudaError_t error = sm90::preload_forward(params.dtype, params.dim, params.v_dim, params.soft_cap > 0);
+        return error == cudaSuccess ? sm90::preload_finish() : error;
     }
 
     static void launch(const ContextAttributes& attributes, const Parts& parts, const Operands& operands,
                        const Results& results, ContextFork& fork, ContextTransfers& transfers) {
         clear(results.counters, fork.program());
         fork.begin();
-        std::vector<cudaEvent_t> arrivals;
+        std::vector<Arrival> arrivals;
         launch_casts(arrivals, 0, 1, operands.own, results.keys, fork, transfers);
         const int reserved = reserved_sms(attributes);
         const uint32_t* before = nullptr;
@@ -78,12 +79,12 @@ struct Forward {
             if (in_halves) {
                 launch_in_halves(parts, params, operands.sinks, reserved, arrivals[part], fork, transfers);
             } else {
-                fork.wait(fork.of_part(part), arrivals[part]);
+                fork.wait(fork.of_part(part), arrivals[part].all);
                 check_launch(sm90::attention_forward(params, fork.of_part(part)));
             }
             if (part == 0) {
                 launch_casts(arrivals, 1, parts.count, operands.own, results.keys, fork, transfers);
-                fork.wait(fork.helpers(), arrivals.back());
+                fork.wait(fork.helpers(), arrivals.back().all);
             }
             if (not in_halves)
                 check_launch(sm90::help_attention_forward(params, helpers, fork.helpers()));
@@ -93,7 +94,7 @@ struct Forward {
     // Launches the first part over the rank's own keys, and then over those that it receives, and merges the results.
     // That takes longer than all keys at once, but hides the transfer of its keys, which nothing else would.
     static void launch_in_halves(const Parts& parts, const sm90::ForwardParams& whole, const ffi::AnyBuffer& sinks,
-                                 int reserved, cudaEvent_t arrival, ContextFork& fork, ContextTransfers& transfers) {
+                                 int reserved, const Arrival& arrival, ContextFork& fork, ContextTransfers& transfers) {
         const cudaStream_t stream = fork.of_part(0);
         const int64_t rows = parts.batch * parts.tokens, row_heads = rows * parts.heads;
         sm90::ForwardParams own = whole;
@@ -106,6 +107,7 @@ struct Forward {
         own.drained = nullptr;
         own.key_end = static_cast<int>(parts.tokens);
         own.num_sms = hopper_device().num_sms - reserved;
+        fork.wait(stream, arrival.own);
         check_launch(sm90::attention_forward(own, stream));
         sm90::ForwardParams received = own;
         received.counter = whole.counter;
@@ -115,7 +117,7 @@ struct Forward {
         received.previous_out = own.out;
         received.previous_lse = own.lse;
         received.num_sms = whole.num_sms;
-        fork.wait(stream, arrival);
+        fork.wait(stream, arrival.all);
         check_launch(sm90::attention_forward(received, stream));
         check_launch(sm90::finish_attention_forward({.out = static_cast<const float*>(own.out),
                                                      .lse = own.lse,

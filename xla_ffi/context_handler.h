@@ -6,18 +6,20 @@
 #include "xla_ffi/context_cuda.h"
 #include "xla_ffi/context_transfers.h"
 
-// Handlers of context attention, one for each pass, which hold transfers and attention. Nothing is under way when a call
-// returns but what the program's stream waits for.
+// Handlers of context attention, one for each pass, which hold transfers and attention. Nothing is under way when a
+// call returns but what the program's stream waits for.
 //
 // Attention is cut into parts of the heads (context_parts.h), which compute one after the other. The keys of all parts
-// travel from the beginning on, those of the first part first, and a part computes when its own are there. In the backward
-// pass the gradients of a part's received keys return while the next part computes. Streams wait for events; no kernel of
-// attention waits for a transfer, so that a transfer never lacks a multiprocessor that waits for it. Attention leaves
-// `reserved_sms` multiprocessors free while there is something to transfer. Then these help the part that computes. The
-// next part begins when this one has no work left to begin with, not before: it would take the free ones.
+// travel from the beginning on, those of the first part first, and a part computes when its own are there. Where the
+// backward pass has several parts, the gradients of a part's received keys return while the next part computes. Streams
+// wait for events, and for flags that kernels of attention set; no such kernel waits for a transfer, so that a transfer
+// never lacks a multiprocessor that waits for it. Parts leave `reserved_sms` multiprocessors free while there is
+// something to transfer. Then these help the part that computes. The next part begins when this one has no work left to
+// begin with, not before: it would take the free ones. Where the keys of the first part come from other hosts, the
+// forward pass attends to the rank's own ones first.
 //
-// Within a host the backward pass is one part: rows move so fast there that gradients which return behind it, beside the
-// conversion of dQ, take less time than parts.
+// Within a host the backward pass is one part: rows move so fast there that gradients which return behind it, beside
+// the conversion of dQ, take less time than parts. It leaves no multiprocessor free.
 //
 // The stages are those of other collectives (collectives_cuda.cc). Prepare requests communicators, Initialize connects
 // peers, and Execute launches. `Pass` has the target's name, its buffers, the kernels' parameters for a part, and the
@@ -51,13 +53,17 @@ inline int reserved_sms(const ContextAttributes& attributes) {
     return to_int("reserved_sms", attributes.reserved_sms, 0, hopper_device().num_sms - 1);
 }
 
-// Launches the casts of the parts from `first` to before `end`, and adds for each the moment at which its keys are there.
-inline void launch_casts(std::vector<cudaEvent_t>& arrivals, int64_t first, int64_t end, const KeysValues& own,
+// The moments at which a part has the rank's own keys, and all keys.
+struct Arrival { cudaEvent_t own, all; };
+
+// Launches the casts of the parts from `first` to before `end`, and adds when their keys are there.
+inline void launch_casts(std::vector<Arrival>& arrivals, int64_t first, int64_t end, const KeysValues& own,
                          const CastArrays& keys, ContextFork& fork, ContextTransfers& transfers) {
     for (int64_t part = first; part < end; ++part) {
         transfers.copy_own(part, own, keys.all);
+        const cudaEvent_t copied = fork.record(fork.transfers());
         transfers.cast(part, keys);
-        arrivals.push_back(fork.record(fork.transfers()));
+        arrivals.push_back({copied, fork.record(fork.transfers())});
     }
 }
 

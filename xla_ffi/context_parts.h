@@ -10,8 +10,8 @@
 #include "xla_ffi/collectives_params.h"
 
 // A pass of context attention is cut into parts of the heads. A part has keys and values in arrays of its own, [parts,
-// batch, rows, key heads of a part, dim]: those of the rank, and behind them those that it receives. XLA knows these arrays
-// with as many parts as there may be. If a call has fewer, it uses their memory in another way.
+// batch, rows, key heads of a part, dim]: those of the rank, and behind them those that it receives. XLA knows these
+// arrays with as many parts as there may be. If a call has fewer, it uses their memory in another way.
 
 namespace jaxmagi {
 
@@ -68,8 +68,8 @@ private:
 struct Parts {
     int64_t count, batch, tokens, rows, heads, key_heads;  // heads of a part
 
-    // Returns as many parts as there may be. q: [batch, tokens, all heads, dim], keys: [parts, batch, rows, key heads of a
-    // part, dim].
+    // Returns as many parts as there may be. q: [batch, tokens, all heads, dim], keys: [parts, batch, rows, key heads
+    // of a part, dim].
     static Parts of(const ContextAttributes& attributes, const ffi::AnyBuffer& q, const ffi::AnyBuffer& keys) {
         check_rank("q", q, 4);
         check_rank("keys", keys, 5);

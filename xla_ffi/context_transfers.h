@@ -27,7 +27,8 @@ public:
                      ContextFork& fork, Scratch& scratch)
         : attributes_(attributes), parts_(parts), tables_(tables), fork_(fork), scratch_(scratch) {}
 
-    // Puts the rank's own keys and values, [batch, tokens, all key heads, dim], in front of those that the part receives.
+    // Puts the rank's own keys and values, [batch, tokens, all key heads, dim], in front of those that the part
+    // receives.
     void copy_own(int64_t part, const KeysValues& own, const KeysValues& all);
 
     // Brings keys and values to their places behind the rank's own ones.

@@ -11,8 +11,8 @@
 
 namespace jaxmagi::collectives {
 
-// A part of the rank's rows, and where it goes: [batch, rows, part_bytes], of which it becomes the first `tokens` rows. In
-// `from`, [batch, tokens, row_bytes], it is what lies there from the pointer on. All numbers are multiples of 16.
+// A part of the rank's rows, and where it goes: [batch, rows, part_bytes], of which it becomes the first `tokens` rows.
+// In `from`, [batch, tokens, row_bytes], it is what lies there from the pointer on. All numbers are multiples of 16.
 struct OwnRows {
     const void* from;
     void* to;
@@ -39,9 +39,9 @@ struct RoundedRowsParams {
     DType dtype;  // of 16 bits
 };
 
-// Gradients of a part of the rank's rows: its own, [batch, rows, width], of which the first `tokens` rows count, and the
-// sums of those that others have, [batch, tokens, width], where an entry of `sends` says that somebody has. Both are added
-// up, to [batch, tokens, row_width] from the pointer on.
+// Gradients of a part of the rank's rows: its own, [batch, rows, width], of which the first `tokens` rows count, and
+// the sums of those that others have, [batch, tokens, width], where an entry of `sends` says that somebody has. Both
+// are added up, to [batch, tokens, row_width] from the pointer on.
 struct GradientRows {
     const float *own, *sums;
     void* to;

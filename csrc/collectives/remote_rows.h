@@ -12,8 +12,8 @@
 #include "csrc/collectives/transfer_params.h"
 
 // A rank's part of a transfer with its remote peers, over NCCL. Only the tables say which rows these are, and NCCL
-// takes counts from the host. So the host waits for the tables and reads them, once a call, and loses its lead over the
-// device: it reads, lists messages, and allocates while the device is idle.
+// takes counts from the host. So the host waits for the tables and reads them, once a transfer, and loses its lead over
+// the device: it reads, lists messages, and allocates before anything of the transfer is launched.
 //
 // Unless an earlier transfer has had the same tables, the ranks of each pair first exchange headers, and compare them
 // before any row moves. Ranks whose tables disagree end with an error, and neither write nor read rows that were meant

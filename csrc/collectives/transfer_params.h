@@ -85,8 +85,8 @@ struct TransferParams {
 cudaError_t push_rows(const TransferParams& params, cudaStream_t stream);
 
 // Group reduce: sums the rows of native peers and those in `incoming` into each input row, in the order of its sends.
-// Input rows that nobody contributes to become zero. When the kernel has ended, no native peer loads from this rank any
-// more.
+// Input rows that nobody contributes to become zero, unless they are kept (keeps_empty_sums). When the kernel has
+// ended, no native peer loads from this rank any more.
 cudaError_t pull_sums(const TransferParams& params, cudaStream_t stream);
 
 // Load the kernels, on each device before their first use.

@@ -2,9 +2,9 @@
 
 #include "csrc/collectives/barrier.cuh"
 
-// Zero fill of a group cast: writes zeros to the output rows from first_output_row on that nobody sends, which are those
-// between the entries of `receives`. These entries must be sorted by row and disjoint, or rows would be zeroed while peers store them. One
-// warp of each CTA does it while the others move rows. All functions are for a whole warp.
+// Zero fill of a group cast: writes zeros to the output rows from first_output_row on that nobody sends, which are
+// those between the entries of `receives`. These entries must be sorted by row and disjoint, or rows would be zeroed
+// while peers store them. One warp of each CTA does it while the others move rows. All functions are for a whole warp.
 
 namespace jaxmagi::collectives {
 

@@ -121,7 +121,7 @@ class _Sizes(NamedTuple):
     def of(cls, key: jax.Array, value: jax.Array, steps: Steps) -> "_Sizes":
         first, last = steps[0][0], steps[-1][0]
         row_bytes = key.shape[2] * (key.shape[3] + value.shape[3]) * key.dtype.itemsize
-        parts = num_parts(key.shape[2], last.output_rows * row_bytes)
+        parts = num_parts(key.shape[2], key.shape[0] * last.output_rows * row_bytes)
         return cls(parts, first.input_rows + last.output_rows, first.output_rows * (len(steps) == 2))
 
     def numbers_of_parts(self) -> list[int]:

@@ -371,8 +371,8 @@ def test_examples_of_one_plan(plan: ContextPlan, by: str, two_parts: None, works
     assert forward.operands[3] == f"1x{plan.capacity.bands}x8xi32"
     assert forward.operands[-4:] == backward.operands[-4:] == table_types(plan, batch=3)
     assert forward.results[2:4] == key_types(rows, "bf16", batch=3)
-    assert backward.results[1:3] == key_types(rows, "f32", batch=3)
-    assert workspaces == [(3, TOKENS, rows, 4, 2, 64, 32, 1, False)]
+    assert backward.results[3:5] == key_types(rows, "f32", batch=3)
+    assert workspaces == [(3, TOKENS, rows, *heads, 64, 32, 1, False) for heads in ((8, 4), (4, 2))]
 
 
 @LEVELS

@@ -43,9 +43,9 @@ int64_t backward_workspace_bytes(const BackwardShape& shape, int num_masks, bool
 
 cudaError_t attention_backward(const BackwardParams& params, cudaStream_t stream);
 
-// The steps of attention_backward(). The second one may be launched several times, also in several streams: all launches
-// together do the work once, each on so many SMs. When all of them have ended come the others, which write dk and dv,
-// and dq.
+// The steps of attention_backward(). The second one may be launched several times, also in several streams: all
+// launches together do the work once, each on so many SMs. When all of them have ended come the others, which write dk
+// and dv, and dq.
 cudaError_t prepare_attention_backward(const BackwardParams& params, cudaStream_t stream);
 cudaError_t run_attention_backward(const BackwardParams& params, int num_sms, cudaStream_t stream);
 cudaError_t finish_key_gradients(const BackwardParams& params, cudaStream_t stream);

@@ -71,8 +71,8 @@ struct WholeGroups {
 };
 
 // The most blocks of queries that a tile may have, and the fewest work items that there have to be for a
-// multiprocessor, unless it has something else to go on with. Both were chosen at D 128, where 15 blocks (a window) took
-// 13 % less time with whole groups and 26 took 10 % more.
+// multiprocessor, unless it has something else to go on with. Both were chosen at D 128, where 15 blocks (a window)
+// took 13 % less time with whole groups and 26 took 10 % more.
 inline constexpr int kWholeGroupBlocks = 16, kWholeGroupItems = 8;
 // The most masks that are looked at.
 inline constexpr int kWholeGroupMasks = 64;

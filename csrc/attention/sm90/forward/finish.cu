@@ -55,4 +55,10 @@ cudaError_t finish_attention_forward(const UnfinishedResult& result, cudaStream_
     return cudaGetLastError();
 }
 
+cudaError_t preload_finish() {
+    cudaFuncAttributes attributes;
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, finish<BFloat16>);
+    return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, finish<Float16>) : error;
+}
+
 }  // namespace jaxmagi::sm90

@@ -48,8 +48,8 @@ struct ForwardParams {
 
 cudaError_t attention_forward(const ForwardParams& params, cudaStream_t stream);
 
-// Lets `num_sms` more SMs take part in a call of attention_forward() whose counter was zero before: they claim work items
-// of it. The two may run in different streams, and in any order. The result is complete when both have ended.
+// Lets `num_sms` more SMs take part in a call of attention_forward() whose counter was zero before: they claim work
+// items of it. The two may run in different streams, and in any order. The result is complete when both have ended.
 cudaError_t help_attention_forward(const ForwardParams& params, int num_sms, cudaStream_t stream);
 
 // A result in float, [rows, heads], to which sinks are to be added, and its place in [rows, row_heads] of 16 bits.
@@ -68,5 +68,8 @@ cudaError_t finish_attention_forward(const UnfinishedResult& result, cudaStream_
 
 // Loads the kernels and raises their limit of shared memory; not to be called while a stream is captured.
 cudaError_t preload_forward(DType dtype, int dim, int v_dim, bool soft_cap);
+
+// Loads the kernels of finish_attention_forward(); not to be called while a stream is captured.
+cudaError_t preload_finish();
 
 }  // namespace jaxmagi::sm90
