@@ -121,11 +121,11 @@ class _Sizes(NamedTuple):
     def of(cls, key: jax.Array, value: jax.Array, steps: Steps) -> "_Sizes":
         first, last = steps[0][0], steps[-1][0]
         row_bytes = key.shape[2] * (key.shape[3] + value.shape[3]) * key.dtype.itemsize
-        parts = num_parts(key.shape[2], key.shape[0] * last.output_rows * row_bytes)
+        parts = num_parts(key.shape[2], last.output_rows * row_bytes)
         return cls(parts, first.input_rows + last.output_rows, first.output_rows * (len(steps) == 2))
 
     def numbers_of_parts(self) -> list[int]:
-        """Returns how many parts a call may have: between hosts there are fewer if little travels, within them one."""
+        """Returns how many parts a call may have: within a host one, else fewer if little travels."""
         return [parts for parts in range(1, self.parts + 1) if self.parts % parts == 0]
 
     def arrays(

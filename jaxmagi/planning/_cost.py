@@ -47,7 +47,7 @@ def num_parts(num_kv_heads: int, received_bytes: float) -> int:
 
     The more there are, the less of the first and the last transfer has nothing to hide behind. They divide
     the key heads, are at most 8, and a rank receives 1 MiB at least for each: each costs a launch. A call has
-    fewer between hosts where a part would receive less than 4 MiB, and one in the backward pass within a host.
+    fewer between hosts where a part would receive less than 4 MiB, and within a host one backward.
     """
     most = max(1, min(MOST_PARTS, received_bytes // LEAST_PART_BYTES))
     return max(parts for parts in range(1, MOST_PARTS + 1) if num_kv_heads % parts == 0 and parts <= most)

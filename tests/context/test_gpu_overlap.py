@@ -1,5 +1,6 @@
 """Transfers run beside attention: read from the profile of a program on GPUs, kernel by kernel."""
 
+import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ type Kernels = dict[str, list[Interval]]
 
 
 def profiled_kernels(function: Any, operands: Any, folder: Path) -> dict[str, Kernels]:
-    """Returns the kernels of the last of some calls, by device: the host is then ahead of the device, as in training."""
+    """Returns the kernels of the last of some calls, by device. The host is then ahead of the device."""
     jax.block_until_ready(function(*operands))
     with jax.profiler.trace(folder):
         jax.block_until_ready([function(*operands) for _ in range(CALLS)])
@@ -49,10 +50,10 @@ def profiled_kernels(function: Any, operands: Any, folder: Path) -> dict[str, Ke
             continue
         for event in (event for line in plane.lines for event in line.events):
             for name in NAMES:
-                if f"::{name}<" in event.name or f"::{name}(" in event.name or event.name.split("(")[0] == name:
+                if re.search(rf"(^|::){name}([<(]|$)", event.name):
                     interval = Interval(event.start_ns, event.start_ns + event.duration_ns)
                     kernels[plane.name][name].append(interval)
-    return {device: {name: last_part(sorted(each[name])) for name in NAMES} for device, each in kernels.items()}
+    return {x: {name: last_part(sorted(each[name])) for name in NAMES} for x, each in kernels.items()}
 
 
 def last_part(intervals: list[Interval]) -> list[Interval]:
@@ -69,7 +70,7 @@ def share_beside(transfers: list[Interval], kernels: list[Interval]) -> float:
 
 
 def profile_passes(cp_size: int, collectives: CollectiveOptions, folder: Path) -> list[Kernels]:
-    """Returns the kernels of a forward and a backward pass of each device, in which every key matters to all."""
+    """Returns the kernels of both passes of each device, in which every key matters to all queries."""
     mesh = make_mesh(cp_size)
     plan = plan_context(masks.full(TOKENS), cp_size)
     sharding = NamedSharding(mesh, P(AXIS))
@@ -109,7 +110,7 @@ def test_within_a_host(cp_size: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cp_size", [2], indirect=True)
 def test_between_hosts(cp_size: int, tmp_path: Path) -> None:
-    """Both passes have parts. Only the first cast of the backward pass and its last return have nothing beside them."""
+    """Both passes have parts. Backward, the first cast and the last return have nothing beside them."""
     for found in profile_passes(cp_size, CollectiveOptions(implementation="nccl"), tmp_path):
         exchanges, each = found[EXCHANGE], 1 + KV_HEADS  # tables are compared before the first part
         assert len(exchanges) == 3 * each
