@@ -122,8 +122,7 @@ void launch_reduce(const Launch& launch) {
         launch.exchange_remote_rows(stream);
     for (int i = 0; i < params.num_arrays; ++i)
         if (const TransferParams part = select_dtype(params, buffers, i); part.num_arrays > 0)
-            check_cuda(pull_sums(part, stream),
-                       "launching the kernels that sum rows");
+            check_cuda(pull_sums(part, stream), "launching the kernels that sum rows");
 }
 
 // Returns the rows that go over NCCL, if there are any.

@@ -80,8 +80,7 @@ struct Backward {
                        const Results& results, ContextFork& fork, ContextTransfers& transfers) {
         clear(results.drained, fork.program());
         fork.begin();
-        std::vector<Arrival> arrivals;
-        launch_casts(arrivals, 0, 1, operands.own, results.keys, fork, transfers);
+        std::vector arrivals{transfers.bring(0, operands.own, results.keys)};
         const int reserved = parts.count > 1 ? reserved_sms(attributes) : 0;
         const uint32_t* before = nullptr;
         for (int part = 0; part < parts.count; ++part) {
@@ -95,7 +94,8 @@ struct Backward {
             before = params.drained;
             check_launch(sm90::run_attention_backward(params, params.num_sms - reserved, stream));
             if (part == 0)
-                launch_casts(arrivals, 1, parts.count, operands.own, results.keys, fork, transfers);
+                for (int64_t other = 1; other < parts.count; ++other)
+                    arrivals.push_back(transfers.bring(other, operands.own, results.keys));
             if (reserved > 0) {  // when the casts, and the return of the part before, have ended
                 fork.wait(fork.helpers(), prepared);
                 fork.wait(fork.helpers(), fork.record(fork.transfers()));

@@ -63,8 +63,7 @@ struct Forward {
                        const Results& results, ContextFork& fork, ContextTransfers& transfers) {
         clear(results.counters, fork.program());
         fork.begin();
-        std::vector<Arrival> arrivals;
-        launch_casts(arrivals, 0, 1, operands.own, results.keys, fork, transfers);
+        std::vector arrivals{transfers.bring(0, operands.own, results.keys)};
         const int reserved = reserved_sms(attributes);
         const uint32_t* before = nullptr;
         for (int part = 0; part < parts.count; ++part) {
@@ -83,7 +82,8 @@ struct Forward {
                 check_launch(sm90::attention_forward(params, fork.of_part(part)));
             }
             if (part == 0) {
-                launch_casts(arrivals, 1, parts.count, operands.own, results.keys, fork, transfers);
+                for (int64_t other = 1; other < parts.count; ++other)
+                    arrivals.push_back(transfers.bring(other, operands.own, results.keys));
                 fork.wait(fork.helpers(), arrivals.back().all);
             }
             if (not in_halves)

@@ -39,7 +39,7 @@ inline size_t size_bytes(const KeysValues& arrays) {
     return arrays.k.size_bytes() + arrays.v.size_bytes();
 }
 
-// What `set_tensors` takes.
+// Holds the attributes that `set_tensors` reads.
 struct KernelAttributes {
     double scale, soft_cap;
     int64_t sm_margin;
@@ -51,20 +51,6 @@ struct KernelAttributes {
 
 inline int reserved_sms(const ContextAttributes& attributes) {
     return to_int("reserved_sms", attributes.reserved_sms, 0, hopper_device().num_sms - 1);
-}
-
-// The moments at which a part has the rank's own keys, and all keys.
-struct Arrival { cudaEvent_t own, all; };
-
-// Launches the casts of the parts from `first` to before `end`, and adds when their keys are there.
-inline void launch_casts(std::vector<Arrival>& arrivals, int64_t first, int64_t end, const KeysValues& own,
-                         const CastArrays& keys, ContextFork& fork, ContextTransfers& transfers) {
-    for (int64_t part = first; part < end; ++part) {
-        transfers.copy_own(part, own, keys.all);
-        const cudaEvent_t copied = fork.record(fork.transfers());
-        transfers.cast(part, keys);
-        arrivals.push_back({copied, fork.record(fork.transfers())});
-    }
 }
 
 // Returns the groups in which a call transfers.

@@ -14,7 +14,7 @@
 
 namespace jaxmagi {
 
-// What a device needs for them. For one host thread at a time.
+// Holds the streams and events of one device. One host thread uses it at a time.
 class ContextStreams {
 public:
     static ContextStreams& of_current_device();

@@ -36,6 +36,13 @@ ContextTransfers::Step ContextTransfers::inside() {
             attributes_.output_rows, attributes_.inside_pair_rows, 0};
 }
 
+Arrival ContextTransfers::bring(int64_t part, const KeysValues& own, const CastArrays& arrays) {
+    copy_own(part, own, arrays.all);
+    const cudaEvent_t copied = fork_.record(fork_.transfers());
+    cast(part, arrays);
+    return {copied, fork_.record(fork_.transfers())};
+}
+
 void ContextTransfers::copy_own(int64_t part, const KeysValues& own, const KeysValues& all) {
     const int64_t all_heads = parts_.key_heads * parts_.count;
     const auto array = [&](const char* name, const ffi::AnyBuffer& from, const ffi::AnyBuffer& to) -> OwnRows {
@@ -57,11 +64,10 @@ void ContextTransfers::cast(int64_t part, const CastArrays& arrays) {
                           parts_.of_rows(views_, arrays.all.v, part, tokens)};
     const std::vector all = rows(arrays.all, part);
     if (not attributes_.has_two_steps())
-        return launch(Kind::kCast, across(), own, all,
-                      {.input_stride = stride, .first_output_row = tokens, .compares_tables = part == 0});
+        return launch(Kind::kCast, part, across(), own, all, {.input_stride = stride, .first_output_row = tokens});
     const std::vector middle = rows(arrays.middle, part);
-    launch(Kind::kCast, across(), own, middle, {.input_stride = stride, .compares_tables = part == 0});
-    launch(Kind::kCast, inside(), middle, all, {.first_output_row = tokens, .compares_tables = part == 0});
+    launch(Kind::kCast, part, across(), own, middle, {.input_stride = stride});
+    launch(Kind::kCast, part, inside(), middle, all, {.first_output_row = tokens});
 }
 
 bool ContextTransfers::crosses_hosts() const {
@@ -72,11 +78,11 @@ void ContextTransfers::give_back(int64_t part, const ReturnArrays& arrays) {
     const std::vector gradients = rounded(arrays.gradients, arrays.wire, part, parts_.tokens);
     const std::vector sums = rows(arrays.sums, part);
     if (attributes_.has_two_steps()) {
-        launch(Kind::kReduce, inside(), gradients, rows(arrays.middle, part), {.compares_tables = part == 0});
-        launch(Kind::kReduce, across(), rounded(arrays.middle, arrays.middle_wire, part, 0), sums,
-               {.compares_tables = part == 0, .keeps_empty_sums = true});
+        launch(Kind::kReduce, part, inside(), gradients, rows(arrays.middle, part), {});
+        launch(Kind::kReduce, part, across(), rounded(arrays.middle, arrays.middle_wire, part, 0), sums,
+               {.keeps_empty_sums = true});
     } else {
-        launch(Kind::kReduce, across(), gradients, sums, {.compares_tables = part == 0, .keeps_empty_sums = true});
+        launch(Kind::kReduce, part, across(), gradients, sums, {.keeps_empty_sums = true});
     }
     add_own(part, arrays);
 }
@@ -101,8 +107,9 @@ void ContextTransfers::add_own(int64_t part, const ReturnArrays& arrays) {
     check_cuda(add_gradients(params, fork_.transfers()), "launching the kernel that adds gradients");
 }
 
-void ContextTransfers::launch(Kind kind, const Step& step, const std::vector<ffi::AnyBuffer>& from,
-                              const std::vector<ffi::AnyBuffer>& to, const Placement& placement) {
+void ContextTransfers::launch(Kind kind, int64_t part, const Step& step, const std::vector<ffi::AnyBuffer>& from,
+                              const std::vector<ffi::AnyBuffer>& to, Placement placement) {
+    placement.compares_tables = part == 0;  // all parts have the same tables
     const TransferAttributes attributes{.groups = step.group.ids,
                                         .group_size = step.group.size,
                                         .input_rows = step.input_rows,

@@ -21,18 +21,18 @@ struct ReturnArrays {
     KeysValues wire, middle_wire;        // gradients, and sums of a host, in the type in which they travel
 };
 
+// The moments at which a part has the rank's own keys, and all keys.
+struct Arrival { cudaEvent_t own, all; };
+
 class ContextTransfers {
 public:
     ContextTransfers(const ContextAttributes& attributes, const Parts& parts, const ContextTables& tables,
                      ContextFork& fork, Scratch& scratch)
         : attributes_(attributes), parts_(parts), tables_(tables), fork_(fork), scratch_(scratch) {}
 
-    // Puts the rank's own keys and values, [batch, tokens, all key heads, dim], in front of those that the part
-    // receives.
-    void copy_own(int64_t part, const KeysValues& own, const KeysValues& all);
-
-    // Brings keys and values to their places behind the rank's own ones.
-    void cast(int64_t part, const CastArrays& arrays);
+    // Puts the rank's own keys and values, [batch, tokens, all key heads, dim], into the part's arrays, and behind them
+    // brings those that it receives.
+    Arrival bring(int64_t part, const KeysValues& own, const CastArrays& arrays);
 
     // Returns whether any of the casts so far has rows that go over NCCL.
     bool crosses_hosts() const;
@@ -48,9 +48,11 @@ private:
 
     Step across();
     Step inside();
+    void copy_own(int64_t part, const KeysValues& own, const KeysValues& all);
+    void cast(int64_t part, const CastArrays& arrays);
     void add_own(int64_t part, const ReturnArrays& arrays);
-    void launch(Kind kind, const Step& step, const std::vector<ffi::AnyBuffer>& from,
-                const std::vector<ffi::AnyBuffer>& to, const Placement& placement);
+    void launch(Kind kind, int64_t part, const Step& step, const std::vector<ffi::AnyBuffer>& from,
+                const std::vector<ffi::AnyBuffer>& to, Placement placement);
     std::vector<ffi::AnyBuffer> rows(const KeysValues& arrays, int64_t part);
     // Returns rows in the type in which they travel; those from `first` on are wanted.
     std::vector<ffi::AnyBuffer> rounded(const KeysValues& arrays, const KeysValues& wire, int64_t part, int64_t first);

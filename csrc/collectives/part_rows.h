@@ -6,8 +6,8 @@
 
 #include "csrc/collectives/transfer_params.h"
 
-// What parts of the heads (xla_ffi/context_parts.h) have to do with whole rows, before and behind transfers of context
-// attention.
+// These functions take parts of the heads (xla_ffi/context_parts.h) out of whole rows before transfers of context
+// attention, and put them back behind these.
 
 namespace jaxmagi::collectives {
 

@@ -1,4 +1,4 @@
-"""What the custom calls get and return, with models of them in plain JAX in their place.
+"""Tests what the custom calls get and return, with models of them in plain JAX in their place.
 
 A model does what the handler of its call does (xla_ffi/context_handler.h): it moves rows by the tables and
 the attributes that it is given, and computes attention part by part.

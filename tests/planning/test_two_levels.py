@@ -105,8 +105,8 @@ def test_both_steps_of_a_part_come_before_the_next_part(small_parts: None) -> No
     )
     # One level: keys of the own host come beside those that cross in 3 ms, so that the parts have theirs at
     # 3 and 6 ms, and the second one computes until 6.5 ms. Gradients wait until all keys are there, at 6 ms.
-    # Those of a part take 3 ms across and then 1 ms to owners of the own host, who do not read them beside
-    # what crosses: until 10 and 14 ms.
+    # The gradients of a part take 3 ms across and then 1 ms to owners of the own host, who do not read them
+    # beside what crosses: until 10 and 14 ms.
     # Two levels: 1 ms inside the host follows, so that parts have their keys at 4 and 8 ms. Gradients take
     # 1 ms inside the host before they cross: until 13 and 18 ms.
     times = [
