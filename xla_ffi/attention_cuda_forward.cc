@@ -29,6 +29,7 @@ struct Forward {
         check_forward(operands, results, ffi::F32);
         check_buffer("counter", results.counter, {1}, ffi::S32);
         params.q_row_heads = params.row_heads = params.heads;
+        params.kv_row_heads = params.kv_heads;
         params.key_end = params.kv_len;
         params.out_f32 = results.out.element_type() == ffi::F32;
         params.sinks = data_of<const float>("sinks", operands.sinks);

@@ -9,7 +9,7 @@ struct TileSchedule {
     static constexpr const char* kTarget = "jaxmagi_attention_tile_schedule";
 
     struct Attributes {
-        int64_t q_len, kv_len;
+        int64_t q_len, kv_len, own_len;
         bool by_keys;
         int64_t dim, v_dim;
     };
@@ -33,6 +33,7 @@ struct TileSchedule {
             .capacity = to_int("the number of bands", shape[1]),
             .q_len = to_int("q_len", attributes.q_len),
             .kv_len = to_int("kv_len", attributes.kv_len),
+            .own_len = to_int("own_len", attributes.own_len, 0, attributes.kv_len),
             .by_keys = by_keys,
             .tile_rows = by_keys ? tile.keys : tile.rows,
             .block_keys = by_keys ? tile.rows : tile.keys,
@@ -56,8 +57,9 @@ struct TileSchedule {
 }  // namespace jaxmagi
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxmagi::TileSchedule::Attributes, StructMember<int64_t>("q_len"),
-                                      StructMember<int64_t>("kv_len"), StructMember<bool>("by_keys"),
-                                      StructMember<int64_t>("dim"), StructMember<int64_t>("v_dim"));
+                                      StructMember<int64_t>("kv_len"), StructMember<int64_t>("own_len"),
+                                      StructMember<bool>("by_keys"), StructMember<int64_t>("dim"),
+                                      StructMember<int64_t>("v_dim"));
 
 jaxmagi::CudaHandlers jaxmagi::attention_tile_schedule_cuda() {
     return cuda_handlers<TileSchedule>();

@@ -61,8 +61,8 @@ char* published_memory(const TransferParams& params, size_t i) {
     return reinterpret_cast<char*>(params.resolve(params.published[i], params.slot));
 }
 
-// Copies array `i`, [batch, output_rows, width], where peers cannot access XLA's array itself: all rows but those before
-// the first one that is written.
+// Copies array `i`, [batch, output_rows, width], where peers cannot access XLA's array itself: all rows but those
+// before the first one that is written.
 void copy_if_staged(const TransferParams& params, size_t i, char* to, const char* from, cudaStream_t stream) {
     if (to == from)
         return;
@@ -109,8 +109,10 @@ void launch_cast(const Launch& launch) {
         push_beside_remote_rows(launch);
     else
         check_cuda(push_rows(params, stream), "launching the kernel that pushes rows");
-    for (size_t i = 0; i < buffers.to.size(); ++i)
-        copy_if_staged(params, i, static_cast<char*>(buffers.to[i].untyped_data()), published_memory(params, i), stream);
+    for (size_t i = 0; i < buffers.to.size(); ++i) {
+        char* const to = static_cast<char*>(buffers.to[i].untyped_data());
+        copy_if_staged(params, i, to, published_memory(params, i), stream);
+    }
 }
 
 void launch_reduce(const Launch& launch) {

@@ -1,10 +1,39 @@
+#include <optional>
+
 #include "csrc/attention/sm90/forward/forward.h"
+#include "csrc/attention/sm90/needed_keys.h"
+#include "csrc/collectives/part_rows.h"
 
 #include "xla_ffi/attention_cuda_handler.h"
 #include "xla_ffi/context_handler.h"
 
 namespace jaxmagi {
 namespace {
+
+// Launches attention one call behind the other, in two streams in turn: a call begins when the one before has no work
+// left to begin with. Each has a counter of work items and a flag, for which there is room in `counters`.
+class Chain {
+public:
+    Chain(ContextFork& fork, int* counters, int64_t most) : fork_(fork), counters_(counters), flags_(counters + most) {}
+
+    // Returns the stream of the next call, and gives the call its counter and flag.
+    cudaStream_t next(sm90::ForwardParams& params) {
+        const cudaStream_t stream = fork_.of_part(count_);
+        if (count_ > 0)
+            fork_.wait_until_set(stream, reinterpret_cast<const uint32_t*>(flags_ + count_ - 1));
+        params.counter = counters_ + count_;
+        params.counter_is_zero = true;
+        params.drained = reinterpret_cast<uint32_t*>(flags_ + count_);
+        ++count_;
+        return stream;
+    }
+
+private:
+    ContextFork& fork_;
+    int* const counters_;
+    int* const flags_;
+    int count_ = 0;
+};
 
 struct Forward {
     static constexpr const char* kTarget = "jaxmagi_context_forward";
@@ -22,6 +51,9 @@ struct Forward {
         ffi::AnyBuffer counters;  // of launches, and flags of parts
     };
 
+    // Beside those of the parts: the own half, and the own tiles.
+    static constexpr int64_t kMoreLaunches = 2;
+
     static sm90::ForwardParams to_params(const ContextAttributes& attributes, const Parts& parts,
                                          const Operands& operands, const Results& results, int64_t part) {
         Views views;
@@ -34,20 +66,19 @@ struct Forward {
         sm90::ForwardParams params{};
         set_tensors(params, params, inputs, KernelAttributes::of(attributes));
         params.q_row_heads = params.row_heads = static_cast<int>(parts.heads * parts.count);
+        params.kv_row_heads = params.kv_heads;
         params.key_end = params.kv_len;
         const sm90::TileShape tile = find_tile(sm90::forward_tile, params.dim, params.v_dim);
         check_num_tiles("q", inputs.q, tile.rows);
         set_tile_schedule(params, inputs, params.batch, ceil_div(params.q_len, tile.rows));
+        params.from_last_tile = params.num_masks == 1;
         check_forward(inputs, outputs, ffi::F32);
         check_buffer("sinks", operands.sinks, {2, parts.heads * parts.count}, ffi::F32);
-        check_buffer("counters", results.counters, {2 * attributes.num_parts + 1}, ffi::S32);
+        check_buffer("counters", results.counters, {2 * (attributes.num_parts + kMoreLaunches)}, ffi::S32);
         params.out_f32 = outputs.out.element_type() == ffi::F32;
         params.sinks = data_of<const float>("sinks", inputs.sinks);
         params.out = data_of<void>("out", outputs.out, kTensorAlignment);
         params.lse = data_of<float>("lse", outputs.lse);
-        params.counter = data_of<int>("counters", results.counters) + part;
-        params.counter_is_zero = true;
-        params.drained = reinterpret_cast<uint32_t*>(params.counter + parts.count + 1);
         return params;
     }
 
@@ -55,83 +86,197 @@ struct Forward {
     static size_t shared_bytes(const Results& results) { return size_bytes(results.keys.all); }
 
     static cudaError_t preload(const sm90::ForwardParams& params) {
-        const cudaError_t error = sm90::preload_forward(params.dtype, params.dim, params.v_dim, params.soft_cap > 0);
-        return error == cudaSuccess ? sm90::preload_finish() : error;
+        cudaError_t error = sm90::preload_forward(params.dtype, params.dim, params.v_dim, params.soft_cap > 0);
+        for (const auto preload : {sm90::preload_finish, sm90::preload_needed_keys})
+            error = error == cudaSuccess ? preload() : error;
+        return error;
     }
 
     static void launch(const ContextAttributes& attributes, const Parts& parts, const Operands& operands,
-                       const Results& results, ContextFork& fork, ContextTransfers& transfers) {
-        clear(results.counters, fork.program());
-        fork.begin();
-        std::vector arrivals{transfers.bring(0, operands.own, results.keys)};
-        const int reserved = reserved_sms(attributes);
-        const uint32_t* before = nullptr;
-        for (int part = 0; part < parts.count; ++part) {
-            sm90::ForwardParams params = to_params(attributes, parts, operands, results, part);
-            const bool is_last = part + 1 == parts.count;  // it begins when all keys are there
-            const int helpers = is_last ? 0 : reserved;
-            params.num_sms -= helpers;
-            if (before != nullptr)
-                fork.wait_until_set(fork.of_part(part), before);
-            before = params.drained;
-            const bool in_halves = part == 0 and transfers.crosses_hosts() and not params.out_f32;
-            if (in_halves) {
-                launch_in_halves(parts, params, operands.sinks, reserved, arrivals[part], fork, transfers);
-            } else {
-                fork.wait(fork.of_part(part), arrivals[part].all);
-                check_launch(sm90::attention_forward(params, fork.of_part(part)));
-            }
-            if (part == 0) {
-                for (int64_t other = 1; other < parts.count; ++other)
-                    arrivals.push_back(transfers.bring(other, operands.own, results.keys));
-                fork.wait(fork.helpers(), arrivals.back().all);
-            }
-            if (not in_halves)
-                check_launch(sm90::help_attention_forward(params, helpers, fork.helpers()));
-        }
+                       const Results& results, ContextFork& fork, ContextTransfers& transfers);
+};
+
+// A call of the pass. In its order of attention:
+//   own half       where keys come from other hosts: the first part over the rank's own keys; nothing else would hide
+//                  the transfer of this part where most tiles see received keys
+//   own tiles      those that see no received keys, for all heads, or for those of the other parts. They take keys from
+//                  where the rank has them. With several masks there are none, and parts have all tiles
+//   first part     the other tiles; or the received half, over received keys, which is merged with the own half
+//   other parts    the other tiles
+// Transfers begin with the own tiles. Those of the first part are launched before it, and the others behind it, since
+// between hosts the host waits for each.
+class ForwardCall {
+public:
+    ForwardCall(const ContextAttributes& attributes, const Parts& parts, const Forward::Operands& operands,
+                const Forward::Results& results, ContextFork& fork, ContextTransfers& transfers)
+        : attributes_(attributes),
+          parts_(parts),
+          operands_(operands),
+          results_(results),
+          fork_(fork),
+          transfers_(transfers),
+          chain_(fork, data_of<int>("counters", results.counters), attributes.num_parts + Forward::kMoreLaunches),
+          reserved_(reserved_sms(attributes)) {}
+
+    void launch() {
+        clear(results_.counters, fork_.program());
+        fork_.begin();
+        if (not parts_.are_within_host)
+            bring_next();  // tells whether keys come from other hosts
+        const sm90::ForwardParams first = to_params(0);
+        const bool in_halves = transfers_.crosses_hosts() and not first.out_f32;
+        if (in_halves)
+            launch_own_half(first);
+        if (first.num_masks == 1 and parts_.count > int64_t{in_halves})
+            launch_own_tiles(first, in_halves);
+        if (arrivals_.empty())
+            bring_next();
+        const sm90::ForwardParams first_part = launch_part(0);
+        while (num_brought() < parts_.count)
+            bring_next();
+        fork_.wait(fork_.helpers(), arrivals_.back().all);
+        if (own_tiles_.has_value())
+            help(*own_tiles_, reserved_);
+        if (not in_halves)
+            help(first_part, helpers(0));
+        for (int part = 1; part < parts_.count; ++part)
+            help(launch_part(part), helpers(part));
     }
 
-    // Launches the first part over the rank's own keys, and then over those that it receives, and merges the results.
-    // That takes longer than all keys at once, but hides the transfer of its keys, which nothing else would.
-    static void launch_in_halves(const Parts& parts, const sm90::ForwardParams& whole, const ffi::AnyBuffer& sinks,
-                                 int reserved, const Arrival& arrival, ContextFork& fork, ContextTransfers& transfers) {
-        const cudaStream_t stream = fork.of_part(0);
-        const int64_t rows = parts.batch * parts.tokens, row_heads = rows * parts.heads;
+private:
+    struct Half {
+        sm90::ForwardParams params;
+        cudaEvent_t done;
+    };
+
+    sm90::ForwardParams to_params(int64_t part) const {
+        return Forward::to_params(attributes_, parts_, operands_, results_, part);
+    }
+    int64_t num_brought() const { return static_cast<int64_t>(arrivals_.size()); }
+    void bring_next() { arrivals_.push_back(transfers_.bring(num_brought(), operands_.own, results_.keys, needed_)); }
+    // Multiprocessors that help a part when there is nothing to transfer. The last one has them from the beginning.
+    int helpers(int64_t part) const { return part + 1 < parts_.count ? reserved_ : 0; }
+    void help(const sm90::ForwardParams& params, int num_sms) const {
+        check_launch(sm90::help_attention_forward(params, num_sms, fork_.helpers()));
+    }
+
+    void launch_own_tiles(const sm90::ForwardParams& first, bool in_halves) {
+        needed_ = find_needed_keys(first);
+        own_tiles_ = to_own_tiles(in_halves);
+        own_tiles_->num_sms -= reserved_;
+        const cudaStream_t stream = chain_.next(*own_tiles_);
+        check_launch(sm90::attention_forward(*own_tiles_, stream));
+    }
+
+    // Returns which own keys the tiles need that also see received ones: for the others they need not be copied.
+    const uint8_t* find_needed_keys(const sm90::ForwardParams& params) {
+        const int tokens = params.q_len, tile_rows = find_tile(sm90::forward_tile, params.dim, params.v_dim).rows;
+        auto* const needed = static_cast<uint8_t*>(transfers_.allocate(ceil_div(tokens, collectives::kNeededRows)));
+        const sm90::NeededKeysParams needs{.bands = params.bands,
+                                           .tiles = params.tiles,
+                                           .num_tiles = ceil_div(tokens, tile_rows),
+                                           .tile_rows = tile_rows,
+                                           .q_len = tokens,
+                                           .own_len = tokens,
+                                           .block_keys = collectives::kNeededRows,
+                                           .needed = needed};
+        check_launch(sm90::find_needed_keys(needs, fork_.transfers()));
+        return needed;
+    }
+
+    // Returns the parameters for the tiles that see no received keys, and for the heads of all parts from `first` on.
+    sm90::ForwardParams to_own_tiles(int64_t first) const {
+        sm90::ForwardParams params = to_params(first);
+        Views views;
+        params.heads = static_cast<int>(parts_.heads * (parts_.count - first));
+        params.kv_heads = static_cast<int>(parts_.key_heads * (parts_.count - first));
+        params.kv_row_heads = static_cast<int>(parts_.key_heads * parts_.count);
+        params.kv_len = params.key_end = static_cast<int>(parts_.tokens);
+        const auto keys = [&](const char* name, const ffi::AnyBuffer& own, const ffi::AnyBuffer& all) {
+            const int64_t dim = shape_of(all)[4], begin = first * parts_.key_heads * dim;
+            check_buffer(name, own, {parts_.batch, parts_.tokens, params.kv_row_heads, dim}, all.element_type());
+            return data_of<const void>(name, views.add(own, begin, {parts_.batch, parts_.tokens, params.kv_heads, dim}),
+                                       kTensorAlignment);
+        };
+        params.k = keys("k", operands_.own.k, results_.keys.all.k);
+        params.v = keys("v", operands_.own.v, results_.keys.all.v);
+        params.subset = sm90::Tiles::kSeeOwn;
+        params.from_last_tile = false;
+        return params;
+    }
+
+    sm90::ForwardParams launch_part(int part) {
+        sm90::ForwardParams params = to_params(part);
+        params.num_sms -= helpers(part);
+        if (part == 0 and half_.has_value()) {
+            launch_received_half(params);
+        } else {
+            params.subset = own_tiles_.has_value() ? sm90::Tiles::kSeeReceived : sm90::Tiles::kAll;
+            const cudaStream_t stream = chain_.next(params);
+            fork_.wait(stream, arrivals_[part].all);
+            check_launch(sm90::attention_forward(params, stream));
+        }
+        return params;
+    }
+
+    void launch_own_half(const sm90::ForwardParams& whole) {
+        const int64_t row_heads = parts_.batch * parts_.tokens * parts_.heads;
         sm90::ForwardParams own = whole;
-        own.out = transfers.allocate(row_heads * whole.v_dim * sizeof(float));
-        own.lse = static_cast<float*>(transfers.allocate(row_heads * sizeof(float)));
+        own.out = transfers_.allocate(row_heads * whole.v_dim * sizeof(float));
+        own.lse = static_cast<float*>(transfers_.allocate(row_heads * sizeof(float)));
         own.out_f32 = true;
         own.row_heads = whole.heads;
-        own.sinks = data_of<const float>("sinks", sinks) + parts.heads * parts.count;
-        own.counter += parts.count;
-        own.drained = nullptr;
-        own.key_end = static_cast<int>(parts.tokens);
-        own.num_sms = hopper_device().num_sms - reserved;
-        fork.wait(stream, arrival.own);
+        own.sinks = data_of<const float>("sinks", operands_.sinks) + parts_.heads * parts_.count;
+        own.key_end = static_cast<int>(parts_.tokens);
+        own.num_sms -= reserved_;
+        const cudaStream_t stream = chain_.next(own);
+        fork_.wait(stream, arrivals_[0].own);
         check_launch(sm90::attention_forward(own, stream));
-        sm90::ForwardParams received = own;
-        received.counter = whole.counter;
-        received.drained = whole.drained;
-        received.key_begin = own.key_end;
+        half_ = {own, fork_.record(stream)};
+    }
+
+    void launch_received_half(const sm90::ForwardParams& whole) {
+        sm90::ForwardParams received = half_->params;
+        received.key_begin = received.key_end;
         received.key_end = whole.key_end;
-        received.previous_out = own.out;
-        received.previous_lse = own.lse;
+        received.previous_out = received.out;
+        received.previous_lse = received.lse;
         received.num_sms = whole.num_sms;
-        fork.wait(stream, arrival.all);
+        const cudaStream_t stream = chain_.next(received);
+        fork_.wait(stream, half_->done);
+        fork_.wait(stream, arrivals_[0].all);
         check_launch(sm90::attention_forward(received, stream));
-        check_launch(sm90::finish_attention_forward({.out = static_cast<const float*>(own.out),
-                                                     .lse = own.lse,
+        check_launch(sm90::finish_attention_forward({.out = static_cast<const float*>(received.out),
+                                                     .lse = received.lse,
                                                      .sinks = whole.sinks,
                                                      .to_out = whole.out,
                                                      .to_lse = whole.lse,
                                                      .dtype = whole.dtype,
-                                                     .rows = rows,
+                                                     .rows = parts_.batch * parts_.tokens,
                                                      .heads = whole.heads,
                                                      .row_heads = whole.row_heads,
                                                      .v_dim = whole.v_dim},
                                                     stream));
     }
+
+    const ContextAttributes& attributes_;
+    const Parts& parts_;
+    const Forward::Operands& operands_;
+    const Forward::Results& results_;
+    ContextFork& fork_;
+    ContextTransfers& transfers_;
+    Chain chain_;
+    const int reserved_;
+    const uint8_t* needed_ = nullptr;
+    std::vector<Arrival> arrivals_;  // of parts
+    std::optional<Half> half_;
+    std::optional<sm90::ForwardParams> own_tiles_;
 };
+
+void Forward::launch(const ContextAttributes& attributes, const Parts& parts, const Operands& operands,
+                     const Results& results, ContextFork& fork, ContextTransfers& transfers) {
+    ForwardCall(attributes, parts, operands, results, fork, transfers).launch();
+}
 
 }  // namespace
 

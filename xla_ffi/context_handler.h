@@ -15,8 +15,10 @@
 // wait for events, and for flags that kernels of attention set; no such kernel waits for a transfer, so that a transfer
 // never lacks a multiprocessor that waits for it. Parts leave `reserved_sms` multiprocessors free while there is
 // something to transfer. Then these help the part that computes. The next part begins when this one has no work left to
-// begin with, not before: it would take the free ones. Where the keys of the first part come from other hosts, the
-// forward pass attends to the rank's own ones first.
+// begin with, not before: it would take the free ones.
+//
+// The forward pass begins with the tiles of queries that see no received keys, of all heads, and parts only compute the
+// others. Where the keys of the first part come from other hosts, it attends to the rank's own ones before.
 //
 // Within a host the backward pass is one part: rows move so fast there that gradients which return behind it, beside
 // the conversion of dQ, take less time than parts. It leaves no multiprocessor free.
@@ -69,28 +71,14 @@ ffi::Error prepare_context(const CollectivesContext& context, const ContextAttri
     });
 }
 
-// The fewest bytes that a part receives between hosts, where each transfer takes some tenths of a millisecond.
-constexpr int64_t kLeastRemoteBytes = int64_t{4} << 20;
-
-// Returns a number of parts that divides `most`.
-inline int64_t parts_between_hosts(int64_t most, int64_t received_bytes) {
-    int64_t count = most;
-    while (count > 1 and (most % count != 0 or received_bytes / count < kLeastRemoteBytes))
-        --count;
-    return count;
-}
-
 // Returns the parts of a call. They are equal on all ranks.
 template <typename Pass>
 Parts parts_of(const ContextAttributes& attributes, const collectives::Peers& peers,
                const typename Pass::Operands& operands, const typename Pass::Results& results) {
     const bool is_within_host = not attributes.has_two_steps() and
                                 are_all_native(peers, attributes.implementation, attributes.ranks_per_host);
-    const int64_t most = attributes.num_parts, within_host = Pass::kHasPartsWithinHosts ? most : 1;
-    const Parts parts = Parts::of(attributes, operands.q, Pass::keys(results).k);
-    const int64_t received = parts.rows - parts.tokens;
-    const int64_t bytes = size_bytes(Pass::keys(results)) / parts.rows * received;
-    return parts.with_count(is_within_host ? within_host : parts_between_hosts(most, bytes));
+    const int64_t count = is_within_host and not Pass::kHasPartsWithinHosts ? 1 : attributes.num_parts;
+    return Parts::of(attributes, operands.q, Pass::keys(results).k).with_count(count, is_within_host);
 }
 
 // Connects the groups of a call, and lets their ranks access each other's arrays.

@@ -67,6 +67,7 @@ private:
 // The sizes of a call, by which its buffers are cut.
 struct Parts {
     int64_t count, batch, tokens, rows, heads, key_heads;  // heads of a part
+    bool are_within_host = false;                          // no keys come over NCCL
 
     // Returns as many parts as there may be. q: [batch, tokens, all heads, dim], keys: [parts, batch, rows, key heads
     // of a part, dim].
@@ -84,8 +85,8 @@ struct Parts {
     }
 
     // Returns fewer parts, whose number divides that of these.
-    Parts with_count(int64_t fewer) const {
-        return {fewer, batch, tokens, rows, heads * count / fewer, key_heads * count / fewer};
+    Parts with_count(int64_t fewer, bool within_host) const {
+        return {fewer, batch, tokens, rows, heads * count / fewer, key_heads * count / fewer, within_host};
     }
 
     // Returns a part of [batch, tokens, all heads] or [batch, tokens, all heads, dim].

@@ -36,14 +36,14 @@ ContextTransfers::Step ContextTransfers::inside() {
             attributes_.output_rows, attributes_.inside_pair_rows, 0};
 }
 
-Arrival ContextTransfers::bring(int64_t part, const KeysValues& own, const CastArrays& arrays) {
-    copy_own(part, own, arrays.all);
+Arrival ContextTransfers::bring(int64_t part, const KeysValues& own, const CastArrays& arrays, const uint8_t* needed) {
+    copy_own(part, own, arrays.all, needed);
     const cudaEvent_t copied = fork_.record(fork_.transfers());
     cast(part, arrays);
     return {copied, fork_.record(fork_.transfers())};
 }
 
-void ContextTransfers::copy_own(int64_t part, const KeysValues& own, const KeysValues& all) {
+void ContextTransfers::copy_own(int64_t part, const KeysValues& own, const KeysValues& all, const uint8_t* needed) {
     const int64_t all_heads = parts_.key_heads * parts_.count;
     const auto array = [&](const char* name, const ffi::AnyBuffer& from, const ffi::AnyBuffer& to) -> OwnRows {
         const int64_t dim = shape_of(to)[4];
@@ -54,7 +54,9 @@ void ContextTransfers::copy_own(int64_t part, const KeysValues& own, const KeysV
                 data_of<void>(name, parts_.of_rows(views_, to, part), 16), all_heads * head_bytes, part_bytes};
     };
     const OwnRowsParams params{{array("k", own.k, all.k), array("v", own.v, all.v)},
-                               parts_.batch, parts_.tokens, parts_.rows};
+                               parts_.batch, parts_.tokens, parts_.rows, needed,
+                               data_of<const Send>("sends", tables_.sends),
+                               static_cast<int>(tables_.sends.dimensions()[1])};
     check_cuda(copy_own_rows(params, fork_.transfers()), "launching the kernel that copies keys and values");
 }
 

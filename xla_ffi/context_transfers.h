@@ -31,8 +31,9 @@ public:
         : attributes_(attributes), parts_(parts), tables_(tables), fork_(fork), scratch_(scratch) {}
 
     // Puts the rank's own keys and values, [batch, tokens, all key heads, dim], into the part's arrays, and behind them
-    // brings those that it receives.
-    Arrival bring(int64_t part, const KeysValues& own, const CastArrays& arrays);
+    // brings those that it receives. Of its own ones it puts there those that are sent or, by block, needed
+    // (OwnRowsParams); without `needed` all.
+    Arrival bring(int64_t part, const KeysValues& own, const CastArrays& arrays, const uint8_t* needed = nullptr);
 
     // Returns whether any of the casts so far has rows that go over NCCL.
     bool crosses_hosts() const;
@@ -48,7 +49,7 @@ private:
 
     Step across();
     Step inside();
-    void copy_own(int64_t part, const KeysValues& own, const KeysValues& all);
+    void copy_own(int64_t part, const KeysValues& own, const KeysValues& all, const uint8_t* needed);
     void cast(int64_t part, const CastArrays& arrays);
     void add_own(int64_t part, const ReturnArrays& arrays);
     void launch(Kind kind, int64_t part, const Step& step, const std::vector<ffi::AnyBuffer>& from,

@@ -12,8 +12,8 @@
 // Protocol: after the barrier at the start, which tells each rank where its peers' partial sums are, each warp takes
 // chunks of input rows. It goes through a chunk piece by piece. For each piece it loads the segments that meet it from
 // the peers into shared memory, in the order of the sends, adds them in registers, and writes the sums once. Pieces
-// without segments are left to the zero-fill kernel, which runs at the same time, or keep what they have. The barrier at the end says that no
-// peer loads from this rank any more.
+// without segments are left to the zero-fill kernel, which runs at the same time, or keep what they have. The barrier at
+// the end says that no peer loads from this rank any more.
 //
 // Pipeline of a warp: a ring of kStages buffers, one for the part of a segment that is in a piece, called a
 // contribution. Loads run ahead of additions by all buffers, also from one chunk to the next.

@@ -10,6 +10,8 @@ namespace jaxmagi::collectives {
 namespace {
 
 constexpr int kThreads = 256, kVectorsOfThread = 8, kMaxCtas = 1 << 16;
+constexpr int kRowsOfWarp = 4;
+static_assert(kNeededRows == kSentRows);
 
 int num_ctas(int64_t vectors) {
     return static_cast<int>(std::clamp<int64_t>(vectors / (kThreads * kVectorsOfThread), 1, kMaxCtas));
@@ -23,15 +25,45 @@ template <typename Body> __device__ __forceinline__ void for_each(int64_t count,
         body(i);
 }
 
-__global__ void __launch_bounds__(kThreads) copy_own(const __grid_constant__ OwnRowsParams params) {
-    for (const OwnRows& array : params.arrays) {
-        const int64_t row_vectors = array.row_bytes / 16, part_vectors = array.part_bytes / 16;
-        for_each(params.batch * params.tokens * part_vectors, [&](int64_t i) {
-            const int64_t row = i / part_vectors, in_row = i - row * part_vectors;
-            const int64_t to_row = row + row / params.tokens * (params.rows - params.tokens);
-            static_cast<uint4*>(array.to)[to_row * part_vectors + in_row] =
-                static_cast<const uint4*>(array.from)[row * row_vectors + in_row];
-        });
+// A warp copies rows that are behind each other, kRowsOfWarp at most, and has loads of all of them in flight.
+__device__ void copy_rows(const OwnRows& array, int64_t row, int64_t to_row, int count) {
+    const int64_t row_vectors = array.row_bytes / 16, part_vectors = array.part_bytes / 16;
+    const uint4* const from = static_cast<const uint4*>(array.from) + row * row_vectors;
+    uint4* const to = static_cast<uint4*>(array.to) + to_row * part_vectors;
+    for (int vector = threadIdx.x % kWarp; vector < part_vectors; vector += kWarp) {
+        uint4 vectors[kRowsOfWarp];
+#pragma unroll
+        for (int i = 0; i < kRowsOfWarp; ++i)
+            if (i < count)
+                vectors[i] = from[i * row_vectors + vector];
+#pragma unroll
+        for (int i = 0; i < kRowsOfWarp; ++i)
+            if (i < count)
+                to[i * part_vectors + vector] = vectors[i];
+    }
+}
+
+// A CTA copies a block of an example, or those of its rows that are sent.
+__global__ void __launch_bounds__(kSentThreads) copy_own(const __grid_constant__ OwnRowsParams params) {
+    __shared__ bool is_sent[kSentRows];
+    const int64_t blocks = ceil_div(params.tokens, kSentRows), example = blockIdx.x / blocks;
+    const int64_t block = blockIdx.x - example * blocks, begin = block * kSentRows;
+    const int64_t end = min(begin + kSentRows, params.tokens);
+    const bool is_needed = params.needed == nullptr or params.needed[block];
+    if (not is_needed)
+        find_sent_rows(params.sends + example * params.entries, params.entries, begin, end, is_sent);
+    const int64_t first = begin + threadIdx.x / kWarp * kRowsOfWarp;
+    for (int64_t row = first; row < end; row += kSentThreads / kWarp * kRowsOfWarp) {
+        const int count = static_cast<int>(min(end - row, int64_t{kRowsOfWarp}));
+        for (const OwnRows& array : params.arrays) {
+            const int64_t from_row = example * params.tokens + row, to_row = example * params.rows + row;
+            if (is_needed)
+                copy_rows(array, from_row, to_row, count);
+            else
+                for (int i = 0; i < count; ++i)
+                    if (is_sent[row - begin + i])
+                        copy_rows(array, from_row + i, to_row + i, 1);
+        }
     }
 }
 
@@ -88,8 +120,8 @@ __global__ void __launch_bounds__(kThreads) round_all(const __grid_constant__ Ro
 }  // namespace
 
 cudaError_t copy_own_rows(const OwnRowsParams& params, cudaStream_t stream) {
-    const int64_t part_bytes = std::max(params.arrays[0].part_bytes, params.arrays[1].part_bytes);
-    copy_own<<<num_ctas(params.batch * params.tokens * part_bytes / 16), kThreads, 0, stream>>>(params);
+    const int64_t ctas = params.batch * ceil_div(params.tokens, kSentRows);
+    copy_own<<<static_cast<unsigned>(ctas), kSentThreads, 0, stream>>>(params);
     return cudaGetLastError();
 }
 

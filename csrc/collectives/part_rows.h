@@ -11,6 +11,9 @@
 
 namespace jaxmagi::collectives {
 
+// Rows are needed or not in blocks of so many.
+constexpr int kNeededRows = 64;
+
 // A part of the rank's rows, and where it goes: [batch, rows, part_bytes], of which it becomes the first `tokens` rows.
 // In `from`, [batch, tokens, row_bytes], it is what lies there from the pointer on. All numbers are multiples of 16.
 struct OwnRows {
@@ -22,6 +25,11 @@ struct OwnRows {
 struct OwnRowsParams {
     OwnRows arrays[2];  // keys and values
     int64_t batch, tokens, rows;
+    // For each block of kNeededRows tokens whether it is needed, or null for all. Of others only those rows are copied
+    // that an entry of `sends` has.
+    const uint8_t* needed;
+    const Send* sends;  // [batch, entries]
+    int entries;
 };
 
 cudaError_t copy_own_rows(const OwnRowsParams& params, cudaStream_t stream);

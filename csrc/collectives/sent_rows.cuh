@@ -3,7 +3,7 @@
 #include "csrc/collectives/checks.cuh"
 #include "csrc/collectives/tables.h"
 
-// Which input rows others have partial sums for: those that some entry of `sends` has.
+// Which input rows are sent, and others have partial sums for: those that some entry of `sends` has.
 
 namespace jaxmagi::collectives {
 

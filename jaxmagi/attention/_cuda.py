@@ -154,11 +154,17 @@ def backward(
 
 
 def tile_schedule(
-    bands: jax.Array, q_len: int, kv_len: int, dims: tuple[int, int], by_keys: bool = False
+    bands: jax.Array,
+    q_len: int,
+    kv_len: int,
+    dims: tuple[int, int],
+    by_keys: bool = False,
+    own_len: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the sorted bands [M, C, 8] of M masks and their tiles [M, tiles, 4], the costliest first.
 
-    With ``by_keys`` the schedule is that of the transposed masks, for the tiles of the backward kernel.
+    With ``by_keys`` the schedule is that of the transposed masks, for the tiles of the backward kernel. Tiles
+    whose rows see keys from ``own_len`` on come last, the costliest at the end, as ~tile.
     """
     num_masks, capacity, _ = bands.shape
     rows, keys = (_compiled().backward_tile if by_keys else _compiled().forward_tile)(*dims)
@@ -169,7 +175,8 @@ def tile_schedule(
         jax.ShapeDtypeStruct((num_masks, -(-length // tile), 4), jnp.int32),
         jax.ShapeDtypeStruct((words, 2), jnp.int32),
     )
-    numbers = {"q_len": q_len, "kv_len": kv_len, "dim": dims[0], "v_dim": dims[1]}
+    own_len = kv_len if own_len is None else own_len
+    numbers = {"q_len": q_len, "kv_len": kv_len, "own_len": own_len, "dim": dims[0], "v_dim": dims[1]}
     attributes = {name: np.int64(number) for name, number in numbers.items()}
     call = jax.ffi.ffi_call(TILE_SCHEDULE, results)
     sorted_bands, tiles, _ = call(bands, by_keys=np.bool_(by_keys), **attributes)

@@ -49,10 +49,11 @@ def forward(
         jax.ShapeDtypeStruct(query.shape[:3], jnp.float32),
         *sizes.arrays(key, value, sizes.rows),
         *sizes.arrays(key, value, sizes.middle_rows),
-        jax.ShapeDtypeStruct((2 * sizes.parts + 1,), jnp.int32),
+        jax.ShapeDtypeStruct((2 * (sizes.parts + 2),), jnp.int32),
     )
-    dims = key.shape[3], value.shape[3]
-    schedule = attention_cuda.tile_schedule(bands, query.shape[1], sizes.rows, dims)
+    dims, tokens = (key.shape[3], value.shape[3]), query.shape[1]
+    own_len = tokens if bands.shape[0] == 1 else sizes.rows  # with one mask, tiles that need no transfer are first
+    schedule = attention_cuda.tile_schedule(bands, tokens, sizes.rows, dims, own_len=own_len)
     attributes = _attributes(steps, sizes, scale, soft_cap)
     call = jax.ffi.ffi_call(FORWARD, results)
     both = jnp.stack([sinks, jnp.full_like(sinks, -jnp.inf)])  # with sinks, and without

@@ -11,7 +11,7 @@ _MAY_BE_ZERO = ("latency_us", "network_latency_us")
 _MOST_PACKED_HEADS = 16
 
 MOST_PARTS = 8
-LEAST_PART_BYTES = 2**20  # that a rank receives for a part of the heads
+LEAST_PART_BYTES = 2**22  # that a rank receives for a part of the heads
 
 
 class Tile(NamedTuple):
@@ -46,8 +46,8 @@ def num_parts(num_kv_heads: int, received_bytes: float) -> int:
     """Returns into how many parts the heads are cut, of which one computes while rows of others travel.
 
     The more there are, the less of the first and the last transfer has nothing to hide behind. They divide
-    the key heads, are at most 8, and a rank receives 1 MiB at least for each: each costs a launch. A call has
-    fewer between hosts where a part would receive less than 4 MiB, and within a host one backward.
+    the key heads, are at most 8, and a rank receives 4 MiB at least for each: each costs a launch, and between
+    hosts some tenths of a millisecond. The backward pass has one within a host.
     """
     most = max(1, min(MOST_PARTS, received_bytes // LEAST_PART_BYTES))
     return max(parts for parts in range(1, MOST_PARTS + 1) if num_kv_heads % parts == 0 and parts <= most)

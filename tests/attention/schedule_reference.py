@@ -11,7 +11,10 @@ type Ints = NDArray[np.int64]
 
 
 class TileSchedule(NamedTuple):
-    """Tight bands [C, 8] by first row, and tiles [n, 4]: tile, first band, end band, key blocks."""
+    """Tight bands [C, 8] by first row, and tiles [n, 4]: tile, first band, end band, key blocks.
+
+    A tile whose rows see keys from own_len on is ~tile.
+    """
 
     bands: Ints
     tiles: Ints
@@ -33,16 +36,20 @@ def transpose(bands: Ints) -> Ints:
     return bands[:, [2, 3, 0, 1, 5, 4]] * [1, 1, 1, 1, -1, -1]
 
 
-def blocks_of_rows(bands: Ints, begin: int, end: int, block_keys: int) -> Ints:
-    """Returns for each tight band the number of key blocks visible from rows [begin, end)."""
+def keys_of_rows(bands: Ints, begin: int, end: int) -> tuple[Ints, Ints]:
+    """Returns for each tight band the first key visible from rows [begin, end), and the end of these keys."""
     q0, q1, k0, k1, lo, hi = bands.T
     q0, q1 = np.maximum(q0, begin), np.minimum(q1, end)
-    size = np.minimum(k1, q1 + hi) - np.maximum(k0, q0 + lo)
-    return np.where(q0 < q1, -(-np.maximum(size, 0) // block_keys), 0)
+    first, stop = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
+    is_empty = (q0 >= q1) | (first >= stop)
+    return np.where(is_empty, 0, first), np.where(is_empty, 0, stop)
 
 
-def make_schedule(bands: Ints, q_len: int, kv_len: int, tile_rows: int, block_keys: int) -> TileSchedule:
+def make_schedule(
+    bands: Ints, q_len: int, kv_len: int, tile_rows: int, block_keys: int, own_len: int | None = None
+) -> TileSchedule:
     """Returns the tile schedule of one mask [C, 6]."""
+    own_len = kv_len if own_len is None else own_len
     tight = tighten(bands, q_len, kv_len)
     first_rows = np.where(tight[:, 0] < tight[:, 1], tight[:, 0], np.iinfo(np.int32).max)
     order = np.argsort(first_rows, kind="stable")
@@ -52,10 +59,12 @@ def make_schedule(bands: Ints, q_len: int, kv_len: int, tile_rows: int, block_ke
     firsts = np.searchsorted(np.maximum.accumulate(tight[:, 1]), begins, side="right")
     stops = np.searchsorted(first_rows, ends, side="left")
     firsts, stops = np.where(firsts < stops, [firsts, stops], 0)
-    blocks = [
-        blocks_of_rows(tight[first:stop], int(begin), int(end), block_keys).sum()
-        for first, stop, begin, end in zip(firsts, stops, begins, ends, strict=True)
-    ]
-    tiles = np.stack([np.arange(len(begins)), firsts, stops, np.asarray(blocks, np.int64)], axis=1)
-    tiles = tiles[np.lexsort((tiles[:, 0], -tiles[:, 3]))]
-    return TileSchedule(np.pad(tight, ((0, 0), (0, 2))), tiles)
+    tiles = np.zeros((len(begins), 4), np.int64)
+    order_keys = np.zeros(len(begins), np.int64)
+    for tile, (first, stop, begin, end) in enumerate(zip(firsts, stops, begins, ends, strict=True)):
+        first_keys, end_keys = keys_of_rows(tight[first:stop], int(begin), int(end))
+        blocks = (-(-(end_keys - first_keys) // block_keys)).sum()
+        sees_received = end_keys.max(initial=0) > own_len
+        tiles[tile] = ~tile if sees_received else tile, first, stop, blocks
+        order_keys[tile] = 1 + blocks if sees_received else -blocks
+    return TileSchedule(np.pad(tight, ((0, 0), (0, 2))), tiles[np.argsort(order_keys, kind="stable")])

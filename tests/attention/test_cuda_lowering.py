@@ -125,7 +125,7 @@ def test_schedule_and_kernel(implementation: str | None, dtype: Any, name: str) 
     )
     assert schedule.operands == ["1x5x6xi32"]
     assert schedule.results == ["1x5x8xi32", "1x3x4xi32", f"{WORDS}x2xi32"]
-    assert schedule.attributes == {"q_len": 300, "kv_len": 400, "dim": 192, "v_dim": 128}
+    assert schedule.attributes == {"q_len": 300, "kv_len": 400, "own_len": 400, "dim": 192, "v_dim": 128}
     tensors = [f"2x300x8x192x{name}", f"2x400x2x192x{name}", f"2x400x2x128x{name}"]
     assert kernel.operands == [*tensors, "1x5x8xi32", "1x3x4xi32", "8xf32"]
     assert kernel.results == [f"2x300x8x128x{name}", "2x300x8xf32", "1xi32"]
@@ -281,7 +281,7 @@ def test_backward_schedule_and_kernel(deterministic: bool, grad_dtype: Any, name
     schedule, kernel = calls[SCHEDULE_OF_KEYS], calls[_cuda.BACKWARD]
     assert schedule.operands == ["1x5x6xi32"]
     assert schedule.results == ["1x5x8xi32", "1x4x4xi32", f"{WORDS}x2xi32"]
-    assert schedule.attributes == {"q_len": 300, "kv_len": 400, "dim": 192, "v_dim": 128}
+    assert schedule.attributes == {"q_len": 300, "kv_len": 400, "own_len": 400, "dim": 192, "v_dim": 128}
     shapes = ["2x300x8x192", "2x400x2x192", "2x400x2x128"]
     rows = ["2x300x8x128xf16", "2x300x8xf32", "2x300x8xf32"]
     assert kernel.operands == [*(f"{shape}xf16" for shape in shapes), "1x5x8xi32", "1x4x4xi32", *rows]

@@ -17,6 +17,7 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     _cuda.TILE_SCHEDULE: {
         "q_len": np.int64(LENGTH),
         "kv_len": np.int64(LENGTH),
+        "own_len": np.int64(LENGTH),
         "by_keys": np.bool_(False),
         "dim": np.int64(DIM),
         "v_dim": np.int64(DIM),

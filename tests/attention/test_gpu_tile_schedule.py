@@ -24,22 +24,26 @@ def built() -> None:
         pytest.fail("jaxmagi was built without CUDA")
 
 
-tile_schedule = jax.jit(_cuda.tile_schedule, static_argnums=(1, 2, 3, 4))
+tile_schedule = jax.jit(_cuda.tile_schedule, static_argnums=(1, 2, 3, 4, 5))
 
 
-def check(bands: Ints, q_len: int, kv_len: int, dims: tuple[int, int] = DIMS) -> None:
+def check(
+    bands: Ints, q_len: int, kv_len: int, dims: tuple[int, int] = DIMS, own_len: int | None = None
+) -> None:
     """Compares schedules of bands [M, C, 6], twice by rows and twice by keys, with the reference."""
     extension = _native.extension("cuda")
     assert extension is not None
     given = jnp.asarray(bands, jnp.int32)
     for by_keys in (False, True):
-        first, second = (tile_schedule(given, q_len, kv_len, dims, by_keys) for _ in range(2))
+        first, second = (
+            tile_schedule(given, q_len, kv_len, dims, by_keys, None if by_keys else own_len) for _ in range(2)
+        )
         for i, mask in enumerate(bands):
             if by_keys:
                 rows, keys = extension.backward_tile(*dims)
                 want = make_schedule(transpose(tighten(mask, q_len, kv_len)), kv_len, q_len, keys, rows)
             else:
-                want = make_schedule(mask, q_len, kv_len, *extension.forward_tile(*dims))
+                want = make_schedule(mask, q_len, kv_len, *extension.forward_tile(*dims), own_len)
             for got in (first, second):
                 np.testing.assert_array_equal(got[0][i], want.bands)
                 np.testing.assert_array_equal(got[1][i], want.tiles)
@@ -53,6 +57,14 @@ def test_random_bands(rng: np.random.Generator, q_len: int, kv_len: int, count: 
     bands[rng.random(count) < 0.25] = 0
     check(bands[None], q_len, kv_len)
     check(bands[np.argsort(bands[:, 0], kind="stable")][None], q_len, kv_len)
+
+
+@pytest.mark.parametrize("count", [5, 1000])
+@pytest.mark.parametrize("own_len", [0, 1, 2000, 3999, 4000])
+def test_tiles_that_see_received_keys(rng: np.random.Generator, count: int, own_len: int) -> None:
+    check(random_bands(rng, 5000, 4000, count).astype(np.int64)[None], 5000, 4000, own_len=own_len)
+    length = 60_000  # more tiles than one CTA schedules
+    check(random_bands(rng, length, 4000, count).astype(np.int64)[None], length, 4000, own_len=own_len)
 
 
 @pytest.mark.parametrize("more", [-1, 0, 1])

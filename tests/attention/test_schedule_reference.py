@@ -11,6 +11,22 @@ from .schedule_reference import make_schedule
 Q_LEN, KV_LEN = 75, 90
 
 
+@pytest.mark.parametrize("own_len", [0, 30, 89, 90])
+def test_tiles_that_see_received_keys(rng: np.random.Generator, own_len: int) -> None:
+    """They are behind the others, the cheapest first."""
+    bands = random_bands(rng, Q_LEN, KV_LEN, 3)
+    tiles = make_schedule(bands, Q_LEN, KV_LEN, 5, 1, own_len).tiles
+    dense = AttnMask.from_bands(bands, q_len=Q_LEN, kv_len=KV_LEN, check=False).to_dense()
+    sees_received = tiles[:, 0] < 0
+    for tile in tiles[:, 0]:
+        index = max(tile, ~tile)
+        assert (tile < 0) == dense[5 * index : 5 * index + 5, own_len:].any()
+    count = (~sees_received).sum()
+    assert not sees_received[:count].any()
+    assert (np.diff(tiles[:count, 3]) <= 0).all()
+    assert (np.diff(tiles[count:, 3]) >= 0).all()
+
+
 @pytest.mark.parametrize("tile_rows", [1, 16, 75, 100])
 def test_windows_and_costs(rng: np.random.Generator, tile_rows: int) -> None:
     """Bands of a tile include all with visible cells there; with blocks of one key its cost is its keys."""

@@ -185,13 +185,14 @@ OF_ROWS = f"1x{TOKENS}x8xf32"
 def test_forward(plan: ContextPlan, two_parts: None) -> None:
     schedule, call, _, _ = calls_of(plan)
     rows, middle = row_counts(plan)
-    assert schedule.attributes == {"q_len": TOKENS, "kv_len": rows, "dim": 64, "v_dim": 32}
+    lengths = {"q_len": TOKENS, "kv_len": rows, "own_len": TOKENS}
+    assert schedule.attributes == {**lengths, "dim": 64, "v_dim": 32}
     assert schedule.flags == {"by_keys": False}
     tiles = [f"1x{plan.capacity.bands}x8xi32", f"1x{TOKENS // ROWS}x4xi32"]
     assert schedule.results[:2] == tiles
     assert call.operands == [QUERY, *OWN_KEYS, *tiles, "2x8xf32", *table_types(plan)]
     keys = [*key_types(rows, "bf16"), *key_types(middle, "bf16")]
-    assert call.results == [OUT, OF_ROWS, *keys, "5xi32"]
+    assert call.results == [OUT, OF_ROWS, *keys, "8xi32"]
 
 
 @LEVELS
@@ -204,7 +205,8 @@ def test_backward(
     """There is room for gradients in float32, and for rounded ones where these travel."""
     _, _, schedule, call = calls_of(plan, collectives=CollectiveOptions(wire_dtype=wire))
     rows, middle = row_counts(plan)
-    assert schedule.attributes == {"q_len": TOKENS, "kv_len": rows, "dim": 64, "v_dim": 32}
+    lengths = {"q_len": TOKENS, "kv_len": rows, "own_len": rows}
+    assert schedule.attributes == {**lengths, "dim": 64, "v_dim": 32}
     assert schedule.flags == {"by_keys": True}
     tiles = [f"1x{plan.capacity.bands}x8xi32", f"1x{-(-rows // KEYS)}x4xi32"]
     assert schedule.results[:2] == tiles
@@ -341,7 +343,7 @@ def test_parts_of_calls(
     rows, _ = row_counts(PLAN)
     key = f"{parts}x1x{rows}x{kv_heads // parts}x64"
     assert forward.attributes["num_parts"] == backward.attributes["num_parts"] == parts
-    assert forward.results[2] == f"{key}xbf16" and forward.results[-1] == f"{2 * parts + 1}xi32"
+    assert forward.results[2] == f"{key}xbf16" and forward.results[-1] == f"{2 * (parts + 2)}xi32"
     assert backward.results[3] == f"{key}xf32"
     assert backward.results[-2:] == [f"{min(parts, 2) * WORKSPACE // 16}x4xi32", f"{parts}xi32"]
     fewer = [count for count in range(1, parts + 1) if parts % count == 0]

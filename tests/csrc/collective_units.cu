@@ -96,6 +96,7 @@ public:
                               .input_rows = kInputRows,
                               .output_rows = kOutputRows,
                               .pair_rows = kPairRows,
+                              .input_stride = kInputRows,
                               .num_arrays = kArrays,
                               .dtype = kDType<T>,
                               .sum_dtype = kDType<Sum>,

@@ -22,6 +22,7 @@ constexpr int kBandGroup = 128;  // bands that share an entry of max_q1
 constexpr int kThreads = 256, kOneCtaThreads = 1024;
 constexpr int kMaxInOneCta = 256;  // bands, and tiles, of a mask that one CTA schedules
 constexpr int kMaxCtas = 65535;
+constexpr uint32_t kMaxBlocks = 1u << 30;  // of a tile: more are counted as so many
 
 // The arrays of one mask. Sorting is stable.
 struct MaskBuffers {
@@ -208,17 +209,21 @@ __device__ int64_t add_lanes(int64_t x) {
     return x;
 }
 
-__device__ int count_blocks(const TileScheduleParams& params, const MaskBuffers& mask, Range rows, Range bands,
-                            int lane) {
+// Counts the blocks of a tile whose rows and bands are given.
+__device__ ScheduledTile measure(const TileScheduleParams& params, const MaskBuffers& mask, int tile, Range rows,
+                                 Range bands, int lane) {
     int64_t blocks = 0;
+    bool sees_received = false;
 #pragma unroll 4
     for (int i = bands.begin + lane; i < bands.end; i += kWarpSize) {
         const ScheduledBand band = mask.sorted[i];
         const Range keys = keys_of_rows({band.q0, band.q1, band.k0, band.k1, band.lo, band.hi}, rows);
         const unsigned size = max(keys.end - keys.begin, 0), block = params.block_keys;
         blocks += (size + block - 1) / block;
+        sees_received |= size > 0 and keys.end > params.own_len and not params.by_keys;
     }
-    return static_cast<int>(min(add_lanes(blocks), int64_t{INT_MAX}));
+    const int num_blocks = static_cast<int>(min(add_lanes(blocks), int64_t{kMaxBlocks}));
+    return {__any_sync(kAllLanes, sees_received) ? ~tile : tile, bands.begin, bands.end, num_blocks};
 }
 
 __device__ void measure_tiles(const TileScheduleParams& params, const MaskBuffers& mask, Threads threads) {
@@ -226,10 +231,10 @@ __device__ void measure_tiles(const TileScheduleParams& params, const MaskBuffer
     for (int tile = threads.warp(); tile < num_tiles; tile += threads.num_warps()) {
         const Range rows = tile_range(tile, params.tile_rows, tiled_length(params));
         const Range bands = bands_of_rows(params, mask, rows, lane);
-        const int blocks = count_blocks(params, mask, rows, bands, lane);
+        const ScheduledTile measured = measure(params, mask, tile, rows, bands, lane);
         if (lane == 0) {
-            mask.unsorted_tiles[tile] = {tile, bands.begin, bands.end, blocks};
-            mask.tile_keys[tile] = INT_MAX - blocks;
+            mask.unsorted_tiles[tile] = measured;
+            mask.tile_keys[tile] = kMaxBlocks + (measured.sees_received() ? measured.num_blocks : -measured.num_blocks);
         }
     }
 }

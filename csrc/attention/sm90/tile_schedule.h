@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "csrc/common/macros.h"
+
 // The tile schedule of a mask: which bands touch each row tile, and the tiles by descending cost. It is computed once
 // for all layers. A schedule by keys is that of the transposed mask: its tiles are of keys, its blocks of queries, and
 // in its bands keys take the place of queries.
@@ -14,9 +16,12 @@ namespace jaxmagi::sm90 {
 
 // A row tile. Only bands in [first_band, end_band) of the sorted list can touch it.
 struct alignas(16) ScheduledTile {
-    int tile;
+    int tile;  // ~tile if its rows see keys from own_len on
     int first_band, end_band;
     int num_blocks;  // number of blocks of block_keys keys over all its bands: the cost
+
+    JAXMAGI_HOST_DEVICE bool sees_received() const { return tile < 0; }
+    JAXMAGI_HOST_DEVICE int index() const { return sees_received() ? ~tile : tile; }
 };
 
 // A band shrunk to the rows that see a key and the keys that are visible; all zero if there are none.
@@ -29,10 +34,13 @@ struct TileScheduleParams {
     const int32_t* bands;     // [num_masks, capacity, 6]
     int num_masks, capacity;  // 1 mask, or one for each example; bands of a mask
     int q_len, kv_len;
+    int own_len;  // by queries: the keys that context attention need not wait for come first; else kv_len
     bool by_keys;
     int tile_rows, block_keys;  // by keys: keys of a tile, queries of a block
     ScheduledBand* sorted;      // [num_masks, capacity]: by q0, ties as given, empty ones last
-    ScheduledTile* tiles;       // [num_masks, ceil(length / tile_rows)]: by descending num_blocks, then by tile
+    // [num_masks, ceil(length / tile_rows)]: by descending num_blocks, then by tile; behind them those that see
+    // received keys, by ascending num_blocks, then by tile.
+    ScheduledTile* tiles;
     uint64_t* workspace;        // tile_schedule_workspace_words() words that only make_tile_schedule uses
 };
 

@@ -15,6 +15,8 @@ struct ForwardTensorMaps {
 // Arguments of a forward kernel other than its tensor maps.
 struct ForwardArguments {
     ForwardSchedule schedule;
+    Tiles subset;
+    int tile_step;  // 1, or -1 where `tiles` points to the last tile
     const ScheduledBand* bands;
     const ScheduledTile* tiles;
     int* counter;     // number of work items claimed after the first ones

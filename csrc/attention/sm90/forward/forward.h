@@ -20,19 +20,25 @@ struct TileShape {
 // other function may be called.
 std::optional<TileShape> forward_tile(int dim, int v_dim);
 
+// Tiles of queries that a call computes: all; those whose rows only see keys before own_len (tile_schedule.h); or the
+// others. Calls of either kind need a schedule of one mask, and those for others begin with the last tile.
+enum class Tiles { kAll, kSeeOwn, kSeeReceived };
+
 struct ForwardParams {
     DType dtype;  // of q, k, v, and of out unless out_f32
     bool out_f32;
     int batch, q_len, kv_len, heads, kv_heads, dim, v_dim;
-    // Heads in a row of q, and in one of out, lse and the previous result. The pass computes `heads` of them, from the
-    // pointers on.
-    int q_row_heads, row_heads;
+    // Heads in a row of q, in one of k and v, and in one of out, lse and the previous result. The pass computes `heads`
+    // of them with `kv_heads`, from the pointers on.
+    int q_row_heads, kv_row_heads, row_heads;
     int key_begin, key_end;  // only keys in between count
     const void* q;           // [batch, q_len, q_row_heads, dim]
-    const void *k, *v;       // [batch, kv_len, kv_heads, dim]
+    const void *k, *v;       // [batch, kv_len, kv_row_heads, dim]
     int num_masks, capacity;  // 1 mask, or one for each example; bands of a mask
     const ScheduledBand* bands;
     const ScheduledTile* tiles;
+    Tiles subset;
+    bool from_last_tile;  // begins with those that see received keys; there must be one mask
     const float* sinks;  // [heads], -inf for none
     // A partial result to merge with, or nullptr. It has the types of the result and may share its memory.
     const void* previous_out;

@@ -15,8 +15,10 @@ inline ForwardArguments make_arguments(const ForwardParams& params, int tile_row
     const bool capped = params.soft_cap > 0;
     const ForwardSchedule schedule = make_schedule(params, tile_rows);
     return {.schedule = schedule,
+            .subset = params.subset,
+            .tile_step = params.from_last_tile ? -1 : 1,
             .bands = params.bands,
-            .tiles = params.tiles,
+            .tiles = params.tiles + (params.from_last_tile ? schedule.num_tiles - 1 : 0),
             .counter = params.counter,
             .drained = params.drained,
             .first_items = std::min(params.num_sms, schedule.num_items),
@@ -48,8 +50,9 @@ template <typename Config>
 cudaError_t encode_maps(const ForwardParams& params, int pack, ForwardTensorMaps* maps) {
     const CUtensorMapDataType type = tensor_map_type(params.dtype);
     const HeadsTensor q{params.q, type, params.batch, params.q_len, params.heads, params.q_row_heads, params.dim};
-    const HeadsTensor k{params.k, type, params.batch, params.kv_len, params.kv_heads, params.kv_heads, params.dim};
-    const HeadsTensor v{params.v, type, params.batch, params.kv_len, params.kv_heads, params.kv_heads, params.v_dim};
+    const int kv_heads = params.kv_heads, kv_row_heads = params.kv_row_heads;
+    const HeadsTensor k{params.k, type, params.batch, params.kv_len, kv_heads, kv_row_heads, params.dim};
+    const HeadsTensor v{params.v, type, params.batch, params.kv_len, kv_heads, kv_row_heads, params.v_dim};
     const HeadsTensor out{params.out, type, params.batch, params.q_len, params.heads, params.row_heads, params.v_dim};
     const struct {
         const HeadsTensor& tensor;

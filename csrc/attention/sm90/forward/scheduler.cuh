@@ -20,7 +20,10 @@ template <typename Config> struct ForwardScheduler {
         int item = 0, index = args.helps ? claim_index() : blockIdx.x;
 #pragma unroll 1
         while (index < args.schedule.num_items) {
-            schedule(item_at(args.schedule, index), item);
+            if (is_wanted(index))
+                schedule(item_at(args.schedule, index), item);
+            else if (index >= args.schedule.last_section)
+                break;  // tiles that are not wanted are the last of a section
             index = claim_index();
         }
         if (args.drained != nullptr and lane_index() == 0)
@@ -60,15 +63,24 @@ private:
         return args.first_items + __shfl_sync(~0u, claimed, 0);
     }
 
+    // Returns whether the call computes the tile of a work item.
+    __device__ __forceinline__ bool is_wanted(int index) const {
+        if (args.subset == Tiles::kAll)
+            return true;
+        const int rank = item_at(args.schedule, index).rank;
+        return args.tiles[rank * args.tile_step].sees_received() == (args.subset == Tiles::kSeeReceived);
+    }
+
     // Writes the work item at these coordinates and its runs, unless it lies behind the last position.
     __device__ __forceinline__ void schedule(const ForwardItem& coordinates, int& item) {
         const auto [mask, rank, item_head, head_in_group, slice] = coordinates;
-        const ScheduledTile tile = args.tiles[static_cast<int64_t>(mask) * args.schedule.num_tiles + rank];
+        const ScheduledTile tile =
+            args.tiles[static_cast<int64_t>(mask) * args.schedule.num_tiles + rank * args.tile_step];
         const ScheduledBand* bands = args.bands + static_cast<int64_t>(mask) * args.capacity;
         // One mask may serve all examples, whose heads are then counted on, or each example has a mask of its own.
         const int example = mask + item_head / args.kv_heads, key_head = item_head % args.kv_heads;
         const int num_rows = Config::kRows >> args.schedule.pack_shift;
-        const int row = tile.tile * Config::kRows + slice * num_rows;
+        const int row = tile.index() * Config::kRows + slice * num_rows;
         const int head = key_head * args.schedule.group + head_in_group;
         if (row >= args.q_len)
             return;
