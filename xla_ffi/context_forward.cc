@@ -96,15 +96,15 @@ struct Forward {
                        const Results& results, ContextFork& fork, ContextTransfers& transfers);
 };
 
-// A call of the pass. In its order of attention:
-//   own half       where keys come from other hosts: the first part over the rank's own keys; nothing else would hide
-//                  the transfer of this part where most tiles see received keys
-//   own tiles      those that see no received keys, for all heads, or for those of the other parts. They take keys from
-//                  where the rank has them. With several masks there are none, and parts have all tiles
-//   first part     the other tiles; or the received half, over received keys, which is merged with the own half
-//   other parts    the other tiles
-// Transfers begin with the own tiles. Those of the first part are launched before it, and the others behind it, since
-// between hosts the host waits for each.
+// A call of the pass. Its attention has this order:
+//   own half       only where keys come from other hosts and the output is not fp32: the first part over the rank's own
+//                  keys. Nothing else would hide the transfer of this part where most tiles see received keys
+//   own tiles      tiles that see no received keys, for all heads, or for those of the other parts if there is an own
+//                  half. They take keys from where the rank has them. With several masks there are none
+//   first part     the tiles that are left; with an own half, all tiles over received keys, merged with that half
+//   other parts    the tiles that are left
+// The transfer of the first part is launched before its attention, and those of the others behind it, since between
+// hosts the host waits for each.
 class ForwardCall {
 public:
     ForwardCall(const ContextAttributes& attributes, const Parts& parts, const Forward::Operands& operands,
@@ -129,7 +129,7 @@ public:
             launch_own_half(first);
         if (first.num_masks == 1 and parts_.count > int64_t{in_halves})
             launch_own_tiles(first, in_halves);
-        if (arrivals_.empty())
+        if (arrivals_.empty())  // within a host
             bring_next();
         const sm90::ForwardParams first_part = launch_part(0);
         while (num_brought() < parts_.count)
@@ -154,7 +154,7 @@ private:
     }
     int64_t num_brought() const { return static_cast<int64_t>(arrivals_.size()); }
     void bring_next() { arrivals_.push_back(transfers_.bring(num_brought(), operands_.own, results_.keys, needed_)); }
-    // Multiprocessors that help a part when there is nothing to transfer. The last one has them from the beginning.
+    // The multiprocessors that help a part when nothing is to be transferred. The last one has them from the beginning.
     int helpers(int64_t part) const { return part + 1 < parts_.count ? reserved_ : 0; }
     void help(const sm90::ForwardParams& params, int num_sms) const {
         check_launch(sm90::help_attention_forward(params, num_sms, fork_.helpers()));

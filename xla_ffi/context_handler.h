@@ -18,7 +18,7 @@
 // begin with, not before: it would take the free ones.
 //
 // The forward pass begins with the tiles of queries that see no received keys, of all heads, and parts only compute the
-// others. Where the keys of the first part come from other hosts, it attends to the rank's own ones before.
+// others. Where keys come from other hosts, the first part attends to the rank's own ones before all that.
 //
 // Within a host the backward pass is one part: rows move so fast there that gradients which return behind it, beside
 // the conversion of dQ, take less time than parts. It leaves no multiprocessor free.

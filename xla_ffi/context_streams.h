@@ -9,8 +9,8 @@
 #include "csrc/collectives/transfer_order.h"
 
 // The streams in which a pass of context attention runs. It is cut into parts, each with some of the heads; the keys of
-// a part come, and their gradients go, while other parts compute. Consecutive parts are in two streams, so that one
-// begins on multiprocessors that have nothing left to do for the other.
+// a part come, and their gradients go, while other parts compute. Consecutive launches of attention are in two streams,
+// so that one begins on multiprocessors that have nothing left to do for the other.
 
 namespace jaxmagi {
 

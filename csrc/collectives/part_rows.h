@@ -25,8 +25,8 @@ struct OwnRows {
 struct OwnRowsParams {
     OwnRows arrays[2];  // keys and values
     int64_t batch, tokens, rows;
-    // For each block of kNeededRows tokens whether it is needed, or null for all. Of others only those rows are copied
-    // that an entry of `sends` has.
+    // It says for each block of kNeededRows tokens whether the block is needed; null says so for all. Of a block that
+    // is not needed, rows are copied if an entry of `sends` has them.
     const uint8_t* needed;
     const Send* sends;  // [batch, entries]
     int entries;

@@ -3,7 +3,7 @@
 #include "csrc/collectives/checks.cuh"
 #include "csrc/collectives/tables.h"
 
-// Which input rows are sent, and others have partial sums for: those that some entry of `sends` has.
+// Finds the input rows that some entry of `sends` has: a cast sends them, and a reduction gets sums for them.
 
 namespace jaxmagi::collectives {
 

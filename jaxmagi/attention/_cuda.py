@@ -161,10 +161,11 @@ def tile_schedule(
     by_keys: bool = False,
     own_len: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the sorted bands [M, C, 8] of M masks and their tiles [M, tiles, 4], the costliest first.
+    """Returns the sorted bands [M, C, 8] of M masks and their tiles [M, tiles, 4], by cost.
 
-    With ``by_keys`` the schedule is that of the transposed masks, for the tiles of the backward kernel. Tiles
-    whose rows see keys from ``own_len`` on come last, the costliest at the end, as ~tile.
+    With ``by_keys`` the schedule is that of the transposed masks, for the tiles of the backward kernel.
+    The costliest tile comes first. Tiles whose rows see keys from ``own_len`` on come behind the others, as
+    ~tile, and of these the costliest is the last.
     """
     num_masks, capacity, _ = bands.shape
     rows, keys = (_compiled().backward_tile if by_keys else _compiled().forward_tile)(*dims)

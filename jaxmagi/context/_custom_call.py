@@ -52,7 +52,9 @@ def forward(
         jax.ShapeDtypeStruct((2 * (sizes.parts + 2),), jnp.int32),
     )
     dims, tokens = (key.shape[3], value.shape[3]), query.shape[1]
-    own_len = tokens if bands.shape[0] == 1 else sizes.rows  # with one mask, tiles that need no transfer are first
+    own_len = (
+        tokens if bands.shape[0] == 1 else sizes.rows
+    )  # with one mask, tiles that need no transfer are first
     schedule = attention_cuda.tile_schedule(bands, tokens, sizes.rows, dims, own_len=own_len)
     attributes = _attributes(steps, sizes, scale, soft_cap)
     call = jax.ffi.ffi_call(FORWARD, results)
@@ -114,7 +116,7 @@ def backward(
 class _Sizes(NamedTuple):
     """The sizes of a call that its operands do not show."""
 
-    parts: int  # the most that a call has
+    parts: int  # but for the backward pass within a host
     rows: int  # of keys: those of the rank, and those that it receives
     middle_rows: int  # that the first of two steps brings
 
@@ -122,12 +124,12 @@ class _Sizes(NamedTuple):
     def of(cls, key: jax.Array, value: jax.Array, steps: Steps) -> "_Sizes":
         first, last = steps[0][0], steps[-1][0]
         row_bytes = key.shape[2] * (key.shape[3] + value.shape[3]) * key.dtype.itemsize
-        parts = num_parts(key.shape[2], last.output_rows * row_bytes)
+        parts = num_parts(key.shape[2], key.shape[0] * last.output_rows * row_bytes)
         return cls(parts, first.input_rows + last.output_rows, first.output_rows * (len(steps) == 2))
 
     def numbers_of_parts(self) -> list[int]:
-        """Returns how many parts a call may have: within a host one, else fewer if little travels."""
-        return [parts for parts in range(1, self.parts + 1) if self.parts % parts == 0]
+        """Returns how many parts the backward pass may have: within a host it has one."""
+        return sorted({1, self.parts})
 
     def arrays(
         self, key: jax.Array, value: jax.Array, rows: int, dtype: jnp.dtype | None = None

@@ -43,7 +43,7 @@ def check(
                 rows, keys = extension.backward_tile(*dims)
                 want = make_schedule(transpose(tighten(mask, q_len, kv_len)), kv_len, q_len, keys, rows)
             else:
-                want = make_schedule(mask, q_len, kv_len, *extension.forward_tile(*dims), own_len)
+                want = make_schedule(mask, q_len, kv_len, *extension.forward_tile(*dims), own_len=own_len)
             for got in (first, second):
                 np.testing.assert_array_equal(got[0][i], want.bands)
                 np.testing.assert_array_equal(got[1][i], want.tiles)

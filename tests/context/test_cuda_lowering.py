@@ -315,7 +315,7 @@ def test_one_rank_is_no_exception() -> None:
     [
         (Shape(8, 8), 8, 8),
         (Shape(8, 8), 7, 4),  # seven would be large enough, but do not divide the heads
-        (Shape(8, 8, examples=3), 2, 2),  # examples do not count
+        (Shape(8, 8, examples=3), 2, 2),
         (Shape(12, 6, dim=128), 5, 3),
         (Shape(4, 4, dim=96, v_dim=128, dtype=jnp.float16), 3, 2),
         (Shape(4, 2), 1, 1),
@@ -326,7 +326,8 @@ def test_parts_have_a_least_size(
     plan: ContextPlan, shape: Shape, most: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There are as many as divide the heads and are large enough, by what a rank receives."""
-    received = plan.transfer.output_rows * shape.kv_heads * (shape.dim + shape.v_dim) * 2
+    examples = shape.examples or 1
+    received = examples * plan.transfer.output_rows * shape.kv_heads * (shape.dim + shape.v_dim) * 2
     for least, wanted in ((received // most, parts), (received + 1, 1)):
         monkeypatch.setattr(_cost, "LEAST_PART_BYTES", least)
         _, forward, _, backward = calls_of(plan, shape)
@@ -337,7 +338,7 @@ def test_parts_have_a_least_size(
 def test_parts_of_calls(
     kv_heads: int, parts: int, monkeypatch: pytest.MonkeyPatch, workspaces: list[Any]
 ) -> None:
-    """At most two parts are under way at a time, and need workspaces. There may be fewer parts."""
+    """At most two parts are under way at a time, and need workspaces. Within a host there is one."""
     monkeypatch.setattr(_cost, "LEAST_PART_BYTES", 1)
     _, forward, _, backward = calls_of(PLAN, Shape(3 * kv_heads, kv_heads))
     rows, _ = row_counts(PLAN)
@@ -346,8 +347,9 @@ def test_parts_of_calls(
     assert forward.results[2] == f"{key}xbf16" and forward.results[-1] == f"{2 * (parts + 2)}xi32"
     assert backward.results[3] == f"{key}xf32"
     assert backward.results[-2:] == [f"{min(parts, 2) * WORKSPACE // 16}x4xi32", f"{parts}xi32"]
-    fewer = [count for count in range(1, parts + 1) if parts % count == 0]
-    sizes = [(1, TOKENS, rows, 3 * kv_heads // n, kv_heads // n, 64, 32, 1, False) for n in fewer]
+    sizes = [
+        (1, TOKENS, rows, 3 * kv_heads // n, kv_heads // n, 64, 32, 1, False) for n in sorted({1, parts})
+    ]
     assert workspaces == sizes
 
 
@@ -364,7 +366,7 @@ def test_head_dimensions_become_multiples_of_eight() -> None:
 @LEVELS
 @pytest.mark.parametrize("by", ["vmap", "batch"])
 def test_examples_of_one_plan(plan: ContextPlan, by: str, two_parts: None, workspaces: list[Any]) -> None:
-    """They share bands and the tile schedule."""
+    """They share bands and the tile schedule. What all of them receive is enough for four parts."""
     axes = (0, 0, 0, None, None) if by == "vmap" else None
     schedule, forward, _, backward = calls_of(plan, SHAPE._replace(examples=3), vmap_axes=axes)
     rows, _ = row_counts(plan)
@@ -372,9 +374,9 @@ def test_examples_of_one_plan(plan: ContextPlan, by: str, two_parts: None, works
     assert forward.operands[:1] == backward.results[:1] == [f"3x{TOKENS}x8x64xbf16"]
     assert forward.operands[3] == f"1x{plan.capacity.bands}x8xi32"
     assert forward.operands[-4:] == backward.operands[-4:] == table_types(plan, batch=3)
-    assert forward.results[2:4] == key_types(rows, "bf16", batch=3)
-    assert backward.results[3:5] == key_types(rows, "f32", batch=3)
-    assert workspaces == [(3, TOKENS, rows, *heads, 64, 32, 1, False) for heads in ((8, 4), (4, 2))]
+    assert forward.results[2:4] == key_types(rows, "bf16", parts=4, batch=3)
+    assert backward.results[3:5] == key_types(rows, "f32", parts=4, batch=3)
+    assert workspaces == [(3, TOKENS, rows, *heads, 64, 32, 1, False) for heads in ((8, 4), (2, 1))]
 
 
 @LEVELS

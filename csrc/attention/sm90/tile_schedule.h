@@ -6,7 +6,7 @@
 
 #include "csrc/common/macros.h"
 
-// The tile schedule of a mask: which bands touch each row tile, and the tiles by descending cost. It is computed once
+// The tile schedule of a mask: which bands touch each row tile, and the order of the tiles by cost. It is computed once
 // for all layers. A schedule by keys is that of the transposed mask: its tiles are of keys, its blocks of queries, and
 // in its bands keys take the place of queries.
 // Lengths are at most 2^30. The time grows with the squares of the numbers of bands and of tiles; for 10^7 of them it
@@ -34,7 +34,7 @@ struct TileScheduleParams {
     const int32_t* bands;     // [num_masks, capacity, 6]
     int num_masks, capacity;  // 1 mask, or one for each example; bands of a mask
     int q_len, kv_len;
-    int own_len;  // by queries: the keys that context attention need not wait for come first; else kv_len
+    int own_len;  // the keys that context attention need not wait for come first; without meaning by keys
     bool by_keys;
     int tile_rows, block_keys;  // by keys: keys of a tile, queries of a block
     ScheduledBand* sorted;      // [num_masks, capacity]: by q0, ties as given, empty ones last

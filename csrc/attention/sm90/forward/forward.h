@@ -20,8 +20,9 @@ struct TileShape {
 // other function may be called.
 std::optional<TileShape> forward_tile(int dim, int v_dim);
 
-// Tiles of queries that a call computes: all; those whose rows only see keys before own_len (tile_schedule.h); or the
-// others. Calls of either kind need a schedule of one mask, and those for others begin with the last tile.
+// Tiles of queries that a call computes: all; those whose rows only see keys before own_len (tile_schedule.h), which
+// takes from_last_tile = false; or those with rows that see keys behind it, which takes from_last_tile = true. The
+// schedule must be of one mask unless all are computed.
 enum class Tiles { kAll, kSeeOwn, kSeeReceived };
 
 struct ForwardParams {
@@ -38,7 +39,7 @@ struct ForwardParams {
     const ScheduledBand* bands;
     const ScheduledTile* tiles;
     Tiles subset;
-    bool from_last_tile;  // begins with those that see received keys; there must be one mask
+    bool from_last_tile;  // goes through the schedule from the last tile to the first; there must be one mask
     const float* sinks;  // [heads], -inf for none
     // A partial result to merge with, or nullptr. It has the types of the result and may share its memory.
     const void* previous_out;

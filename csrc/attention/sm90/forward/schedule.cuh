@@ -14,8 +14,9 @@
 
 namespace jaxmagi::sm90 {
 
-// Work items of a mask are sorted by section, then longest tile first, then by key head. A section is a number of key
-// heads (of any example, where one mask serves all) whose keys and values stay in the L2 cache together.
+// Work items of a mask are sorted by section, then in the order of the tile schedule or against it, then by key head. A
+// section is a number of key heads (of any example, where one mask serves all) whose keys and values stay in the L2 cache
+// together.
 struct ForwardSchedule {
     int num_items, per_mask, per_section, per_key_head;  // numbers of work items
     int num_tiles;                                       // of one mask
@@ -26,7 +27,7 @@ struct ForwardSchedule {
 };
 
 struct ForwardItem {
-    int mask, rank, key_head;  // rank of the tile by cost; key_head counts those of the mask, example by example
+    int mask, rank, key_head;  // place of the tile in that order; key_head counts those of the mask, example by example
     int head_in_group, slice;  // first query head in the group; slice of the tile's positions
 };
 
@@ -40,7 +41,7 @@ inline constexpr int kMaxPackShift = 4;
 inline ForwardSchedule make_schedule(const ForwardParams& params, int tile_rows) {
     const int tiles = ceil_div(params.q_len, tile_rows), key_heads = params.batch / params.num_masks * params.kv_heads;
     const int64_t head_bytes = int64_t{2} * params.kv_len * (params.dim + params.v_dim);
-    // A call for tiles that only see the rank's own keys ends at the first of the others, which come in each section.
+    // A call for tiles that only see the rank's own keys has one section: in each, tiles that it must skip come last.
     const int64_t heads = params.subset == Tiles::kSeeOwn ? key_heads : kSectionBytes / head_bytes;
     const int section = static_cast<int>(std::clamp<int64_t>(heads, 1, key_heads));
     const int group = params.heads / params.kv_heads;
