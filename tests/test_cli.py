@@ -222,7 +222,7 @@ def test_pictures_are_written(
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_schedule_waits_for_keys_and_ends_with_the_prediction(parts: int) -> None:
-    plan, cost = plan_context(masks.causal(4096), 4), CostModel(num_kv_heads=parts)
+    plan, cost = plan_context(masks.causal(32768), 4), CostModel(num_kv_heads=parts)
     schedule = schedule_pass(np.asarray(plan.bands), plan.transfer, cost, cost.forward)
     fetches, attention = schedule.fetches, schedule.attention
     assert schedule.seconds == plan.report(cost).predicted_seconds == attention[..., 1].max()
