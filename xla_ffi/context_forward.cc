@@ -48,7 +48,7 @@ struct Forward {
     struct Results {
         ffi::AnyBuffer out, lse;
         CastArrays keys;
-        ffi::AnyBuffer counters;  // of launches, and flags of parts
+        ffi::AnyBuffer counters;  // of launches, and behind them their flags
     };
 
     // Beside those of the parts: the own half, and the own tiles.

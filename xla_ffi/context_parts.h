@@ -84,7 +84,7 @@ struct Parts {
         return {count, shape[0], shape[1], attributes.output_rows, shape[2] / count, key_heads};
     }
 
-    // Returns fewer parts, whose number divides that of these.
+    // Returns as many parts or fewer, whose number divides that of these, and says whether they stay within a host.
     Parts with_count(int64_t fewer, bool within_host) const {
         return {fewer, batch, tokens, rows, heads * count / fewer, key_heads * count / fewer, within_host};
     }

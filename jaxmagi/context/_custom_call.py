@@ -52,9 +52,8 @@ def forward(
         jax.ShapeDtypeStruct((2 * (sizes.parts + 2),), jnp.int32),
     )
     dims, tokens = (key.shape[3], value.shape[3]), query.shape[1]
-    own_len = (
-        tokens if bands.shape[0] == 1 else sizes.rows
-    )  # with one mask, tiles that need no transfer are first
+    # With one mask, tiles that need no transfer are computed first.
+    own_len = tokens if bands.shape[0] == 1 else sizes.rows
     schedule = attention_cuda.tile_schedule(bands, tokens, sizes.rows, dims, own_len=own_len)
     attributes = _attributes(steps, sizes, scale, soft_cap)
     call = jax.ffi.ffi_call(FORWARD, results)

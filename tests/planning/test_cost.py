@@ -113,7 +113,8 @@ def test_parts_divide_the_key_heads(num_kv_heads: int, parts: int) -> None:
 
 def test_parts_have_enough_rows() -> None:
     """A part of less than 4 MiB is joined with others, as far as parts of one size allow."""
-    sizes = [int(mib * 2**20) for mib in (0, 4, 7.9, 8, 15.6, 16, 28, 32)]
+    mib = 2**20
+    sizes = (0, 4 * mib, 8 * mib - 1, 8 * mib, 15.6 * mib, 16 * mib, 28 * mib, 32 * mib)
     assert [num_parts(8, size) for size in sizes] == [1, 1, 1, 2, 2, 4, 4, 8]
     assert [num_parts(6, size) for size in sizes] == [1, 1, 1, 2, 3, 3, 6, 6]
 
