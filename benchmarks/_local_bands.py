@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxmagi.masks import geometry
-from jaxmagi.planning._compiled import merge
+from jaxmagi.planning._plan_context import merge
 
 
 def zigzag(length: int, cp_size: int) -> np.ndarray:

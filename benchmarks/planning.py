@@ -23,10 +23,10 @@ import numpy as np
 from benchmarks._measure import save, time_interleaved
 from benchmarks._plan_bound import fewest_received_rows
 from jaxmagi import AttnMask, masks, plan_context
+from jaxmagi._native import planner
 from jaxmagi.calibration._timing import Timing
 from jaxmagi.masks import geometry
 from jaxmagi.planning import ContextPlan, PlanReport
-from jaxmagi.planning._compiled import planner
 from tests.cases import document_lengths
 from tests.planning.lpt import largest_first_owners
 

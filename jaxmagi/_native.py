@@ -32,6 +32,18 @@ def extension(platform: str) -> ModuleType | None:
     return _EXTENSIONS.get(platform)
 
 
+def planner() -> ModuleType:
+    """Returns the extension of the CPU, with which plans are made.
+
+    Raises:
+        ImportError: it was not built.
+    """
+    compiled = extension("cpu")
+    if compiled is None:
+        raise ImportError("planning needs the compiled extension jaxmagi._cpu, which is missing.")
+    return compiled
+
+
 def kernel_sources() -> str | None:
     """Returns the hash of the sources that the CUDA kernels were built from, None without kernels."""
     return getattr(extension("cuda"), "sources", None)

@@ -9,8 +9,7 @@ from ._capacity import PlanCapacity as PlanCapacity
 from ._cost import CostModel as CostModel, num_parts as num_parts
 from ._levels import LevelChoice as LevelChoice
 from ._plan import ContextPlan as ContextPlan
-from ._plan_context import plan_context as plan_context
-from ._plan_contexts import plan_contexts as plan_contexts
+from ._plan_context import plan_context as plan_context, plan_contexts as plan_contexts
 from ._prefetch import PlanPrefetcher as PlanPrefetcher, prefetch_plans as prefetch_plans
 from ._report import LinkTraffic as LinkTraffic, PlanReport as PlanReport
 from ._spec import GroupCastSpec as GroupCastSpec, RelayedSpec as RelayedSpec

@@ -1,7 +1,6 @@
 """Static sizes of a plan, rounded up so that different masks share one compilation."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -12,9 +11,6 @@ _SIZES = ("bands", "copies", "pair_rows", "output_rows")
 
 SAME_LEVELS = "give plan_context two_levels=plan.two_levels of one of them, and the same cost.ranks_per_host"
 """The advice for plans of which only some have transfers in two steps, or for different hosts."""
-
-MAX_RANKS = 4096
-"""The most ranks of a plan: its tables have an entry for about every pair of ranks that exchange rows."""
 
 MAX_TABLE_BYTES = 2**32
 """The most bytes that the tables of a plan may be padded to."""
@@ -50,7 +46,12 @@ class PlanCapacity:
     def __post_init__(self) -> None:
         for name, value in self._sizes().items():
             integer(value, f"PlanCapacity.{name}")
-        _check_across(self.across)
+        has_sizes_alone = isinstance(self.across, PlanCapacity) and self.across.across is None
+        if self.across is not None and not has_sizes_alone:
+            raise ValueError(
+                "PlanCapacity.across must be None or a PlanCapacity without across and ranks_per_host, but "
+                f"it is {self.across!r}."
+            )
         if self.ranks_per_host is not None:
             integer(self.ranks_per_host, "PlanCapacity.ranks_per_host", minimum=1)
             if self.across is None:
@@ -119,21 +120,6 @@ class PlanCapacity:
                 f"plans of ranks_per_host={self.ranks_per_host} and ranks_per_host={other.ranks_per_host} "
                 f"share no compilation: {SAME_LEVELS}."
             )
-
-
-def checked_ranks(cp_size: Any) -> int:
-    """Returns the number of ranks as an int; ValueError unless it is one from 1 to 4096."""
-    return integer(cp_size, "cp_size", minimum=1, maximum=MAX_RANKS)
-
-
-def _check_across(across: Any) -> None:
-    """Raises ValueError unless it is None or a capacity with sizes alone."""
-    has_sizes_alone = isinstance(across, PlanCapacity) and across.across is None
-    if across is not None and not has_sizes_alone:
-        raise ValueError(
-            "PlanCapacity.across must be None or a PlanCapacity without across and ranks_per_host, but it "
-            f"is {across!r}."
-        )
 
 
 def bucket(size: int) -> int:

@@ -45,9 +45,10 @@ _BACKWARD_TILES = {64: (128, 128), 96: (64, 128), 128: (80, 128), 192: (64, 96),
 def num_parts(num_kv_heads: int, received_bytes: float) -> int:
     """Returns into how many parts the heads are cut, of which one computes while rows of others travel.
 
-    The more there are, the less of the first and the last transfer has nothing to hide behind. They divide
-    the key heads, are at most 8, and a rank receives 4 MiB at least for each, of all examples: each costs a
-    launch, and between hosts some tenths of a millisecond. Within a host the backward pass has one.
+    The more there are, the sooner attention to received keys begins, and the less is left to return behind
+    the last of it. They divide the key heads, are at most 8, and a rank receives 4 MiB at least for each, of
+    all examples: each costs a launch, and between hosts some tenths of a millisecond. Within a host the
+    backward pass has one.
     """
     most = max(1, min(MOST_PARTS, received_bytes // LEAST_PART_BYTES))
     return max(parts for parts in range(1, MOST_PARTS + 1) if num_kv_heads % parts == 0 and parts <= most)

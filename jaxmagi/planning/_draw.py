@@ -6,10 +6,9 @@ import numpy as np
 
 from .._drawing import BACKGROUND, INK, MUTED, color, new_axes, style_token_axes
 from ..masks.geometry import columns
-from ._ranges import meet
-from ._received import TokenRuns, key_runs, own_runs
+from ._ranges import TokenRuns, key_runs, meet, own_runs
 from ._report import PlanReport
-from ._spec import GroupCastSpec, RelayedSpec
+from ._spec import GroupCastSpec, RelayedSpec, steps_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +29,7 @@ def draw_plan(
     if ax is None:
         margins = {"left": 0.07, "right": 0.98, "bottom": 0.06, "top": 0.88}
         ax = new_axes(figsize=(9.6, 5.4), gridspec_kw=margins)
-    keys = key_runs(transfer, own_runs(token_order, len(bands)))
+    keys = key_runs(steps_of(transfer), own_runs(token_order, len(bands)), transfer.input_rows)
     _draw_mask(token_order, length, bands, keys, ax)
     _draw_bars(report, token_order.size // len(bands), ax)
     return ax

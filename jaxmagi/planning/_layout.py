@@ -1,15 +1,14 @@
-"""Layouts, the orders of tokens over ranks: named ones, and orders of the user."""
+"""Layouts, the orders of tokens over ranks: balanced and other named ones, and orders of the user."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
 
 from .._checks import integer, is_traced, numpy_array
+from .._native import planner
 from ..masks.geometry import UNBOUNDED
-from ._balance import WeightedBands, balanced_owners
-from ._compiled import planner
 from ._cost import CostModel
 
 _TILE = 128
@@ -17,6 +16,13 @@ _FEWEST_CHUNKS_PER_RANK, _MOST_CHUNKS_PER_RANK = 10, 16
 _MOST_CHUNKS = 2**15
 _MOST_PARTS = 4  # parts of a chunk where areas need smaller ones
 _MOST_SMALL_CHUNKS = 2**13  # parts of the sequence then
+
+
+class WeightedBands(NamedTuple):
+    """The mask of ``weight`` layers, as bands."""
+
+    bands: Int32[np.ndarray, "S 6"]
+    weight: int
 
 
 def make_layout(
@@ -54,6 +60,48 @@ def _balanced(
     owner = balanced_owners(masks, length, cp_size, chunk, cost, least)
     shard = _ceil_div(_ceil_div(length, chunk), cp_size) * chunk
     return _place_chunks(owner, length, cp_size, shard * cp_size // len(owner))
+
+
+def balanced_owners(
+    masks: Sequence[WeightedBands],
+    length: int,
+    cp_size: int,
+    chunk: int,
+    cost: CostModel | None = None,
+    least_chunk: int | None = None,
+) -> Int32[np.ndarray, " n"]:
+    """Returns the rank of each chunk. Their number is a multiple of ``cp_size``: the last may be padding.
+
+    `jaxmagi.plan_context` says how large a rank's area may be; it may be larger where chunks assigned largest
+    first (LPT, Graham 1969) exceed that too. The slowest rank takes about as long as with LPT of the same
+    groups of chunks, or less. ``csrc/planning/balance.h`` describes the search.
+
+    Args:
+        masks: the masks of layers that share the layout.
+        length: length of the sequence.
+        cp_size: number of ranks.
+        chunk: tokens of a chunk.
+        cost: the time of rows that travel and the tiles of the kernels; by default rows take no time and
+            tiles are single cells.
+        least_chunk: chunks may be halved down to this size where areas need it. The length of the result
+            tells the size that was used. By default chunks stay whole.
+
+    Raises:
+        NotImplementedError: the chunks cut the mask into more than 2**22 pieces.
+    """
+    cells_per_row, kernels = 0, []
+    if cost is not None:
+        cells_per_row, passes = cost.cells_per_row(cp_size), (cost.forward, cost.backward)
+        kernels = [(*each.tile, each.by_keys, float(cost.partial_tile_cost)) for each in passes]
+    return planner().balanced_owners(
+        [np.ascontiguousarray(mask.bands, np.int32) for mask in masks],
+        [mask.weight for mask in masks],
+        length,
+        cp_size,
+        (chunk, chunk if least_chunk is None else least_chunk),
+        cells_per_row,
+        kernels,
+    )
 
 
 def default_chunk_size(length: int, cp_size: int) -> int:

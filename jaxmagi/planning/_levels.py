@@ -8,7 +8,8 @@ import numpy as np
 from .._checks import require_type
 from ._capacity import PlanCapacity, bucket
 from ._cost import CostModel, Pass
-from ._relay import Copies, relay
+from ._ranges import Copies
+from ._relay import relay
 from ._schedule import busiest_links, count_tiles, schedule, work_of
 from ._spec import GroupCastSpec, RelayedSpec, spec_of_tables
 
@@ -90,7 +91,8 @@ class TwoLevels(OneLevel):
     @functools.cached_property
     def busiest(self) -> np.ndarray:
         """Rows on the busiest links: int64 ``[2, 2]``, of the step across all ranks first."""
-        return np.stack([busiest_links(self._traffic(step)) for step in self._steps])
+        sizes = self.cp_size, self.cost.ranks_per_host
+        return np.stack([busiest_links(step.traffic(*sizes)) for step in self._steps])
 
     def saves_rows(self) -> bool:
         """Returns whether the busiest rank sends or receives fewer rows between hosts."""
@@ -104,19 +106,9 @@ class TwoLevels(OneLevel):
     @functools.cached_property
     def _steps(self) -> tuple[Copies, Copies]:
         """The copies of both steps."""
-        src, dst, _, row, length, dst_row = self._direct.tables[0].astype(np.int64).T
-        copies = Copies(src, dst, row, dst_row, length)
+        sends = self._direct.tables[0]
+        copies = Copies.of_entries(sends[:, 0], sends[:, 1:])
         return relay(copies, self.cp_size, self.cost.ranks_per_host, self.shard_length)
-
-    def _traffic(self, step: Copies) -> np.ndarray:
-        """Returns rows sent and received, within a host and between hosts: int64 ``[cp, 2, 2]``."""
-        hosts = [rank // self.cost.ranks_per_host for rank in (step.src, step.dst)]
-        levels = [(step.src != step.dst) & (hosts[0] == hosts[1]), hosts[0] != hosts[1]]
-        traffic = [
-            [np.bincount(rank, weights=step.length * level, minlength=self.cp_size) for level in levels]
-            for rank in (step.src, step.dst)
-        ]
-        return np.moveaxis(np.array(traffic), 2, 0).astype(np.int64)
 
 
 def fastest(direct: OneLevel, levels: list[bool]) -> OneLevel:

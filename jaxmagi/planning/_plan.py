@@ -119,7 +119,8 @@ class ContextPlan:
         if not plans:
             raise ValueError("ContextPlan.stack needs at least one plan.")
         hosts = [_on_host(plan, "ContextPlan.stack") for plan in plans]
-        for name, values in _static_sizes(hosts).items():
+        for name in ("length", "cp_size", "shard_length", "ranks_per_host"):
+            values = [getattr(plan, name) for plan in hosts]
             if len(set(values)) > 1:
                 advice = f": {SAME_LEVELS}" if name == "ranks_per_host" else ""
                 raise ValueError(f"the plans to stack differ in {name}: {values}{advice}.")
@@ -181,12 +182,6 @@ class ContextPlan:
         plan = _on_host(self, "draw")
         token_order, bands = np.asarray(plan.token_order), np.asarray(plan.bands)
         return draw_plan(token_order, plan.length, bands, plan.transfer, plan.report(), ax)
-
-
-def _static_sizes(plans: Sequence[ContextPlan]) -> dict[str, list[Any]]:
-    """Returns the sizes that plans have to agree in to be stacked."""
-    names = ("length", "cp_size", "shard_length", "ranks_per_host")
-    return {name: [getattr(plan, name) for plan in plans] for name in names}
 
 
 def _reject_traced(plan: ContextPlan, method: str) -> None:

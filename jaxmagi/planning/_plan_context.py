@@ -1,22 +1,25 @@
-"""Builds a plan: assigns tokens to ranks, cuts the mask for them, and makes the transfer between ranks."""
+"""Builds the plan of a mask, or those of the masks of layers, which share a layout."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
 import numpy as np
 from jaxtyping import Int32, Integer
 
-from .._checks import is_traced, require_type
+from .._checks import as_list, integer, is_traced, list_of, require_type
+from .._native import planner
 from ..masks import AttnMask
 from ..masks._validation import host_bands
-from ._balance import WeightedBands
-from ._capacity import PlanCapacity, bucket, checked_ranks, frozen
-from ._compiled import merge, planner
+from ..masks.geometry import area
+from ._capacity import PlanCapacity, bucket, frozen
 from ._cost import CostModel
-from ._layout import make_layout
+from ._layout import WeightedBands, make_layout
 from ._levels import LevelChoice, OneLevel, fastest, levels_to_try
 from ._plan import ContextPlan
-from ._tables import pack_groups
+
+_MAX_RANKS = 4096  # tables have an entry for about every pair of ranks that exchange rows
+_MOST_CELLS = 2**62
 
 type Layout = Literal["balanced", "zigzag", "contiguous"] | Integer[np.ndarray | jax.Array, " T_padded"]
 """The order of tokens over ranks."""
@@ -87,18 +90,75 @@ def plan_context(
         ...     capacity = capacity.union(plan.capacity)
         ...     plan = plan.pad_to(capacity)
     """
-    bands = merge(mask_bands(mask))
-    cp_size = checked_ranks(cp_size)
+    bands = _merged_bands(mask)
+    cp_size = integer(cp_size, "cp_size", minimum=1, maximum=_MAX_RANKS)
     require_type(cost, CostModel, "cost")
     levels = levels_to_try(two_levels, capacity, cp_size, cost.ranks_per_host)
     if capacity is not None:
         capacity.check_tables(cp_size)
     token_order = make_layout([WeightedBands(bands, 1)], mask.q_len, cp_size, layout, chunk_size, cost)
-    plan = plan_layout(bands, mask.q_len, token_order, cp_size, levels, cost)
+    plan = _plan_layout(bands, mask.q_len, token_order, cp_size, levels, cost)
     return plan if capacity is None else plan.pad_to(capacity)
 
 
-def plan_layout(
+def plan_contexts(
+    masks: Sequence[AttnMask],
+    cp_size: int,
+    *,
+    weights: Sequence[int] | None = None,
+    chunk_size: int | None = None,
+    two_levels: LevelChoice | list[bool] = "auto",
+    cost: CostModel = CostModel(),  # noqa: B008 (frozen, so safe to share)
+) -> tuple[ContextPlan, ...]:
+    """Returns plans of several masks on one layout, for models whose layers have different masks.
+
+    Tokens stay where they are from layer to layer, so all layers share a layout. It is made like
+    ``layout="balanced"`` of `jaxmagi.plan_context`, but for the sum of the masks' areas by weight. The areas
+    of a single mask may differ more between ranks.
+
+    Args:
+        masks: the masks of the layers, for one sequence, each as for `jaxmagi.plan_context`.
+        cp_size: the number of ranks, at most 4096.
+        weights: how many layers have each mask; by default one.
+        chunk_size: see `jaxmagi.plan_context`.
+        two_levels: see `jaxmagi.plan_context`; a list has one for each mask. ``"auto"`` may choose otherwise
+            for each mask and each sequence: for a stream of sequences under one compilation, give
+            ``[plan.two_levels for plan in plans]`` of the plans of the first sequence.
+        cost: see `jaxmagi.plan_context`.
+
+    Returns:
+        A plan for each mask, all with the same ``token_order``.
+
+    Raises:
+        ValueError: there is no mask, they differ in length, the weights are not as many integers above zero
+            or are so large that areas leave 64 bits, ``two_levels`` is a list with another number of entries
+            than masks, or for what `jaxmagi.plan_context` refuses.
+        NotImplementedError: see `jaxmagi.plan_context`.
+
+    Examples:
+        >>> full, window = plan_contexts(
+        ...     [masks.causal(4096), masks.sliding_window(4096, 511)], cp_size=4, weights=[1, 5]
+        ... )
+        >>> bool((full.token_order == window.token_order).all())
+        True
+    """
+    masks = list_of(masks, AttnMask, "masks")
+    layers = _weighted_masks(masks, weights)
+    cp_size = integer(cp_size, "cp_size", minimum=1, maximum=_MAX_RANKS)
+    require_type(cost, CostModel, "cost")
+    choices = two_levels if isinstance(two_levels, list) else [two_levels] * len(masks)
+    if len(choices) != len(masks):
+        raise ValueError(f"plan_contexts got two_levels={two_levels} for {len(masks)} masks.")
+    levels = [levels_to_try(choice, None, cp_size, cost.ranks_per_host) for choice in choices]
+    length = masks[0].q_len
+    token_order = make_layout(layers, length, cp_size, "balanced", chunk_size, cost)
+    return tuple(
+        _plan_layout(layer.bands, length, token_order, cp_size, each, cost)
+        for layer, each in zip(layers, levels, strict=True)
+    )
+
+
+def _plan_layout(
     bands: Int32[np.ndarray, "S 6"],
     length: int,
     token_order: Int32[np.ndarray, " T_padded"],
@@ -110,10 +170,13 @@ def plan_layout(
     routing = planner().Routing(bands, token_order, cp_size)
     chosen = fastest(OneLevel(routing, token_order.size // cp_size, cost), levels)
     of_ranks, counts = chosen.bands
+    capacity = bucket(int(counts.max()))
+    packed = np.zeros((cp_size, capacity, 6), np.int32)
+    packed[np.arange(capacity) < counts[:, None]] = of_ranks
     plan = ContextPlan(
         token_order=token_order,
         position_ids=np.maximum(token_order, 0),
-        bands=pack_groups(of_ranks, counts, bucket(int(counts.max()))),
+        bands=packed,
         transfer=chosen.transfer(),
         length=length,
         cp_size=cp_size,
@@ -121,8 +184,27 @@ def plan_layout(
     return jax.tree.map(frozen, plan)
 
 
-def mask_bands(mask: AttnMask) -> Int32[np.ndarray, "S 6"]:
-    """Returns the bands of a mask; ValueError if it cannot be planned."""
+def _weighted_masks(masks: list[AttnMask], weights: Sequence[int] | None) -> list[WeightedBands]:
+    bands = [_merged_bands(mask) for mask in masks]
+    lengths = [mask.q_len for mask in masks]
+    if len(set(lengths)) != 1:
+        raise ValueError(
+            f"plan_contexts takes masks of one length, at least one, but their lengths are {lengths}."
+        )
+    weights = [1] * len(masks) if weights is None else as_list(weights, "weights")
+    if len(weights) != len(masks):
+        raise ValueError(f"plan_contexts got {len(weights)} weights for {len(masks)} masks.")
+    layers = [
+        WeightedBands(table, integer(weight, f"weights[{i}]", minimum=1))
+        for i, (table, weight) in enumerate(zip(bands, weights, strict=True))
+    ]
+    if sum(int(area(layer.bands).sum()) * layer.weight for layer in layers) >= _MOST_CELLS:
+        raise ValueError(f"weights={weights} make the masks' areas leave 64 bits: use smaller ones.")
+    return layers
+
+
+def _merged_bands(mask: AttnMask) -> Int32[np.ndarray, "S 6"]:
+    """Returns the fewest bands of a mask that `merge` finds; ValueError if it cannot be planned."""
     if not isinstance(mask, AttnMask):
         raise ValueError(f"only an AttnMask can be planned, but got {type(mask).__name__}.")
     if is_traced(mask):
@@ -138,4 +220,14 @@ def mask_bands(mask: AttnMask) -> Int32[np.ndarray, "S 6"]:
             f"planning takes self-attention masks, but q_len={mask.q_len} and kv_len={mask.kv_len} differ: "
             "for cross-attention keep the keys whole on each rank, and call attention inside shard_map."
         )
-    return host_bands(mask.bands, mask.q_len, mask.kv_len)
+    return merge(host_bands(mask.bands, mask.q_len, mask.kv_len))
+
+
+def merge(bands: Int32[np.ndarray, "S 6"]) -> Int32[np.ndarray, "n 6"]:
+    """Returns fewer bands with the same cells (and counts), sorted by ``(q0, k0)``, without empty ones.
+
+    Two bands side by side, or one above the other, become the smallest band around both when that band has
+    exactly as many cells as they have together. Bands that cover a cell twice stay as they are. The result is
+    tight, and limits that restrict nothing are at `UNBOUNDED`.
+    """
+    return planner().merge_bands(np.ascontiguousarray(bands, np.int32))

@@ -4,36 +4,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ._ranges import meet, union
+from ._ranges import Copies, meet, union
 
 # With 32 rounds the largest number of rows of a rank fell no further, for all masks that were tried.
 _ROUNDS = 2
 _FULL = 2**50  # above every number of rows, and so that sums of it fit into 64 bits
-
-
-class Copies(NamedTuple):
-    """Rows ``[row, row + length)`` of ``src``: the rows ``[dst_row, dst_row + length)`` of ``dst``; int64."""
-
-    src: np.ndarray
-    dst: np.ndarray
-    row: np.ndarray
-    dst_row: np.ndarray
-    length: np.ndarray
-
-    def where(self, chosen: np.ndarray) -> "Copies":
-        return Copies(*(column[chosen] for column in self))
-
-    def table(self) -> np.ndarray:
-        """Returns int32 ``[n, 5]``, sorted by receiving rows, so that adjacent copies can be joined."""
-        order = np.lexsort((self.dst_row, self.dst))
-        return np.ascontiguousarray(np.stack(self, axis=1)[order], np.int32)
-
-
-def copies_of(sends: np.ndarray) -> Copies:
-    """Returns the copies in a table `GroupCastSpec.sends`."""
-    src, entry = np.nonzero(sends[..., 3])
-    dst, _, row, length, dst_row = sends[src, entry].astype(np.int64).T
-    return Copies(src, dst, row, dst_row, length)
 
 
 def relay(copies: Copies, cp_size: int, ranks_per_host: int, input_rows: int) -> tuple[Copies, Copies]:
@@ -72,7 +47,7 @@ def relay(copies: Copies, cp_size: int, ranks_per_host: int, input_rows: int) ->
     group, row = np.divmod(run_begin, max(1, input_rows))
     src, host = np.divmod(group, num_hosts)
     relays = host * ranks_per_host + place
-    near = near.where(np.lexsort((near.dst_row, near.dst)))
+    near = near.by_destination()
     laid = _rows_in_turn(np.concatenate([near.dst, relays]), np.concatenate([near.length, length]))
     near_row, relay_row = np.split(laid, [len(near.dst)])
     across = _join(near._replace(dst_row=near_row), Copies(src, relays, row, relay_row, length))

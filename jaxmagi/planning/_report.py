@@ -6,10 +6,9 @@ import numpy as np
 
 from ..masks.geometry import area, tighten
 from ._cost import CostModel, Pass
-from ._ranges import meet, union
-from ._received import TokenRuns, key_runs, own_runs, received_runs
+from ._ranges import TokenRuns, key_runs, meet, own_runs, received_runs, union
 from ._schedule import Schedule, busiest_links, count_tiles, schedule, work_of
-from ._spec import GroupCastSpec, RelayedSpec
+from ._spec import GroupCastSpec, RelayedSpec, steps_of
 
 
 @dataclass(frozen=True)
@@ -81,19 +80,15 @@ def report_plan(
 ) -> PlanReport:
     """Returns the report of a plan with host arrays."""
     per_rank = area(bands).sum(axis=1)
-    traffic = _traffic(transfer, cost.ranks_per_host)
+    traffic = _traffic(transfer, len(bands), cost)
     within_hosts, between_hosts = _links(traffic.sum(axis=0), cost)
     sent, received = np.moveaxis(traffic.sum(axis=0), 1, 0)
-    passes = [
-        (_work_imbalance(bands, cost, each), schedule_pass(bands, transfer, cost, each).seconds)
-        for each in (cost.forward, cost.backward)
-    ]
-    (work_imbalance, seconds), (backward_work_imbalance, backward_seconds) = passes
+    forward, backward = ((_tiles(bands, each), each) for each in (cost.forward, cost.backward))
     return PlanReport(
         area=per_rank,
         imbalance=_largest_over_mean(per_rank),
-        work_imbalance=work_imbalance,
-        backward_work_imbalance=backward_work_imbalance,
+        work_imbalance=_largest_over_mean(cost.compute_seconds(*forward)),
+        backward_work_imbalance=_largest_over_mean(cost.compute_seconds(*backward)),
         rows_sent=sent.sum(axis=-1),
         rows_received=received.sum(axis=-1),
         network_rows_sent=sent[:, 1],
@@ -101,8 +96,8 @@ def report_plan(
         within_hosts=within_hosts,
         between_hosts=between_hosts,
         redundant_rows=_redundant_rows(bands, transfer, own_runs(token_order, len(bands))),
-        predicted_seconds=seconds,
-        predicted_backward_seconds=backward_seconds,
+        predicted_seconds=_schedule(*forward, traffic, cost).seconds,
+        predicted_backward_seconds=_schedule(*backward, traffic, cost).seconds,
     )
 
 
@@ -110,8 +105,12 @@ def schedule_pass(
     bands: np.ndarray, transfer: GroupCastSpec | RelayedSpec, cost: CostModel, direction: Pass
 ) -> Schedule:
     """Returns when each rank does what in a pass with host arrays, under a model of the machine."""
-    rows = np.stack([busiest_links(step) for step in _traffic(transfer, cost.ranks_per_host)])
-    return schedule(work_of(_tiles(bands, direction), rows, cost, direction))
+    return _schedule(_tiles(bands, direction), direction, _traffic(transfer, len(bands), cost), cost)
+
+
+def _schedule(tiles: np.ndarray, direction: Pass, traffic: np.ndarray, cost: CostModel) -> Schedule:
+    rows = np.stack([busiest_links(step) for step in traffic])
+    return schedule(work_of(tiles, rows, cost, direction))
 
 
 def _tiles(bands: np.ndarray, direction: Pass) -> np.ndarray:
@@ -119,39 +118,14 @@ def _tiles(bands: np.ndarray, direction: Pass) -> np.ndarray:
     return count_tiles(bands.reshape(-1, 6), np.full(len(bands), bands.shape[1]), direction)
 
 
-def _work_imbalance(bands: np.ndarray, cost: CostModel, direction: Pass) -> float:
-    return _largest_over_mean(cost.compute_seconds(_tiles(bands, direction), direction))
-
-
 def _largest_over_mean(of_ranks: np.ndarray) -> float:
     mean = of_ranks.mean()
     return float(of_ranks.max() / mean) if mean else 1.0
 
 
-def _steps(spec: GroupCastSpec | RelayedSpec) -> tuple[GroupCastSpec, ...]:
-    """Returns the steps of a transfer, which follow each other."""
-    return (spec.across, spec.inside) if isinstance(spec, RelayedSpec) else (spec,)
-
-
-def _traffic(transfer: GroupCastSpec | RelayedSpec, ranks_per_host: int) -> np.ndarray:
-    """Returns rows sent and received, within a host and between hosts: int64 ``[steps, cp, 2, 2]``.
-
-    Rows that a rank sends to itself do not count.
-    """
-    return np.stack([_traffic_of(step, ranks_per_host) for step in _steps(transfer)])
-
-
-def _traffic_of(spec: GroupCastSpec, ranks_per_host: int) -> np.ndarray:
-    """Returns the traffic of one step: int64 ``[cp, 2, 2]``."""
-    rank = np.arange(len(spec.sends))[:, None]
-    traffic = np.zeros((len(rank), 2, 2), np.int64)
-    for side, table in enumerate(map(np.asarray, (spec.sends, spec.receives))):
-        peer, rows = table[..., 0], table[..., 3]
-        between = peer // ranks_per_host != rank // ranks_per_host
-        for level in range(2):
-            counted = (between == level) & (peer != rank)
-            traffic[:, side, level] = rows.sum(axis=1, where=counted, dtype=np.int64)
-    return traffic
+def _traffic(transfer: GroupCastSpec | RelayedSpec, cp_size: int, cost: CostModel) -> np.ndarray:
+    """Returns the traffic of each step, as from `Copies.traffic`: int64 ``[steps, cp, 2, 2]``."""
+    return np.stack([step.traffic(cp_size, cost.ranks_per_host) for step in steps_of(transfer)])
 
 
 def _links(rows: np.ndarray, cost: CostModel) -> list[LinkTraffic]:
@@ -171,30 +145,28 @@ def _redundant_rows(bands: np.ndarray, transfer: GroupCastSpec | RelayedSpec, ow
     other hosts.
     """
     width = int((own.token + own.length).max(initial=0)) + 1
-    seen = _seen_tokens(bands, key_runs(transfer, own), width)
+    seen = _seen_tokens(bands, key_runs(steps_of(transfer), own, transfer.input_rows), width)
     return _arriving_rows(transfer, own, width) - _count_beyond(*seen, *_edges(own, own.rank, width))
 
 
-def _arriving_rows(spec: GroupCastSpec | RelayedSpec, own: TokenRuns, width: int) -> int:
-    """Returns the rows that a transfer brings to ranks in the end, and those that cross links on the way."""
-    if not isinstance(spec, RelayedSpec):
-        return int(_traffic_of(spec, ranks_per_host=1)[:, 0].sum())
-    return int(np.asarray(spec.inside.sends)[..., 3].sum(dtype=np.int64)) + _surplus_rows(spec, own, width)
+def _arriving_rows(transfer: GroupCastSpec | RelayedSpec, own: TokenRuns, width: int) -> int:
+    """Returns the rows that a transfer brings to ranks in the end, and those that cross links on the way.
 
-
-def _surplus_rows(spec: RelayedSpec, own: TokenRuns, width: int) -> int:
-    """Returns how many rows more cross links in the step across all ranks than the step inside hosts uses.
-
-    It uses each row that a rank has in the end from another one of its host, and one for each row that a host
-    has in the end from other hosts.
+    The step inside hosts uses each row that a rank has in the end from another one of its host, and one for
+    each row that a host has in the end from other hosts. On the way are the others of the step across all
+    ranks.
     """
-    received, size = received_runs(spec, own), spec.ranks_per_host
+    steps = steps_of(transfer)
+    moved = int(steps[0].length[steps[0].src != steps[0].dst].sum())
+    if not isinstance(transfer, RelayedSpec):
+        return moved
+    received = received_runs(steps, own)
     at_ranks, at_hosts = (
         [edges for runs in (received, own) for edges in _edges(runs, runs.rank // ranks, width)]
-        for ranks in (1, size)
+        for ranks in (1, transfer.ranks_per_host)
     )
     used = _count_within(*at_hosts) - _count_within(*at_ranks) + _count_beyond(*at_hosts)
-    return int(_traffic_of(spec.across, size)[:, 0].sum()) - used
+    return int(steps[1].length.sum()) + moved - used
 
 
 def _edges(runs: TokenRuns, place: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:

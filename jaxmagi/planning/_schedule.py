@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ._compiled import planner
+from .._native import planner
 from ._cost import CostModel, Pass, num_parts
 
 

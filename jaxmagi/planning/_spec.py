@@ -1,4 +1,4 @@
-"""Specs of group casts, in one step or in two: tables of row ranges, as arrays in pytrees."""
+"""Specs of group casts, in one step or in two: tables of row ranges, from copies or from lists of splits."""
 
 import math
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ import jax
 import numpy as np
 from jaxtyping import Int32
 
-from .._checks import integer, is_traced
-from ._capacity import PlanCapacity, bucket, resize_axis, used_length
-from ._compiled import planner
-from ._relay import Copies, copies_of, relay
-from ._splits import read_splits
-from ._tables import largest_pair, longest, pack_table
+from .._checks import as_list, integer, is_traced
+from .._native import planner
+from ..masks.geometry import UNBOUNDED
+from ._capacity import PlanCapacity, bucket, frozen, resize_axis, used_length
+from ._ranges import Copies, meet
+from ._relay import relay
 
 
 @jax.tree_util.register_dataclass
@@ -67,8 +67,10 @@ class GroupCastSpec:
             ValueError: there is no rank, the lists disagree or are not nested as above, a length or the sum
                 of a rank's is not an integer from 0 to 2**30, or a rank is out of range.
         """
-        splits = read_splits(input_split_sizes, dst_ranks, output_split_sizes, src_ranks)
-        return _spec_of(splits.copies, splits.cp_size, splits.input_rows, splits.output_rows)
+        copies, input_rows, output_rows = _copies_of_splits(
+            input_split_sizes, dst_ranks, output_split_sizes, src_ranks
+        )
+        return _spec_of(copies, len(input_rows), max(input_rows), max(output_rows))
 
     def by_host(self, ranks_per_host: int) -> "RelayedSpec":
         """Returns the same transfer in two steps, in which a row crosses to each other host once.
@@ -83,7 +85,7 @@ class GroupCastSpec:
                 stacked or a part.
         """
         cp_size, sends = _check_hosts(self, ranks_per_host)
-        steps = relay(copies_of(sends), cp_size, ranks_per_host, self.input_rows)
+        steps = relay(_copies_of(sends), cp_size, ranks_per_host, self.input_rows)
         return RelayedSpec.of(*steps, cp_size, int(ranks_per_host), self.input_rows, self.output_rows)
 
     @property
@@ -151,8 +153,8 @@ class RelayedSpec:
         """Returns the spec of the copies of both steps, with static sizes rounded up as in plans."""
         rows = bucket(int((across.dst_row + across.length).max(initial=0)))
         return RelayedSpec(
-            across=_spec_of(across.table(), cp_size, input_rows, rows),
-            inside=_spec_of(inside.table(), cp_size, rows, output_rows),
+            across=_spec_of(across.by_destination(), cp_size, input_rows, rows),
+            inside=_spec_of(inside.by_destination(), cp_size, rows, output_rows),
             ranks_per_host=ranks_per_host,
         )
 
@@ -205,35 +207,10 @@ class RelayedSpec:
         )
 
 
-def pack_spec(
-    sends: Int32[np.ndarray, "n 6"],
-    receives: Int32[np.ndarray, "m 5"],
-    *,
-    cp_size: int,
-    copies: int,
-    input_rows: int,
-    output_rows: int,
-    pair_rows: int,
-) -> GroupCastSpec:
-    """Returns the spec of two tables, padded to ``copies`` entries per rank.
-
-    Rows of the tables are the rank and a row of `GroupCastSpec.sends` or `GroupCastSpec.receives`.
-    """
-    return GroupCastSpec(
-        sends=pack_table(sends, cp_size, copies),
-        receives=pack_table(receives, cp_size, copies),
-        input_rows=input_rows,
-        output_rows=output_rows,
-        pair_rows=pair_rows,
-    )
-
-
-def _spec_of(
-    copies: Int32[np.ndarray, "n 5"], cp_size: int, input_rows: int, output_rows: int
-) -> GroupCastSpec:
-    """Returns the spec of copies, rows ``(src_rank, dst_rank, row, dst_row, length)``."""
-    sends, receives = planner().place_copies(copies)
-    return spec_of_tables(sends, receives, cp_size, input_rows, output_rows)
+def steps_of(transfer: GroupCastSpec | RelayedSpec) -> tuple[Copies, ...]:
+    """Returns the copies of the steps of a transfer, which follow each other."""
+    steps = (transfer.across, transfer.inside) if isinstance(transfer, RelayedSpec) else (transfer,)
+    return tuple(_copies_of(np.asarray(step.sends)) for step in steps)
 
 
 def spec_of_tables(
@@ -243,16 +220,38 @@ def spec_of_tables(
     input_rows: int,
     output_rows: int,
 ) -> GroupCastSpec:
-    """Returns the spec of two tables as `pack_spec` takes them, with other static sizes rounded up."""
-    return pack_spec(
-        sends,
-        receives,
-        cp_size=cp_size,
-        copies=bucket(max(longest(sends, cp_size), longest(receives, cp_size))),
+    """Returns the spec of two tables, with other static sizes rounded up.
+
+    Rows of the tables are the rank and a row of `GroupCastSpec.sends` or `GroupCastSpec.receives`, by rank.
+    """
+    longest = max(int(np.bincount(table[:, 0]).max(initial=0)) for table in (sends, receives))
+    return GroupCastSpec(
+        sends=_pack(sends, cp_size, bucket(longest)),
+        receives=_pack(receives, cp_size, bucket(longest)),
         input_rows=input_rows,
         output_rows=output_rows,
-        pair_rows=bucket(largest_pair(sends)),
+        pair_rows=bucket(int((sends[:, 2] + sends[:, 4]).max(initial=0))),
     )
+
+
+def _pack(table: np.ndarray, cp_size: int, copies: int) -> np.ndarray:
+    """Returns int32 ``[cp, copies, k]`` of entries ``[n, 1 + k]``, which lead with their rank, sorted."""
+    packed = np.zeros((cp_size, copies, table.shape[1] - 1), np.int32)
+    rank = table[:, 0]
+    packed[rank, np.arange(len(rank)) - np.searchsorted(rank, rank)] = table[:, 1:]
+    return frozen(packed)
+
+
+def _spec_of(copies: Copies, cp_size: int, input_rows: int, output_rows: int) -> GroupCastSpec:
+    """Returns the spec of copies, whose order is that of the slots of each pair of ranks."""
+    sends, receives = planner().place_copies(np.stack(copies, axis=1).astype(np.int32))
+    return spec_of_tables(sends, receives, cp_size, input_rows, output_rows)
+
+
+def _copies_of(sends: np.ndarray) -> Copies:
+    """Returns the copies in a table `GroupCastSpec.sends`."""
+    src, entry = np.nonzero(sends[..., 3])
+    return Copies.of_entries(src, sends[src, entry])
 
 
 def _check_hosts(spec: GroupCastSpec, ranks_per_host: Any) -> tuple[int, np.ndarray]:
@@ -276,3 +275,94 @@ def _check_hosts(spec: GroupCastSpec, ranks_per_host: Any) -> tuple[int, np.ndar
             f"rank {sends[..., 0].max()}."
         )
     return cp_size, sends
+
+
+def _copies_of_splits(
+    input_split_sizes: Any, dst_ranks: Any, output_split_sizes: Any, src_ranks: Any
+) -> tuple[Copies, list[int], list[int]]:
+    """Returns the copies of splits, and how many rows each rank's input and output have.
+
+    Raises:
+        ValueError: where `GroupCastSpec.from_splits` does.
+    """
+    inputs = _sizes(input_split_sizes, "input_split_sizes")
+    outputs = _sizes(output_split_sizes, "output_split_sizes")
+    cp_size = integer(len(inputs), "the number of ranks in input_split_sizes", minimum=1)
+    targets = _nested(dst_ranks, "dst_ranks", depth=3, maximum=cp_size - 1)
+    sources = _nested(src_ranks, "src_ranks", depth=2, maximum=cp_size - 1)
+    for name, value in (("dst_ranks", targets), ("output_split_sizes", outputs), ("src_ranks", sources)):
+        if len(value) != cp_size:
+            raise ValueError(f"{name} is for {len(value)} ranks, input_split_sizes is for {cp_size}.")
+    sent = _split_rows("input_split_sizes", inputs, "dst_ranks", targets)
+    sources = [[[src] for src in ranks] for ranks in sources]
+    received = _split_rows("output_split_sizes", outputs, "src_ranks", sources)
+    _check_totals(sent, received, cp_size)
+    return _link(sent, received), [*map(sum, inputs)], [*map(sum, outputs)]
+
+
+def _sizes(value: Any, name: str) -> list[list[int]]:
+    """Returns the lengths of each rank's splits."""
+    sizes = _nested(value, name, depth=2, maximum=UNBOUNDED)
+    for rank, own in enumerate(sizes):
+        integer(sum(own), f"the sum of {name}[{rank}]")
+    return sizes
+
+
+def _nested(value: Any, name: str, *, depth: int, maximum: int) -> Any:
+    """Returns lists in lists, ``depth`` deep, of integers from 0 to ``maximum``."""
+    if depth == 0:
+        return integer(value, name, maximum=maximum)
+    return [
+        _nested(item, f"{name}[{i}]", depth=depth - 1, maximum=maximum)
+        for i, item in enumerate(as_list(value, name))
+    ]
+
+
+def _split_rows(
+    sizes_name: str,
+    sizes: Sequence[Sequence[int]],
+    peers_name: str,
+    peers: Sequence[Sequence[Sequence[int]]],
+) -> np.ndarray:
+    """Returns the rows of all ranks' splits that are not empty, in order, for each peer: int64 ``[n, 4]``.
+
+    Entries are ``(rank, peer, row, length)``.
+    """
+    entries = []
+    for rank, (rank_sizes, rank_peers) in enumerate(zip(sizes, peers, strict=True)):
+        if len(rank_sizes) != len(rank_peers):
+            raise ValueError(
+                f"rank {rank} has {len(rank_sizes)} {sizes_name} but {len(rank_peers)} {peers_name}."
+            )
+        row = 0
+        for size, split_peers in zip(rank_sizes, rank_peers, strict=True):
+            entries += [(rank, peer, row, size) for peer in split_peers if size]
+            row += size
+    return np.array(entries, np.int64).reshape(-1, 4)
+
+
+def _check_totals(sent: np.ndarray, received: np.ndarray, cp_size: int) -> None:
+    """Raises ValueError unless every pair of ranks sends as many rows as it receives."""
+    out, arriving = np.zeros((2, cp_size, cp_size), np.int64)
+    np.add.at(out, (sent[:, 0], sent[:, 1]), sent[:, 3])
+    np.add.at(arriving, (received[:, 1], received[:, 0]), received[:, 3])
+    for src, dst in np.argwhere(out != arriving)[:1]:
+        raise ValueError(
+            f"rank {src} sends {out[src, dst]} rows to rank {dst}, "
+            f"which expects {arriving[src, dst]} rows from it."
+        )
+
+
+def _link(sent: np.ndarray, received: np.ndarray) -> Copies:
+    """Returns the copies from the rows of both sides, as `_split_rows` returns them.
+
+    They fill the buffers of all pairs one after the other. Every pair has as many rows on either side.
+    """
+    sent = sent[np.lexsort((sent[:, 1], sent[:, 0]))]
+    received = received[np.lexsort((received[:, 0], received[:, 1]))]
+    sent_end, received_end = sent[:, 3].cumsum(), received[:, 3].cumsum()
+    sent_begin, received_begin = sent_end - sent[:, 3], received_end - received[:, 3]
+    send, receive, begin, end = meet(sent_begin, sent_end, received_begin, received_end)
+    row = sent[send, 2] + begin - sent_begin[send]
+    dst_row = received[receive, 2] + begin - received_begin[receive]
+    return Copies(sent[send, 0], sent[send, 1], row, dst_row, end - begin)

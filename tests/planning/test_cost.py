@@ -192,16 +192,6 @@ def test_the_planner_charges_gradients_as_they_travel() -> None:
     assert (first.two_levels, second.two_levels) == (False, True)
 
 
-def test_traffic_between_hosts() -> None:
-    """Four ranks on two hosts: of the keys before the own ones, those of the same host take NVLink."""
-    plan = plan_context(masks.causal(400), 4, layout="contiguous")
-    report = plan.report(SLOW)
-    np.testing.assert_array_equal(report.rows_received, [0, 100, 200, 300])
-    np.testing.assert_array_equal(report.network_rows_received, [0, 0, 200, 200])
-    np.testing.assert_array_equal(report.network_rows_sent, [200, 200, 0, 0])
-    np.testing.assert_array_equal(plan.report().network_rows_received, 0)
-
-
 BAD = [
     ({"tflops": 0}, "CostModel.tflops must be from 1e-12 to 1e12, but it is 0"),
     ({"latency_us": -1}, "latency_us .* -1"),

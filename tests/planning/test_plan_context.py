@@ -1,6 +1,8 @@
-"""Plans compute every visible cell once and receive every needed row once."""
+"""Plans of one mask or of several compute every visible cell once and receive every needed row once."""
 
-from dataclasses import replace
+import doctest
+import itertools
+import sys
 from typing import Any
 
 import jax
@@ -8,12 +10,13 @@ import numpy as np
 import pytest
 
 from jaxmagi import AttnMask, masks
-from jaxmagi.planning import ContextPlan, CostModel, PlanCapacity, plan_context
-from jaxmagi.planning._compiled import planner
-from jaxmagi.planning._plan_context import Layout
+from jaxmagi.masks import geometry
+from jaxmagi.planning import ContextPlan, CostModel, plan_context, plan_contexts, prefetch_plans
+from jaxmagi.planning._cost import Pass
+from jaxmagi.planning._plan_context import Layout, merge
+from jaxmagi.planning._schedule import count_tiles
 
-from ..cases import MaskCase, document_lengths, mask_cases
-from .lpt import chunk_areas, largest_first_owners
+from ..cases import MaskCase, document_lengths, mask_cases, random_bands
 from .oracle import (
     NAMED_LAYOUTS,
     assert_same,
@@ -99,138 +102,10 @@ def test_token_order_is_a_layout(name: str) -> None:
     assert_same(plan_context(mask, 4, layout=plan.token_order), plan)
 
 
-NETWORK = CostModel(ranks_per_host=4)
-COMPARED = {
-    "documents": masks.documents(document_lengths(1 << 17)),
-    "full documents": masks.documents(document_lengths(1 << 17), inner="full"),
-    "causal": masks.causal(1 << 17),
-    "window": masks.sliding_window(1 << 17, 4095),
-    "video": masks.video(32, 4096, 4),
-    "shared prefix": masks.shared_prefix(1 << 13, [1 << 12] * 30),
-}
-
-
-@pytest.mark.parametrize("cp_size", [8, 16])
-@pytest.mark.parametrize("name", COMPARED)
-def test_no_slower_than_chunks_assigned_largest_first(name: str, cp_size: int) -> None:
-    """Both passes together, with a network between hosts of four ranks; by area alone takes up to 9 times."""
-    mask, chunk = COMPARED[name], 512
-    areas = chunk_areas(np.asarray(mask.bands), chunk, mask.q_len // chunk)
-    owners = largest_first_owners(areas, cp_size).astype(np.int32)
-    order = planner().token_order(owners, mask.q_len, cp_size, chunk)
-
-    def seconds(**options: Any) -> float:
-        report = plan_context(mask, cp_size, cost=NETWORK, **options).report(NETWORK)
-        return report.predicted_seconds + report.predicted_backward_seconds
-
-    assert seconds(chunk_size=chunk) <= 1.01 * seconds(layout=order)
-
-
-def test_senders_of_a_long_document_are_spread() -> None:
-    """Its first keys go to all who compute it: whoever owned them alone would send for everybody."""
-    mask = masks.documents(document_lengths(1 << 20))
-    plan = plan_context(mask, 64, chunk_size=512)
-    report = plan.report()
-    assert report.rows_sent.max() <= 2 * report.rows_sent.mean()
-    fast = plan_context(mask, 64, chunk_size=512, cost=CostModel(network_gb_per_second=1e6))
-    assert fast.report().rows_sent.max() > 2.5 * fast.report().rows_sent.mean()
-    assert fast.report().rows_received.mean() < report.rows_received.mean()
-
-
-def test_receivers_of_a_long_document_are_spread() -> None:
-    """With many ranks it takes a price: few rows in all say nothing about who receives them."""
-    mask = masks.documents(document_lengths(1 << 23, seed=0))
-    report = plan_context(mask, 512, chunk_size=512).report()
-    assert report.rows_received.max() < 2.1 * report.rows_received.mean()
-
-
-def test_senders_within_a_host_are_spread_where_nothing_hides_a_transfer() -> None:
-    """With one key head there is one part, and attention waits for all keys."""
-    cost = CostModel(num_heads=8, num_kv_heads=1)
-    mask = masks.documents(document_lengths(1 << 16))
-    spread, fewest = (
-        plan_context(mask, 4, cost=planned).report(cost)
-        for planned in (cost, replace(cost, link_gb_per_second=1e6))
-    )
-    assert spread.rows_sent.max() < 0.7 * fewest.rows_sent.max()
-    assert spread.predicted_seconds < 0.98 * fewest.predicted_seconds
-
-
 def test_equal_masks_in_other_pieces_give_equal_plans() -> None:
     pieces = [[0, 40, 0, 30, -(2**30), 2**30], [0, 40, 30, 80, -(2**30), 2**30], [40, 80, 0, 80, -80, 80]]
     mask = AttnMask.from_bands(pieces, q_len=80, kv_len=80)
     assert_same(plan_context(mask, 4), plan_context(masks.full(80), 4))
-
-
-def test_chunks_of_a_rank_ascend() -> None:
-    plan = plan_context(masks.causal(1024), 4, chunk_size=32)
-    assert (np.diff(plan.token_order.reshape(4, -1), axis=1) > 0).all()
-
-
-def test_small_chunks_are_assigned_in_groups() -> None:
-    mask = masks.documents(document_lengths(131072))
-    coarse, fine = (plan_context(mask, 8, chunk_size=chunk) for chunk in (1024, 64))
-    np.testing.assert_array_equal(fine.token_order, coarse.token_order)
-
-
-def test_small_chunks_are_assigned_singly_where_groups_differ() -> None:
-    mask = masks.documents([100] + [1] * 412, inner="full")
-    plan = plan_context(mask, 4, chunk_size=1)
-    assert plan.report().imbalance < 1.02  # groups of 8: 1.23
-
-
-@pytest.mark.parametrize("chunk_size", [None, 13, 16])
-def test_windows_exchange_halos_only(chunk_size: int | None) -> None:
-    plan = plan_context(masks.sliding_window(1 << 16, 511), 8, chunk_size=chunk_size)
-    report = plan.report()
-    assert report.rows_received.max() == 511
-    assert report.imbalance < 1.01
-
-
-def test_capacity_is_used_exactly() -> None:
-    mask = masks.documents([300, 200, 12])
-    needed = plan_context(mask, 4).capacity
-    larger = PlanCapacity(needed.bands + 5, needed.copies + 5, needed.pair_rows + 5, 700)
-    plan = plan_context(mask, 4, capacity=larger)
-    assert plan.capacity == larger
-    check_plan(mask, plan)
-
-
-@pytest.mark.parametrize("name", ["bands", "copies", "pair_rows", "output_rows"])
-def test_capacity_too_small(name: str) -> None:
-    capacity = replace(PlanCapacity(99, 99, 999, 999), **{name: 1})
-    with pytest.raises(ValueError, match=rf"{name}=1 \(needs \d+\)"):
-        plan_context(masks.causal(500), 4, chunk_size=16, capacity=capacity)
-
-
-HUGE = PlanCapacity(2**30, 8, 8, 8)
-
-
-@pytest.mark.parametrize(
-    ("capacity", "taken"),
-    [
-        (HUGE, 2 * 4 * (2**30 * 6 + 8 * 9)),
-        (PlanCapacity(8, 2**30, 8, 8), 2 * 4 * (8 * 6 + 2**30 * 9)),
-        (replace(HUGE, bands=8, across=replace(HUGE, bands=0, copies=2**30)), 8 * (48 + 9 * (8 + 2**30))),
-    ],
-)
-def test_capacity_too_large(capacity: PlanCapacity, taken: int) -> None:
-    """The last is that of plans with two levels."""
-    message = f"capacity is too large: .* the tables of 2 ranks take {taken} bytes, more than 4294967296"
-    cost = CostModel(ranks_per_host=1)
-    with pytest.raises(ValueError, match=message):
-        plan_context(masks.causal(4), 2, capacity=capacity, cost=cost)
-    plan = plan_context(masks.causal(4), 2, two_levels=capacity.across is not None, cost=cost)
-    with pytest.raises(ValueError, match=message):
-        plan.pad_to(capacity)
-
-
-def test_stacked_plans_count_together() -> None:
-    plan = plan_context(masks.causal(4), 2)
-    capacity = PlanCapacity(2**24, 8, 8, 8)
-    capacity.check_tables(2)
-    with pytest.raises(ValueError, match="capacity is too large"):
-        ContextPlan.stack([plan] * 6).pad_to(capacity)
 
 
 def bad_layout(*tokens: int) -> dict:
@@ -265,11 +140,6 @@ def test_bad_arguments(arguments: dict, message: str) -> None:
         plan_context(masks.causal(4), **{"cp_size": 2, **arguments})
 
 
-def test_padded_length_beyond_the_indices() -> None:
-    with pytest.raises(ValueError, match=r"at most 1073741824 positions, .* but has 1073741826"):
-        plan_context(masks.full(2**30), 3, layout="contiguous")
-
-
 def test_too_many_pieces() -> None:
     order = np.random.default_rng(0).permutation(8192).astype(np.int32)
     with pytest.raises(NotImplementedError, match=r"into \d+, more than 4194304: .* longer runs"):
@@ -291,3 +161,149 @@ def test_traced_mask() -> None:
 
     with pytest.raises(ValueError, match=r"mask is traced"):
         jax.jit(plan_inside_jit)(masks.causal(8))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_merge_keeps_the_cells(seed: int) -> None:
+    bands = random_bands(np.random.default_rng(seed), 50, 60, 30)
+    merged = merge(bands)
+    np.testing.assert_array_equal(geometry.to_dense(merged, 50, 60), geometry.to_dense(bands, 50, 60))
+    assert len(merged) <= len(bands)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [masks.full(64), masks.causal(64), masks.sliding_window(64, 9, 3)],
+    ids=["full", "causal", "window"],
+)
+def test_merge_restores_a_band_from_its_crops(mask: masks.AttnMask) -> None:
+    edges = np.array([0, 5, 6, 20, 41, 64])
+    bands = [geometry.crop(np.asarray(mask.bands), q0, q1, 0, 64) for q0, q1 in itertools.pairwise(edges)]
+    assert len(merge(np.concatenate(bands))) == 1
+
+
+def test_merge_keeps_cells_covered_twice() -> None:
+    bands = np.array([[0, 4, 0, 4, -9, 9], [0, 4, 2, 6, -9, 9]])
+    np.testing.assert_array_equal(geometry.to_dense(merge(bands), 4, 6), geometry.to_dense(bands, 4, 6))
+
+
+LENGTHS = document_lengths(1 << 16)
+
+
+FULL, WINDOW = masks.documents(LENGTHS), masks.documents(LENGTHS, inner=(1023, 0))
+
+
+def weighted_imbalance(weights: tuple[int, int], plans: Any) -> float:
+    """Returns the largest over the mean weighted area of the ranks."""
+    areas = np.array(weights) @ np.stack([plan.report().area for plan in plans])
+    return float(areas.max() / areas.mean())
+
+
+def weighted_work_imbalance(weights: tuple[int, int], plans: Any, direction: Pass) -> float:
+    """Returns the largest over the mean weighted work of the ranks, by the tiles of a pass."""
+    tiles = np.stack([count_tiles(plan.bands.reshape(-1, 6), bands_of(plan), direction) for plan in plans])
+    work = np.array(weights) @ (tiles @ [1, CostModel().partial_tile_cost])
+    return float(work.max() / work.mean())
+
+
+def bands_of(plan: ContextPlan) -> np.ndarray:
+    """Returns the number of bands of each rank."""
+    return np.full(plan.cp_size, plan.bands.shape[1])
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (1, 5), (1, 100), (7, 1)])
+def test_the_weighted_sum_is_balanced(weights: tuple[int, int]) -> None:
+    """By areas alone the largest work is up to 1.069 of the mean."""
+    plans = plan_contexts([FULL, WINDOW], 8, weights=weights, chunk_size=256)
+    np.testing.assert_array_equal(plans[0].token_order, plans[1].token_order)
+    assert weighted_imbalance(weights, plans) <= 1.0231
+    for direction in (CostModel().forward, CostModel().backward):
+        assert weighted_work_imbalance(weights, plans, direction) <= 1.024
+
+
+def test_layouts_for_one_of_the_masks_do_not_balance_the_sum() -> None:
+    for first, second in ((FULL, WINDOW), (WINDOW, FULL)):
+        layout = plan_context(first, 8, chunk_size=256).token_order
+        plans = [plan_context(mask, 8, layout=layout) for mask in (first, second)]
+        assert weighted_imbalance((1, 20), sorted(plans, key=lambda plan: -plan.report().area.sum())) > 1.03
+
+
+def test_weights_are_numbers_of_layers() -> None:
+    """A mask with weight 3 is that mask three times."""
+    once = plan_contexts([FULL, WINDOW], 4, weights=[1, 3])
+    thrice = plan_contexts([FULL, WINDOW, WINDOW, WINDOW], 4)
+    np.testing.assert_array_equal(once[0].token_order, thrice[0].token_order)
+
+
+@pytest.mark.parametrize("weight", [1, 2**30])
+def test_one_mask_is_planned_as_alone(weight: int) -> None:
+    """Also where a row that travels takes 2**53 cells."""
+    for cost in (CostModel(), CostModel(network_gb_per_second=0.01)):
+        (plan,) = plan_contexts([FULL], 16, weights=[weight], cost=cost)
+        assert_same(plan, plan_context(FULL, 16, cost=cost))
+
+
+def test_each_mask_may_have_its_own_levels() -> None:
+    levels = [True, False]
+    plans = plan_contexts([FULL, WINDOW], 8, two_levels=levels, cost=CostModel(ranks_per_host=4))
+    assert [plan.two_levels for plan in plans] == levels
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_plans_of_several_masks_are_right(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    length, cp_size, two_levels = int(rng.integers(1, 120)), int(rng.integers(1, 7)), seed % 2 == 1
+    cp_size = 2 * cp_size if two_levels else cp_size
+    several = [
+        AttnMask.from_bands(random_bands(rng, length, length, 8), q_len=length, kv_len=length)
+        for _ in range(int(rng.integers(1, 4)))
+    ]
+    weights = rng.integers(1, 9, len(several)).tolist()
+    cost = CostModel(ranks_per_host=2)
+    plans = plan_contexts(several, cp_size, weights=weights, two_levels=two_levels, cost=cost)
+    for mask, plan in zip(several, plans, strict=True):
+        check_plan(mask, plan)
+
+
+@pytest.mark.parametrize("function", [plan_context, prefetch_plans])
+def test_examples_of_docstrings(function: Any) -> None:
+    names = {"plan_context": plan_context, "masks": masks}
+    result = doctest.testmod(sys.modules[function.__module__], extraglobs=names)
+    assert result.attempted > 1 and result.failed == 0
+
+
+def test_iterators_of_masks_and_weights() -> None:
+    several = [masks.causal(64), masks.sliding_window(64, 5)]
+    plans = plan_contexts((mask for mask in several), 2, weights=(n for n in (1, 5)))  # pyright: ignore[reportArgumentType]
+    for plan, expected in zip(plans, plan_contexts(several, 2, weights=[1, 5]), strict=True):
+        assert_same(plan, expected)
+
+
+@pytest.mark.parametrize(
+    ("several", "options", "message"),
+    [
+        ([], {}, r"at least one, but their lengths are \[\]"),
+        ([masks.causal(8), masks.causal(9)], {}, r"lengths are \[8, 9\]"),
+        ([masks.causal(8)], {"weights": [1, 2]}, "2 weights for 1 masks"),
+        ([masks.causal(8)], {"weights": [0]}, r"weights\[0\] .* 0"),
+        ([masks.causal(8)], {"weights": [0.5]}, r"weights\[0\] .* 0.5"),
+        ([masks.full(2**30)], {"weights": [9]}, r"weights=\[9\] .* 64 bits"),
+        ([masks.causal(4, 8)], {}, "q_len=4 and kv_len=8"),
+        ([masks.causal(8)], {"two_levels": [True, False]}, r"two_levels=\[True, False\] for 1 masks"),
+        ([masks.causal(8)], {"two_levels": [2]}, 'two_levels must be True, False or "auto", but it is 2'),
+        ([masks.causal(8)], {"two_levels": True}, "cp_size=2 is no multiple of cost.ranks_per_host=8"),
+        ([masks.causal(8)], {"chunk_size": 9}, "chunk_size .* 9"),
+        ([masks.causal(8), 1], {}, r"masks\[1\] must be an AttnMask, but it is 1"),
+        (None, {}, "masks must be a list, but it is None"),
+        ([masks.causal(8)], {"weights": 3}, "weights must be a list, but it is 3"),
+        ([masks.causal(8)], {"cost": 3}, "cost must be a CostModel, but it is 3"),
+    ],
+)
+def test_bad_arguments_for_several_masks(several: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_contexts(several, 2, **options)
+
+
+def test_too_many_ranks_for_several_masks() -> None:
+    with pytest.raises(ValueError, match="cp_size must be between 1 and 4096, but it is 4097"):
+        plan_contexts([masks.causal(8)], 4097)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmagi import AttnMask, CostModel, masks
+from jaxmagi import masks
 from jaxmagi.planning import ContextPlan, GroupCastSpec, PlanCapacity, RelayedSpec, plan_context
 
 from ..cases import document_lengths
@@ -165,30 +165,6 @@ def test_short_runs_of_different_sources_go_to_different_relays() -> None:
     assert (far_rows(relayed.across.receives, 4) == 1).all()
 
 
-def test_report_counts_each_row_once_between_hosts() -> None:
-    mask, cost = masks.causal(4096), CostModel(ranks_per_host=4)
-    plan = plan_context(mask, CP, cost=cost, two_levels=False)
-    relayed = plan.by_host(4)
-    before, after = plan.report(cost), relayed.report(cost)
-    assert after.rows_moved == before.rows_moved
-    assert isinstance(relayed.transfer, RelayedSpec)
-    crossing = relayed.transfer.rows_between_hosts
-    assert after.network_rows_sent.sum() == after.network_rows_received.sum() == crossing
-    assert after.between_hosts.rows == crossing < before.between_hosts.rows / 3
-
-
-def test_steps_are_predicted_one_after_the_other() -> None:
-    """One row goes to two ranks of another host, which takes both latencies instead of the longer one.
-
-    All heads are one part, whose attention takes a latency more.
-    """
-    mask = AttnMask.from_bands([[2, 4, 0, 1, -4, 4]], q_len=4, kv_len=4)
-    cost = CostModel(ranks_per_host=2, latency_us=1000, network_latency_us=3000, num_heads=8, num_kv_heads=1)
-    plan = plan_context(mask, 4, layout="contiguous")
-    seconds = [p.report(cost).predicted_seconds for p in (plan, plan.by_host(2))]
-    np.testing.assert_allclose(seconds, [4e-3, 5e-3], rtol=1e-2)
-
-
 def test_sizes_grow_and_shrink_with_the_capacity() -> None:
     stream = [masks.causal(512), masks.documents([100] * 5 + [12]), masks.sliding_window(512, 40)]
     plans = [plan_context(mask, CP).by_host(4) for mask in stream]
@@ -201,36 +177,6 @@ def test_sizes_grow_and_shrink_with_the_capacity() -> None:
         check_plan(mask, plan)
         assert_same(plan.pad_to(tight.capacity), tight)
     assert ContextPlan.stack(plans).capacity == capacity
-
-
-def test_capacities_of_the_other_kind() -> None:
-    plan = plan_context(masks.causal(512), CP)
-    relayed = plan.by_host(4)
-    for call in (
-        lambda: plan.pad_to(relayed.capacity),
-        lambda: relayed.pad_to(plan.capacity),
-        lambda: plan_context(masks.causal(512), CP, capacity=relayed.capacity),
-        lambda: ContextPlan.stack([plan.pad_to(plan.capacity), relayed]),
-    ):
-        with pytest.raises(ValueError, match=r"by_host|ranks_per_host"):
-            call()
-    with pytest.raises(ValueError, match=r"differ in ranks_per_host: \[4, 2\]"):
-        ContextPlan.stack([relayed, plan.by_host(2)])
-    small = relayed.capacity.across
-    assert small is not None
-    with pytest.raises(ValueError, match=r"too small: across.pair_rows=1 \(needs \d+\)"):
-        spec = relayed.transfer
-        assert isinstance(spec, RelayedSpec)
-        spec.padded(
-            copies=64,
-            output_rows=512,
-            pair_rows=512,
-            across=PlanCapacity(0, small.copies, 1, small.output_rows),
-        )
-    with pytest.raises(
-        ValueError, match=r"PlanCapacity.across must be None or a PlanCapacity without across"
-    ):
-        PlanCapacity(8, 8, 8, 8, across=relayed.capacity)
 
 
 def test_bad_arguments() -> None:

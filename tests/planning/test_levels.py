@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxmagi import AttnMask, masks
+from jaxmagi._native import planner
 from jaxmagi.planning import ContextPlan, CostModel, PlanCapacity, RelayedSpec, plan_context, plan_contexts
-from jaxmagi.planning._compiled import planner
 from jaxmagi.planning._levels import OneLevel, TwoLevels
 
 from ..cases import document_lengths

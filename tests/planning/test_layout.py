@@ -3,17 +3,19 @@
 import hashlib
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxmagi import AttnMask, masks
+from jaxmagi import AttnMask, _native, masks
+from jaxmagi._native import planner
 from jaxmagi.masks import geometry
 from jaxmagi.masks.geometry import UNBOUNDED
 from jaxmagi.planning import CostModel, plan_context
-from jaxmagi.planning._balance import WeightedBands, balanced_owners
-from jaxmagi.planning._compiled import planner
+from jaxmagi.planning._layout import WeightedBands, balanced_owners, default_chunk_size
 
 from ..cases import document_lengths, random_bands
 from .lpt import chunk_areas, largest_first_owners
@@ -231,7 +233,7 @@ def test_owners_are_the_same_on_every_host() -> None:
 
 
 def test_extension_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxmagi.planning._compiled.extension", lambda platform: None)
+    monkeypatch.setitem(_native._EXTENSIONS, "cpu", None)
     with pytest.raises(ImportError, match=r"jaxmagi\._cpu, which is missing"):
         plan_context(masks.causal(8), 2)
 
@@ -241,3 +243,119 @@ def test_too_many_pieces() -> None:
     bands = np.array([[0, length, k, k + 1, -(2**30), 2**30] for k in range(5)], np.int32)
     with pytest.raises(NotImplementedError, match=r"1048568 runs .* into 5242840, more than 4194304"):
         owners_of(bands, length, 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("length", "cp_size", "chunk"),
+    [
+        (131072, 8, 1024),
+        (1 << 20, 64, 1024),
+        (4096, 8, 128),
+        (1024, 4, 128),
+        (1 << 20, 256, 256),
+        (1 << 18, 2048, 64),
+        (1 << 24, 1024, 1024),
+        (1 << 26, 8192, 2048),
+        (100, 4, 13),
+        (1, 8, 1),
+        (0, 2, 1),
+    ],
+)
+def test_default_chunk_size(length: int, cp_size: int, chunk: int) -> None:
+    assert default_chunk_size(length, cp_size) == chunk
+
+
+def test_default_chunk_size_pads_little() -> None:
+    for length in range(2048 * 8, 400_000, 3777):
+        chunk = default_chunk_size(length, 8)
+        padded = -(-(-(-length // chunk)) // 8) * 8 * chunk  # noqa: B002
+        assert padded <= 1.07 * length
+
+
+NETWORK = CostModel(ranks_per_host=4)
+
+
+COMPARED = {
+    "documents": masks.documents(document_lengths(1 << 17)),
+    "full documents": masks.documents(document_lengths(1 << 17), inner="full"),
+    "causal": masks.causal(1 << 17),
+    "window": masks.sliding_window(1 << 17, 4095),
+    "video": masks.video(32, 4096, 4),
+    "shared prefix": masks.shared_prefix(1 << 13, [1 << 12] * 30),
+}
+
+
+@pytest.mark.parametrize("cp_size", [8, 16])
+@pytest.mark.parametrize("name", COMPARED)
+def test_no_slower_than_chunks_assigned_largest_first(name: str, cp_size: int) -> None:
+    """Both passes together, with a network between hosts of four ranks; by area alone takes up to 9 times."""
+    mask, chunk = COMPARED[name], 512
+    areas = chunk_areas(np.asarray(mask.bands), chunk, mask.q_len // chunk)
+    owners = largest_first_owners(areas, cp_size).astype(np.int32)
+    order = planner().token_order(owners, mask.q_len, cp_size, chunk)
+
+    def seconds(**options: Any) -> float:
+        report = plan_context(mask, cp_size, cost=NETWORK, **options).report(NETWORK)
+        return report.predicted_seconds + report.predicted_backward_seconds
+
+    assert seconds(chunk_size=chunk) <= 1.01 * seconds(layout=order)
+
+
+def test_senders_of_a_long_document_are_spread() -> None:
+    """Its first keys go to all who compute it: whoever owned them alone would send for everybody."""
+    mask = masks.documents(document_lengths(1 << 20))
+    plan = plan_context(mask, 64, chunk_size=512)
+    report = plan.report()
+    assert report.rows_sent.max() <= 2 * report.rows_sent.mean()
+    fast = plan_context(mask, 64, chunk_size=512, cost=CostModel(network_gb_per_second=1e6))
+    assert fast.report().rows_sent.max() > 2.5 * fast.report().rows_sent.mean()
+    assert fast.report().rows_received.mean() < report.rows_received.mean()
+
+
+def test_receivers_of_a_long_document_are_spread() -> None:
+    """With many ranks it takes a price: few rows in all say nothing about who receives them."""
+    mask = masks.documents(document_lengths(1 << 23, seed=0))
+    report = plan_context(mask, 512, chunk_size=512).report()
+    assert report.rows_received.max() < 2.1 * report.rows_received.mean()
+
+
+def test_senders_within_a_host_are_spread_where_nothing_hides_a_transfer() -> None:
+    """With one key head there is one part, and attention waits for all keys."""
+    cost = CostModel(num_heads=8, num_kv_heads=1)
+    mask = masks.documents(document_lengths(1 << 16))
+    spread, fewest = (
+        plan_context(mask, 4, cost=planned).report(cost)
+        for planned in (cost, replace(cost, link_gb_per_second=1e6))
+    )
+    assert spread.rows_sent.max() < 0.7 * fewest.rows_sent.max()
+    assert spread.predicted_seconds < 0.98 * fewest.predicted_seconds
+
+
+def test_chunks_of_a_rank_ascend() -> None:
+    plan = plan_context(masks.causal(1024), 4, chunk_size=32)
+    assert (np.diff(plan.token_order.reshape(4, -1), axis=1) > 0).all()
+
+
+def test_small_chunks_are_assigned_in_groups() -> None:
+    mask = masks.documents(document_lengths(131072))
+    coarse, fine = (plan_context(mask, 8, chunk_size=chunk) for chunk in (1024, 64))
+    np.testing.assert_array_equal(fine.token_order, coarse.token_order)
+
+
+def test_small_chunks_are_assigned_singly_where_groups_differ() -> None:
+    mask = masks.documents([100] + [1] * 412, inner="full")
+    plan = plan_context(mask, 4, chunk_size=1)
+    assert plan.report().imbalance < 1.02  # groups of 8: 1.23
+
+
+@pytest.mark.parametrize("chunk_size", [None, 13, 16])
+def test_windows_exchange_halos_only(chunk_size: int | None) -> None:
+    plan = plan_context(masks.sliding_window(1 << 16, 511), 8, chunk_size=chunk_size)
+    report = plan.report()
+    assert report.rows_received.max() == 511
+    assert report.imbalance < 1.01
+
+
+def test_padded_length_beyond_the_indices() -> None:
+    with pytest.raises(ValueError, match=r"at most 1073741824 positions, .* but has 1073741826"):
+        plan_context(masks.full(2**30), 3, layout="contiguous")
