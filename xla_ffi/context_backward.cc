@@ -1,4 +1,8 @@
+#include <iterator>
+#include <ranges>
+
 #include "csrc/attention/sm90/backward/backward.h"
+#include "csrc/collectives/part_rows.h"
 
 #include "xla_ffi/attention_cuda_handler.h"
 #include "xla_ffi/context_handler.h"
@@ -6,23 +10,25 @@
 namespace jaxmagi {
 namespace {
 
-constexpr int64_t kMostWorkspaces = 2;  // as many parts as are under way at a time
-
 struct Backward {
     static constexpr const char* kTarget = "jaxmagi_context_backward";
-    static constexpr bool kHasPartsWithinHosts = false;
+    static constexpr bool kHasPartsWithinHosts = false;  // there rows move so fast that parts cost more than they hide
+
+    // The flags of a part: those that its launches set (BackwardParams::drained), and whether its keys have arrived.
+    static constexpr int64_t kArrived = sm90::kBackwardCounters, kFlags = kArrived + 1;
 
     struct Operands {
         ffi::AnyBuffer q;
         KeysValues own;
         ffi::AnyBuffer sorted, tiles, dout, lse, delta;
+        KeysValues kept;  // received rows, [batch, rows, all key heads, dim]; none where they are to come again
         ContextTables tables;
     };
     struct Results {
         ffi::AnyBuffer dq;
         ReturnArrays returns;
         CastArrays keys;
-        ffi::AnyBuffer workspaces, drained;  // drained: flags of parts
+        ffi::AnyBuffer workspaces, flags;  // of parts, each with kFlags
     };
 
     static sm90::BackwardParams to_params(const ContextAttributes& attributes, const Parts& parts,
@@ -39,6 +45,10 @@ struct Backward {
         sm90::BackwardParams params{};
         set_tensors(params, params.shape, inputs, KernelAttributes::of(attributes));
         params.row_heads = static_cast<int>(parts.heads * parts.count);
+        params.own = {parts.own_keys("k", operands.own.k, results.keys.all.k, part),
+                      parts.own_keys("v", operands.own.v, results.keys.all.v, part), static_cast<int>(parts.tokens),
+                      static_cast<int>(parts.key_heads * parts.count)};
+        params.is_part = parts.count > 1;
         const sm90::TileShape tile = find_tile(sm90::backward_tile, params.shape.dim, params.shape.v_dim);
         check_num_tiles("keys", inputs.k, tile.keys);
         check_num_tiles("q", inputs.q, 64);  // no kernel has shorter blocks of queries
@@ -57,13 +67,13 @@ struct Backward {
         params.dk = data_of<void>("dk", dk, kTensorAlignment);
         params.dv = data_of<void>("dv", dv, kTensorAlignment);
         params.deterministic = attributes.deterministic;
-        params.is_followed = part + 1 < parts.count;
         const int64_t bytes = sm90::backward_workspace_bytes(params.shape, params.num_masks, params.deterministic);
-        const int64_t size = results.workspaces.size_bytes(), count = std::min(parts.count, kMostWorkspaces);
-        check(count * bytes <= size, "workspaces must have ", count, " times ", bytes, " bytes, got ", size);
-        params.workspace = data_of<char>("workspaces", results.workspaces, kTensorAlignment) + part % count * bytes;
-        check_buffer("drained", results.drained, {attributes.num_parts}, ffi::S32);
-        params.drained = reinterpret_cast<uint32_t*>(data_of<int>("drained", results.drained)) + part;
+        const int64_t size = results.workspaces.size_bytes();
+        check(parts.count * bytes <= size, "workspaces must have ", parts.count, " times ", bytes, " bytes, got ",
+              size);
+        params.workspace = data_of<char>("workspaces", results.workspaces, kTensorAlignment) + part * bytes;
+        check_buffer("flags", results.flags, {attributes.num_parts * kFlags}, ffi::S32);
+        params.drained = reinterpret_cast<uint32_t*>(data_of<int>("flags", results.flags)) + part * kFlags;
         return params;
     }
 
@@ -77,38 +87,212 @@ struct Backward {
     }
 
     static void launch(const ContextAttributes& attributes, const Parts& parts, const Operands& operands,
-                       const Results& results, ContextFork& fork, ContextTransfers& transfers) {
-        clear(results.drained, fork.program());
-        fork.begin();
-        std::vector arrivals{transfers.bring(0, operands.own, results.keys)};
-        const int reserved = parts.count > 1 ? reserved_sms(attributes) : 0;
-        const uint32_t* before = nullptr;
-        for (int part = 0; part < parts.count; ++part) {
-            const sm90::BackwardParams params = to_params(attributes, parts, operands, results, part);
-            const cudaStream_t stream = fork.of_part(part);
-            check_launch(sm90::prepare_attention_backward(params, stream));
-            const cudaEvent_t prepared = fork.record(stream);
-            fork.wait(stream, arrivals[part].all);
-            if (before != nullptr)
-                fork.wait_until_set(stream, before);
-            before = params.drained;
-            check_launch(sm90::run_attention_backward(params, params.num_sms - reserved, stream));
-            if (part == 0)
-                for (int64_t other = 1; other < parts.count; ++other)
-                    arrivals.push_back(transfers.bring(other, operands.own, results.keys));
-            if (reserved > 0) {  // when the casts, and the return of the part before, have ended
-                fork.wait(fork.helpers(), prepared);
-                fork.wait(fork.helpers(), fork.record(fork.transfers()));
-                check_launch(sm90::run_attention_backward(params, reserved, fork.helpers()));
-                fork.wait(stream, fork.record(fork.helpers()));
-            }
-            check_launch(sm90::finish_key_gradients(params, stream));
-            fork.wait(fork.transfers(), fork.record(stream));
-            check_launch(sm90::finish_query_gradients(params, stream));
-            transfers.give_back(part, results.returns);
+                       const Results& results, ContextFork& fork, ContextTransfers& transfers);
+};
+
+// How many multiprocessors attention leaves to NCCL. Rows travel between hosts all the while that it computes: with 4
+// free ones instead of 16 a backward pass took 18 % less time (docs/log/context.md). NCCL has a few CTAs for a peer, of
+// which a multiprocessor holds several. Those that find none wait for a launch of attention to end, and no CTA of
+// attention waits for them.
+constexpr int kMostNetworkSms = 4;
+
+// Launches the pass: tiles of own keys, which need no transfer, and the others, whose gradients return behind them.
+//
+// Within a host CTAs go on with the other tiles behind the own ones, since their keys have come by then. A launch of
+// the other tiles does what is left where they have not.
+//
+// Between hosts this order has something to compute beside most transfers:
+//   own tiles of the first part         while keys come
+//   received tiles of part after part   while keys of later parts come, and gradients of earlier ones return
+//   own tiles of the other parts        while gradients return
+// With a fixed order of sums, the own tiles of a part come right before its received ones.
+class BackwardCall {
+public:
+    BackwardCall(const ContextAttributes& attributes, const Parts& parts, const Backward::Operands& operands,
+                 const Backward::Results& results, ContextFork& fork, ContextTransfers& transfers)
+        : operands_(operands),
+          results_(results),
+          fork_(fork),
+          transfers_(transfers),
+          count_(parts.count),
+          is_within_host_(parts.are_within_host),
+          reserved_(parts.have_native_peers ? reserved_sms(attributes)
+                                            : std::min(reserved_sms(attributes), kMostNetworkSms)) {
+        for (int64_t part = 0; part < count_; ++part)
+            parts_.push_back({Backward::to_params(attributes, parts, operands, results, part)});
+        needed_ = find_needed_keys();
+    }
+
+    void launch() {
+        clear(results_.flags, fork_.program());
+        fork_.begin();
+        bring_next();
+        if (is_within_host_)
+            launch_within_host();
+        else
+            launch_between_hosts();
+    }
+
+private:
+    struct Part {
+        sm90::BackwardParams params;
+        cudaEvent_t prepared = nullptr;
+        int num_finished = 0;  // kinds of tiles
+    };
+    struct Launch {
+        int64_t part;
+        sm90::KeyTiles tiles;
+        bool is_followed = true;
+        cudaEvent_t done = nullptr;
+    };
+    using enum sm90::KeyTiles;
+
+    void launch_within_host() {
+        Part& part = parts_[0];
+        const cudaStream_t program = fork_.program(), rest = fork_.of_launch(1), helpers = fork_.helpers();
+        const auto* const arrived = part.params.drained + Backward::kArrived;
+        prepare(part, program);
+        run(0, {kOwn, true, part.params.num_sms - reserved_, arrived}, program);
+        for (const cudaStream_t stream : {rest, helpers}) {
+            fork_.wait(stream, part.prepared);
+            fork_.wait(stream, arrivals_[0]);
+        }
+        run(0, {kOwn, true, reserved_, arrived}, helpers);
+        if (has_tiles(part.params, kOwn))
+            fork_.wait_until_set(rest, part.params.drained + counter_of(kOwn));
+        run(0, {kOthers, false, part.params.num_sms}, rest);
+        for (const cudaStream_t stream : {program, rest})
+            fork_.wait(helpers, fork_.record(stream));
+        for (const sm90::KeyTiles tiles : {kOthers, kOwn})
+            finish(0, tiles);
+    }
+
+    void launch_between_hosts() {
+        std::vector<Launch> launches = ordered_launches();
+        for (Launch& one : launches) {
+            launch(one);
+            // The host may wait for the cast of each other part, and the device has two launches to go on with.
+            if (&one == &launches.front() and &one != &launches.back())
+                continue;
+            while (std::ssize(arrivals_) < count_)
+                bring_next();
+            for (; num_finished_ <= &one - launches.data(); ++num_finished_)
+                help_and_finish(launches[num_finished_]);
         }
     }
+
+    std::vector<Launch> ordered_launches() const {
+        std::vector<Launch> launches;
+        const bool deterministic = parts_[0].params.deterministic;
+        for (int64_t part = 0; part < count_; ++part) {
+            if (part == 0 or deterministic)
+                launches.push_back({part, kOwn});
+            launches.push_back({part, kOthers});
+        }
+        for (int64_t part = 1; part < count_ and not deterministic; ++part)
+            launches.push_back({part, kOwn});
+        for (Launch& one : std::views::reverse(launches)) {
+            one.is_followed = false;
+            if (has_tiles(parts_[one.part].params, one.tiles))
+                break;
+        }
+        return launches;
+    }
+
+    // Brings the keys of the next part, or puts those there that have been kept.
+    void bring_next() {
+        const auto part = static_cast<int64_t>(arrivals_.size());
+        arrivals_.push_back(
+            operands_.kept.k.element_count() > 0
+                ? transfers_.put_back(part, operands_.own, operands_.kept, results_.keys.all, needed_)
+                : transfers_.bring(part, operands_.own, results_.keys, needed_).all);
+        fork_.set(fork_.transfers(), parts_[part].params.drained + Backward::kArrived);
+    }
+
+    void prepare(Part& part, cudaStream_t stream) {
+        if (part.prepared == nullptr) {
+            check_launch(sm90::prepare_attention_backward(part.params, stream));
+            part.prepared = fork_.record(stream);
+        }
+        fork_.wait(stream, part.prepared);
+    }
+
+    void launch(Launch& one) {
+        Part& part = parts_[one.part];
+        const cudaStream_t stream = fork_.of_launch(num_launches_++);
+        prepare(part, stream);
+        if (one.tiles == kOthers)
+            fork_.wait(stream, arrivals_[one.part]);
+        if (before_ != nullptr)
+            fork_.wait_until_set(stream, before_);
+        run(one.part, {one.tiles, one.is_followed, part.params.num_sms - reserved_}, stream);
+        if (has_tiles(part.params, one.tiles))
+            before_ = part.params.drained + counter_of(one.tiles);
+        one.done = fork_.record(stream);
+    }
+
+    void run(int64_t part, const sm90::BackwardLaunch& launch, cudaStream_t stream) const {
+        const sm90::BackwardParams& params = parts_[part].params;
+        if (has_tiles(params, launch.tiles))
+            check_launch(sm90::run_attention_backward(params, launch, stream));
+    }
+
+    // Lets the multiprocessors that were left to transfers help a launch, and finishes behind it.
+    void help_and_finish(const Launch& one) {
+        const cudaStream_t helpers = fork_.helpers();
+        fork_.wait(helpers, parts_[one.part].prepared);
+        fork_.wait(helpers, fork_.record(fork_.transfers()));  // until nothing travels
+        run(one.part, {one.tiles, one.is_followed, reserved_}, helpers);
+        fork_.wait(helpers, one.done);
+        finish(one.part, one.tiles);
+    }
+
+    // Finishes gradients, behind what is in the stream of helpers.
+    void finish(int64_t number, sm90::KeyTiles tiles) {
+        Part& part = parts_[number];
+        const cudaStream_t helpers = fork_.helpers();
+        check_launch(sm90::finish_key_gradients(part.params, tiles, helpers));
+        fork_.wait(fork_.transfers(), fork_.record(helpers));
+        if (tiles == kOthers)
+            transfers_.give_back(number, results_.returns);
+        if (++part.num_finished < 2)
+            return;
+        transfers_.add_own(number, results_.returns);
+        check_launch(sm90::finish_query_gradients(part.params, helpers));
+    }
+
+    // Returns which own keys are to be copied in front of received ones: those of a tile that has both.
+    const uint8_t* find_needed_keys() {
+        using collectives::kNeededRows;
+        const sm90::OwnKeys& own = parts_[0].params.own;
+        const sm90::BackwardShape& shape = parts_[0].params.shape;
+        const int tile_keys = find_tile(sm90::backward_tile, shape.dim, shape.v_dim).keys;
+        const int first = own.length / tile_keys * tile_keys / kNeededRows, blocks = ceil_div(own.length, kNeededRows);
+        auto* const needed = static_cast<uint8_t*>(transfers_.allocate(blocks));
+        check_cuda(cudaMemsetAsync(needed, 0, blocks, fork_.program()), "clearing flags");
+        check_cuda(cudaMemsetAsync(needed + first, 1, blocks - first, fork_.program()), "setting flags");
+        return needed;
+    }
+
+    const Backward::Operands& operands_;
+    const Backward::Results& results_;
+    ContextFork& fork_;
+    ContextTransfers& transfers_;
+    const int64_t count_;
+    const bool is_within_host_;
+    const int reserved_;
+    std::vector<Part> parts_;
+    const uint8_t* needed_;              // own keys in front of received ones
+    std::vector<cudaEvent_t> arrivals_;  // of keys, of parts
+    int num_launches_ = 0;
+    int64_t num_finished_ = 0;           // launches
+    const uint32_t* before_ = nullptr;   // the flag of the launch before
 };
+
+void Backward::launch(const ContextAttributes& attributes, const Parts& parts, const Operands& operands,
+                      const Results& results, ContextFork& fork, ContextTransfers& transfers) {
+    BackwardCall(attributes, parts, operands, results, fork, transfers).launch();
+}
 
 }  // namespace
 

@@ -18,7 +18,7 @@ public:
 
     // Returns the stream of the next call, and gives the call its counter and flag.
     cudaStream_t next(sm90::ForwardParams& params) {
-        const cudaStream_t stream = fork_.of_part(count_);
+        const cudaStream_t stream = fork_.of_launch(count_);
         if (count_ > 0)
             fork_.wait_until_set(stream, reinterpret_cast<const uint32_t*>(flags_ + count_ - 1));
         params.counter = counters_ + count_;
@@ -187,19 +187,12 @@ private:
     // Returns the parameters for the tiles that see no received keys, and for the heads of all parts from `first` on.
     sm90::ForwardParams to_own_tiles(int64_t first) const {
         sm90::ForwardParams params = to_params(first);
-        Views views;
         params.heads = static_cast<int>(parts_.heads * (parts_.count - first));
         params.kv_heads = static_cast<int>(parts_.key_heads * (parts_.count - first));
         params.kv_row_heads = static_cast<int>(parts_.key_heads * parts_.count);
         params.kv_len = params.key_end = static_cast<int>(parts_.tokens);
-        const auto keys = [&](const char* name, const ffi::AnyBuffer& own, const ffi::AnyBuffer& all) {
-            const int64_t dim = shape_of(all)[4], begin = first * parts_.key_heads * dim;
-            check_buffer(name, own, {parts_.batch, parts_.tokens, params.kv_row_heads, dim}, all.element_type());
-            return data_of<const void>(name, views.add(own, begin, {parts_.batch, parts_.tokens, params.kv_heads, dim}),
-                                       kTensorAlignment);
-        };
-        params.k = keys("k", operands_.own.k, results_.keys.all.k);
-        params.v = keys("v", operands_.own.v, results_.keys.all.v);
+        params.k = parts_.own_keys("k", operands_.own.k, results_.keys.all.k, first);
+        params.v = parts_.own_keys("v", operands_.own.v, results_.keys.all.v, first);
         params.subset = sm90::Tiles::kSeeOwn;
         params.from_last_tile = false;
         return params;

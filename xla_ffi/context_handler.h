@@ -9,19 +9,15 @@
 // Handlers of context attention, one for each pass, which hold transfers and attention. Nothing is under way when a
 // call returns but what the program's stream waits for.
 //
-// Attention is cut into parts of the heads (context_parts.h), which compute one after the other. The keys of all parts
-// travel from the beginning on, those of the first part first, and a part computes when its own are there. Where the
-// backward pass has several parts, the gradients of a part's received keys return while the next part computes. Streams
-// wait for events, and for flags that kernels of attention set; no such kernel waits for a transfer, so that a transfer
-// never lacks a multiprocessor that waits for it. Parts leave `reserved_sms` multiprocessors free while there is
-// something to transfer. Then these help the part that computes. The next part begins when this one has no work left to
-// begin with, not before: it would take the free ones.
+// Attention is cut into parts of the heads (context_parts.h). The keys of all parts travel from the beginning on, those
+// of the first part first. What needs no received keys is computed before or behind what does (context_forward.cc,
+// context_backward.cc), so that there is something to compute while rows travel.
 //
-// The forward pass begins with the tiles of queries that see no received keys, of all heads, and parts only compute the
-// others. Where keys come from other hosts, the first part attends to the rank's own ones before all that.
-//
-// Within a host the backward pass is one part: rows move so fast there that gradients which return behind it, beside
-// the conversion of dQ, take less time than parts. It leaves no multiprocessor free.
+// Attention is launched several times, each time when the launch before has no work left to begin with: streams wait
+// for events, and for flags that kernels of attention set. No kernel of attention waits for a transfer, so that no
+// transfer ever lacks a multiprocessor because of such a wait, also not by way of other kernels that wait for each
+// other. Launches leave multiprocessors free while there is something to transfer, which then help the launch that
+// computes.
 //
 // The stages are those of other collectives (collectives_cuda.cc). Prepare requests communicators, Initialize connects
 // peers, and Execute launches. `Pass` has the target's name, its buffers, the kernels' parameters for a part, and the
@@ -51,8 +47,9 @@ struct KernelAttributes {
     }
 };
 
+// Returns how many multiprocessors attention leaves free while there is something to transfer.
 inline int reserved_sms(const ContextAttributes& attributes) {
-    return to_int("reserved_sms", attributes.reserved_sms, 0, hopper_device().num_sms - 1);
+    return to_int("reserved_sms", attributes.reserved_sms, 1, hopper_device().num_sms - 1);
 }
 
 // Returns the groups in which a call transfers.
@@ -75,10 +72,14 @@ ffi::Error prepare_context(const CollectivesContext& context, const ContextAttri
 template <typename Pass>
 Parts parts_of(const ContextAttributes& attributes, const collectives::Peers& peers,
                const typename Pass::Operands& operands, const typename Pass::Results& results) {
-    const bool is_within_host = not attributes.has_two_steps() and
-                                are_all_native(peers, attributes.implementation, attributes.ranks_per_host);
-    const int64_t count = is_within_host and not Pass::kHasPartsWithinHosts ? 1 : attributes.num_parts;
-    return Parts::of(attributes, operands.q, Pass::keys(results).k).with_count(count, is_within_host);
+    const Implementation implementation = attributes.implementation;
+    Parts parts = Parts::of(attributes, operands.q, Pass::keys(results).k);
+    parts.are_within_host =
+        not attributes.has_two_steps() and are_all_native(peers, implementation, attributes.ranks_per_host);
+    parts.have_native_peers = attributes.has_two_steps() or
+                              (peers.num_slots() > 1 and implementation != Implementation::kNccl and
+                               attributes.ranks_per_host != 1);
+    return parts.are_within_host and not Pass::kHasPartsWithinHosts ? parts.with_count(1) : parts;
 }
 
 // Connects the groups of a call, and lets their ranks access each other's arrays.

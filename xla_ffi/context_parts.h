@@ -10,8 +10,9 @@
 #include "xla_ffi/collectives_params.h"
 
 // A pass of context attention is cut into parts of the heads. A part has keys and values in arrays of its own, [parts,
-// batch, rows, key heads of a part, dim]: those of the rank, and behind them those that it receives. XLA knows these
-// arrays with as many parts as there may be. If a call has fewer, it uses their memory in another way.
+// batch, rows, key heads of a part, dim]: in front those of the rank that it sends or reads there, and behind them
+// those that it receives. XLA knows these arrays with as many parts as there may be. If a call has fewer, it uses their
+// memory in another way.
 
 namespace jaxmagi {
 
@@ -27,7 +28,7 @@ struct ContextAttributes {
     Implementation implementation;
     int64_t ranks_per_host, timeout_ms;
     int64_t num_parts;     // the most that there may be
-    int64_t reserved_sms;  // multiprocessors on which attention only computes when there is nothing to transfer
+    int64_t reserved_sms;  // the most multiprocessors that attention leaves free while there is something to transfer
     double scale, soft_cap;
     bool deterministic;  // the backward pass
 
@@ -68,6 +69,7 @@ private:
 struct Parts {
     int64_t count, batch, tokens, rows, heads, key_heads;  // heads of a part
     bool are_within_host = false;                          // no keys come over NCCL
+    bool have_native_peers = false;                        // some may come by kernels from other ranks
 
     // Returns as many parts as there may be. q: [batch, tokens, all heads, dim], keys: [parts, batch, rows, key heads
     // of a part, dim].
@@ -84,9 +86,10 @@ struct Parts {
         return {count, shape[0], shape[1], attributes.output_rows, shape[2] / count, key_heads};
     }
 
-    // Returns as many parts or fewer, whose number divides that of these, and says whether they stay within a host.
-    Parts with_count(int64_t fewer, bool within_host) const {
-        return {fewer, batch, tokens, rows, heads * count / fewer, key_heads * count / fewer, within_host};
+    // Returns as many parts or fewer, whose number divides that of these.
+    Parts with_count(int64_t fewer) const {
+        return {fewer, batch, tokens, rows, heads * count / fewer, key_heads * count / fewer, are_within_host,
+                have_native_peers};
     }
 
     // Returns a part of [batch, tokens, all heads] or [batch, tokens, all heads, dim].
@@ -99,6 +102,12 @@ struct Parts {
     ffi::AnyBuffer of_keys(Views& views, const ffi::AnyBuffer& whole, int64_t part) const {
         const Shape shape = shape_of(whole);
         return views.add(whole, first(shape, part), {batch, shape[2], key_heads, shape[4]});
+    }
+    // Returns the first of the rank's own keys or values of a part, which are rows of all key heads. `all` has others.
+    const void* own_keys(const char* name, const ffi::AnyBuffer& own, const ffi::AnyBuffer& all, int64_t part) const {
+        const int64_t dim = shape_of(all)[4], element_bytes = static_cast<int64_t>(ByteWidth(all.element_type()));
+        check_buffer(name, own, {batch, tokens, key_heads * count, dim}, all.element_type());
+        return data_of<const char>(name, own, 16) + part * key_heads * dim * element_bytes;
     }
     // Returns it as rows that travel, or its first rows.
     ffi::AnyBuffer of_rows(Views& views, const ffi::AnyBuffer& whole, int64_t part) const {

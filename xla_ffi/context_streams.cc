@@ -46,7 +46,7 @@ ContextFork::ContextFork(std::span<collectives::TransferOrder* const> orders, cu
 
 void ContextFork::begin() {
     const cudaEvent_t begin = record(program_);
-    for (const cudaStream_t stream : {streams_.transfers(), streams_.side(), streams_.helpers()})
+    for (const cudaStream_t stream : {streams_.transfers(), streams_.side(), streams_.helpers(), streams_.setup()})
         wait(stream, begin);
 }
 
@@ -81,6 +81,13 @@ void ContextFork::wait_until_set(cudaStream_t stream, const uint32_t* flag) {
     static auto* const wait_value = JAXMAGI_DRIVER(cuStreamWaitValue32);
     if (wait_value(stream, reinterpret_cast<CUdeviceptr>(flag), 1, CU_STREAM_WAIT_VALUE_GEQ) != CUDA_SUCCESS)
         throw std::runtime_error("waiting for a flag in a stream failed");
+}
+
+void ContextFork::set(cudaStream_t stream, uint32_t* flag) {
+    static auto* const write_value = JAXMAGI_DRIVER(cuStreamWriteValue32);
+    constexpr unsigned kBehindWrites = CU_STREAM_WRITE_VALUE_DEFAULT;  // what the stream has written is visible before
+    if (write_value(stream, reinterpret_cast<CUdeviceptr>(flag), 1, kBehindWrites) != CUDA_SUCCESS)
+        throw std::runtime_error("setting a flag in a stream failed");
 }
 
 }  // namespace jaxmagi

@@ -8,9 +8,8 @@
 
 #include "csrc/collectives/transfer_order.h"
 
-// The streams in which a pass of context attention runs. It is cut into parts, each with some of the heads; the keys of
-// a part come, and their gradients go, while other parts compute. Consecutive launches of attention are in two streams,
-// so that one begins on multiprocessors that have nothing left to do for the other.
+// The streams in which a pass of context attention runs: transfers in one, and consecutive launches of attention in two
+// others, so that one begins on multiprocessors that have nothing left to do for the one before.
 
 namespace jaxmagi {
 
@@ -47,10 +46,10 @@ public:
 
     cudaStream_t program() const { return program_; }
     cudaStream_t transfers() const { return streams_.transfers(); }
-    // For what the host does before a transfer, in which nothing else is.
+    // For what the host does before a transfer. Nothing else is in it, so that the host waits for nothing else.
     cudaStream_t setup() const { return streams_.setup(); }
     cudaStream_t helpers() const { return streams_.helpers(); }
-    cudaStream_t of_part(int part) const { return part % 2 == 0 ? program_ : streams_.side(); }
+    cudaStream_t of_launch(int number) const { return number % 2 == 0 ? program_ : streams_.side(); }
 
     // A moment in a stream, for which others can wait.
     cudaEvent_t record(cudaStream_t stream);
@@ -58,6 +57,9 @@ public:
 
     // Lets a stream wait until a kernel that was launched before has set a flag, which no multiprocessor does.
     static void wait_until_set(cudaStream_t stream, const uint32_t* flag);
+
+    // Lets a stream set a flag. Who reads it by an acquiring load sees what the stream has written before.
+    static void set(cudaStream_t stream, uint32_t* flag);
 
 private:
     ContextStreams& streams_;

@@ -43,21 +43,35 @@ Arrival ContextTransfers::bring(int64_t part, const KeysValues& own, const CastA
     return {copied, fork_.record(fork_.transfers())};
 }
 
+cudaEvent_t ContextTransfers::put_back(int64_t part, const KeysValues& own, const KeysValues& kept,
+                                       const KeysValues& all, const uint8_t* needed) {
+    copy_own(part, own, all, needed);
+    copy(part, kept, all, parts_.tokens, parts_.rows - parts_.tokens, nullptr);
+    return fork_.record(fork_.transfers());
+}
+
 void ContextTransfers::copy_own(int64_t part, const KeysValues& own, const KeysValues& all, const uint8_t* needed) {
+    copy(part, own, all, 0, parts_.tokens, needed);
+}
+
+// Copies so many rows of all heads to rows of a part from `first` on.
+void ContextTransfers::copy(int64_t part, const KeysValues& from, const KeysValues& all, int64_t first, int64_t count,
+                            const uint8_t* needed) {
     const int64_t all_heads = parts_.key_heads * parts_.count;
-    const auto array = [&](const char* name, const ffi::AnyBuffer& from, const ffi::AnyBuffer& to) -> OwnRows {
+    const auto array = [&](const char* name, const ffi::AnyBuffer& rows, const ffi::AnyBuffer& to) -> CopiedRows {
         const int64_t dim = shape_of(to)[4];
-        check_buffer(name, from, {parts_.batch, parts_.tokens, all_heads, dim}, to.element_type());
+        check_buffer(name, rows, {parts_.batch, count, all_heads, dim}, to.element_type());
         const int64_t head_bytes = dim * static_cast<int64_t>(ByteWidth(to.element_type()));
         const int64_t part_bytes = parts_.key_heads * head_bytes;
-        return {data_of<const char>(name, from, 16) + part * part_bytes,
-                data_of<void>(name, parts_.of_rows(views_, to, part), 16), all_heads * head_bytes, part_bytes};
+        return {data_of<const char>(name, rows, 16) + part * part_bytes,
+                data_of<char>(name, parts_.of_rows(views_, to, part), 16) + first * part_bytes, all_heads * head_bytes,
+                part_bytes};
     };
-    const OwnRowsParams params{{array("k", own.k, all.k), array("v", own.v, all.v)},
-                               parts_.batch, parts_.tokens, parts_.rows, needed,
-                               data_of<const Send>("sends", tables_.sends),
-                               static_cast<int>(tables_.sends.dimensions()[1])};
-    check_cuda(copy_own_rows(params, fork_.transfers()), "launching the kernel that copies keys and values");
+    const CopiedRowsParams params{{array("k", from.k, all.k), array("v", from.v, all.v)},
+                                  parts_.batch, count, parts_.rows, needed,
+                                  data_of<const Send>("sends", tables_.sends),
+                                  static_cast<int>(tables_.sends.dimensions()[1])};
+    check_cuda(copy_part_rows(params, fork_.transfers()), "launching the kernel that copies keys and values");
 }
 
 void ContextTransfers::cast(int64_t part, const CastArrays& arrays) {
@@ -86,7 +100,6 @@ void ContextTransfers::give_back(int64_t part, const ReturnArrays& arrays) {
     } else {
         launch(Kind::kReduce, part, across(), gradients, sums, {.keeps_empty_sums = true});
     }
-    add_own(part, arrays);
 }
 
 void ContextTransfers::add_own(int64_t part, const ReturnArrays& arrays) {
@@ -121,10 +134,8 @@ void ContextTransfers::launch(Kind kind, int64_t part, const Step& step, const s
                                         .implementation = attributes_.implementation,
                                         .ranks_per_host = step.ranks_per_host,
                                         .timeout_ms = attributes_.timeout_ms};
-    // Only the first one may have to wait for the tables. Those behind it must not wait for what computes meanwhile.
-    const cudaStream_t setup = transfers_.empty() ? fork_.program() : fork_.setup();
     transfers_.emplace_back(kind, Buffers{step.sends, step.receives, from, to}, attributes, placement,
-                            connected_group(step.group), setup, scratch_);
+                            connected_group(step.group), fork_.setup(), scratch_);
     transfers_.back().launch(fork_.transfers());
 }
 

@@ -30,10 +30,14 @@ public:
                      ContextFork& fork, Scratch& scratch)
         : attributes_(attributes), parts_(parts), tables_(tables), fork_(fork), scratch_(scratch) {}
 
-    // Puts the rank's own keys and values, [batch, tokens, all key heads, dim], into the part's arrays, and behind them
-    // brings those that it receives. Of its own ones it puts there those that are sent or, by block, needed
-    // (OwnRowsParams); without `needed` all.
-    Arrival bring(int64_t part, const KeysValues& own, const CastArrays& arrays, const uint8_t* needed = nullptr);
+    // Puts the rank's own keys and values, [batch, tokens, all key heads, dim], into the part's arrays, as far as they
+    // are sent or `needed` there (CopiedRowsParams), and behind them brings those that it receives.
+    Arrival bring(int64_t part, const KeysValues& own, const CastArrays& arrays, const uint8_t* needed);
+
+    // Puts the rank's own keys and values there as `bring` does, and behind them those that have been kept, [batch,
+    // received rows, all key heads, dim]. Returns the moment at which the part has all.
+    cudaEvent_t put_back(int64_t part, const KeysValues& own, const KeysValues& kept, const KeysValues& all,
+                         const uint8_t* needed);
 
     // Returns whether any of the casts so far has rows that go over NCCL.
     bool crosses_hosts() const;
@@ -41,8 +45,11 @@ public:
     // Returns device memory that stays until the pass has ended.
     void* allocate(size_t bytes) { return scratch_.allocate(bytes); }
 
-    // Returns the gradients of received keys and values to the ranks that have these, which add them to their own.
+    // Returns the gradients of received keys and values to the ranks that have these.
     void give_back(int64_t part, const ReturnArrays& arrays);
+
+    // Adds what others have returned to the gradients of the rank's own keys and values.
+    void add_own(int64_t part, const ReturnArrays& arrays);
 
 private:
     struct Step;
@@ -50,8 +57,9 @@ private:
     Step across();
     Step inside();
     void copy_own(int64_t part, const KeysValues& own, const KeysValues& all, const uint8_t* needed);
+    void copy(int64_t part, const KeysValues& from, const KeysValues& all, int64_t first, int64_t count,
+              const uint8_t* needed);
     void cast(int64_t part, const CastArrays& arrays);
-    void add_own(int64_t part, const ReturnArrays& arrays);
     void launch(Kind kind, int64_t part, const Step& step, const std::vector<ffi::AnyBuffer>& from,
                 const std::vector<ffi::AnyBuffer>& to, Placement placement);
     std::vector<ffi::AnyBuffer> rows(const KeysValues& arrays, int64_t part);

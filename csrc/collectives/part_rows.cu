@@ -26,7 +26,7 @@ template <typename Body> __device__ __forceinline__ void for_each(int64_t count,
 }
 
 // A warp copies rows that are behind each other, kRowsOfWarp at most, and has loads of all of them in flight.
-__device__ void copy_rows(const OwnRows& array, int64_t row, int64_t to_row, int count) {
+__device__ void copy_rows(const CopiedRows& array, int64_t row, int64_t to_row, int count) {
     const int64_t row_vectors = array.row_bytes / 16, part_vectors = array.part_bytes / 16;
     const uint4* const from = static_cast<const uint4*>(array.from) + row * row_vectors;
     uint4* const to = static_cast<uint4*>(array.to) + to_row * part_vectors;
@@ -44,7 +44,7 @@ __device__ void copy_rows(const OwnRows& array, int64_t row, int64_t to_row, int
 }
 
 // A CTA copies a block of an example, or those of its rows that are sent.
-__global__ void __launch_bounds__(kSentThreads) copy_own(const __grid_constant__ OwnRowsParams params) {
+__global__ void __launch_bounds__(kSentThreads) copy_part(const __grid_constant__ CopiedRowsParams params) {
     __shared__ bool is_sent[kSentRows];
     const int64_t blocks = ceil_div(params.tokens, kSentRows), example = blockIdx.x / blocks;
     const int64_t block = blockIdx.x - example * blocks, begin = block * kSentRows;
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kSentThreads) copy_own(const __grid_constant__
     const int64_t first = begin + threadIdx.x / kWarp * kRowsOfWarp;
     for (int64_t row = first; row < end; row += kSentThreads / kWarp * kRowsOfWarp) {
         const int count = static_cast<int>(min(end - row, int64_t{kRowsOfWarp}));
-        for (const OwnRows& array : params.arrays) {
+        for (const CopiedRows& array : params.arrays) {
             const int64_t from_row = example * params.tokens + row, to_row = example * params.rows + row;
             if (is_needed)
                 copy_rows(array, from_row, to_row, count);
@@ -119,9 +119,9 @@ __global__ void __launch_bounds__(kThreads) round_all(const __grid_constant__ Ro
 
 }  // namespace
 
-cudaError_t copy_own_rows(const OwnRowsParams& params, cudaStream_t stream) {
+cudaError_t copy_part_rows(const CopiedRowsParams& params, cudaStream_t stream) {
     const int64_t ctas = params.batch * ceil_div(params.tokens, kSentRows);
-    copy_own<<<static_cast<unsigned>(ctas), kSentThreads, 0, stream>>>(params);
+    copy_part<<<static_cast<unsigned>(ctas), kSentThreads, 0, stream>>>(params);
     return cudaGetLastError();
 }
 
@@ -142,7 +142,7 @@ cudaError_t round_rows(const RoundedRowsParams& params, cudaStream_t stream) {
 
 cudaError_t preload_part_rows() {
     cudaFuncAttributes attributes;
-    cudaError_t error = cudaFuncGetAttributes(&attributes, copy_own);
+    cudaError_t error = cudaFuncGetAttributes(&attributes, copy_part);
     for (const auto kernel : {round_all<sm90::BFloat16>, round_all<sm90::Float16>})
         if (error == cudaSuccess)
             error = cudaFuncGetAttributes(&attributes, kernel);

@@ -14,16 +14,16 @@ namespace jaxmagi::collectives {
 // Rows are needed or not in blocks of so many.
 constexpr int kNeededRows = 64;
 
-// A part of the rank's rows, and where it goes: [batch, rows, part_bytes], of which it becomes the first `tokens` rows.
-// In `from`, [batch, tokens, row_bytes], it is what lies there from the pointer on. All numbers are multiples of 16.
-struct OwnRows {
+// A part of the heads of rows [batch, tokens, row_bytes], which begins where `from` points to, and where it goes:
+// [batch, rows, part_bytes], of which it becomes `tokens` rows from `to` on. All numbers of bytes are multiples of 16.
+struct CopiedRows {
     const void* from;
     void* to;
     int64_t row_bytes, part_bytes;
 };
 
-struct OwnRowsParams {
-    OwnRows arrays[2];  // keys and values
+struct CopiedRowsParams {
+    CopiedRows arrays[2];  // keys and values
     int64_t batch, tokens, rows;
     // It says for each block of kNeededRows tokens whether the block is needed; null says so for all. Of a block that
     // is not needed, rows are copied if an entry of `sends` has them.
@@ -32,7 +32,7 @@ struct OwnRowsParams {
     int entries;
 };
 
-cudaError_t copy_own_rows(const OwnRowsParams& params, cudaStream_t stream);
+cudaError_t copy_part_rows(const CopiedRowsParams& params, cudaStream_t stream);
 
 // Rows of float, [batch, rows, width], and of another type of the same shape. Those from `first` on are rounded to it.
 struct RoundedRows {

@@ -16,7 +16,7 @@ class Timing:
     slowest: float
 
 
-def _in_turns(names: Iterable[str], repeats: int) -> Iterator[str]:
+def _in_turns[N](names: Iterable[N], repeats: int) -> Iterator[N]:
     """Yields all names in each repeat, rotated: whichever runs first finds the device cooler."""
     order = list(names)
     for i in range(repeats if order else 0):
@@ -24,9 +24,9 @@ def _in_turns(names: Iterable[str], repeats: int) -> Iterator[str]:
         yield from order[first:] + order[:first]
 
 
-def time_in_turns(names: Iterable[str], repeats: int, seconds: Callable[[str], float]) -> dict[str, Timing]:
+def time_in_turns[N](names: Iterable[N], repeats: int, seconds: Callable[[N], float]) -> dict[N, Timing]:
     """Calls ``seconds`` for each name ``repeats`` times, in turns."""
-    measured: dict[str, list[float]] = {name: [] for name in names}
+    measured: dict[N, list[float]] = {name: [] for name in names}
     for name in _in_turns(measured, repeats):
         measured[name].append(seconds(name))
     return {

@@ -33,6 +33,7 @@ def context_attention(
     return_residual: Literal[False] = False,
     implementation: str | None = None,
     collectives: CollectiveOptions = ...,
+    keep_received: bool = False,
 ) -> Float[Array, "*batch T N Dv"]: ...
 @overload
 def context_attention(
@@ -51,6 +52,7 @@ def context_attention(
     return_residual: Literal[True],
     implementation: str | None = None,
     collectives: CollectiveOptions = ...,
+    keep_received: bool = False,
 ) -> tuple[Float[Array, "*batch T N Dv"], Float[Array, "*batch T N"]]: ...
 def context_attention(
     query: Float[Array | np.ndarray, "*batch T N D"],
@@ -68,6 +70,7 @@ def context_attention(
     return_residual: bool = False,
     implementation: str | None = None,
     collectives: CollectiveOptions = CollectiveOptions(),  # noqa: B008 (frozen, so safe to share)
+    keep_received: bool = False,
 ) -> Float[Array, "*batch T N Dv"] | tuple[Float[Array, "*batch T N Dv"], Float[Array, "*batch T N"]]:
     """Computes attention of a sequence whose tokens are spread over a mesh axis, under the mask of a plan.
 
@@ -85,7 +88,9 @@ def context_attention(
     Explicit axes. Auto axes are left to XLA's partitioner, or mapped over where the call names them.
 
     ``jax.vmap`` works over the arrays, the plan (`ContextPlan.stack`) or both. Policies of ``jax.checkpoint``
-    can save the output and the residual by the names "jaxmagi_out" and "jaxmagi_lse".
+    can save the output and the residual by the names "jaxmagi_out" and "jaxmagi_lse", and with
+    ``keep_received`` what a rank has received by "jaxmagi_received"; the forward pass runs again unless all
+    of them are saved.
 
     Gradients of sinks are summed over the ranks under ``shard_map(check_vma=True)``, and under
     ``check_vma=False`` when the shard_map is differentiated as a whole. ``jax.grad`` *inside* the latter
@@ -112,6 +117,9 @@ def context_attention(
             Static. It has a name of its own as all other options, ``implementation`` too, are those of
             attention. Keys and values travel in their dtype. With ``wire_dtype``, which may be that of the
             operands, the gradients that a rank has computed for keys of another one are rounded to it.
+        keep_received: whether the keys and values that a rank receives stay in its memory until the backward
+            pass, ``[output_rows, K, D + Dv]`` of the plan's transfer, instead of being sent again. It pays
+            where links between hosts are the bottleneck, and memory is not. Static.
 
     Returns:
         The output ``[..., N, Dv]`` in the dtype of query. With ``return_residual`` a pair of the output and
@@ -148,6 +156,7 @@ def context_attention(
         deterministic=flag(deterministic, "deterministic"),
         implementation=implementation,
         collectives=collectives,
+        keeps_received=flag(keep_received, "keep_received"),
     )
     # Casting sinks here lets autodiff sum their gradients before it rounds them.
     sinks = None if sinks is None else sinks.astype(accumulator_dtype(query.dtype))

@@ -1,8 +1,9 @@
 """Makes the custom calls of the distributed op: one for each pass, which holds transfers and attention.
 
-Heads are cut into parts. The keys of a part travel while other parts compute, and so do their gradients. A
-part has the keys and values of its key heads in arrays of its own, [parts, G, rows, K / parts, D]: first the
-rank's rows, then those that it receives, which the call puts there.
+Heads are cut into parts, whose keys travel one after the other while attention to others computes, and so do
+their gradients. A part has the keys and values of its key heads in arrays of its own, [parts, G, rows,
+K / parts, D]. The call puts received rows there, and in front of them those of the rank's own rows that it
+sends or reads there; the others it reads where they are.
 """
 
 from collections.abc import Sequence
@@ -24,8 +25,16 @@ BACKWARD = "jaxmagi_context_backward"
 type Steps = Sequence[tuple[Route, np.ndarray]]
 """The steps of a transfer, one or two: routes, and the groups of devices that exchange rows."""
 
-_MAX_WORKSPACES = 2
-_MOST_TRANSFER_SMS = 32  # multiprocessors, which attention leaves free while there is something to transfer
+_BACKWARD_FLAGS = 3  # of a part
+_MOST_TRANSFER_SMS = 32  # multiprocessors, of which attention leaves most free while rows travel
+
+
+def split_received(
+    others: Sequence[jax.Array], keeps_received: bool
+) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+    """Returns the tables of the backward pass, and the keys and values behind them that have been kept."""
+    count = len(others) - 2 * keeps_received
+    return others[:count], others[count:]
 
 
 def forward(
@@ -39,9 +48,10 @@ def forward(
     soft_cap: float,
     out_dtype: jnp.dtype,
     steps: Steps,
+    keeps_received: bool,
 ) -> list[jax.Array]:
-    """Returns the output [G, T, N, Dv] and the log-sum-exp [G, T, N]."""
-    v_dim = value.shape[3]
+    """Returns the output [G, T, N, Dv] and the log-sum-exp [G, T, N], and received rows if they are kept."""
+    dim, v_dim = key.shape[3], value.shape[3]
     query, key, value = _padded(query, key, value, scale)
     sizes = _Sizes.of(key, value, steps)
     results = (
@@ -58,8 +68,12 @@ def forward(
     attributes = _attributes(steps, sizes, scale, soft_cap)
     call = jax.ffi.ffi_call(FORWARD, results)
     both = jnp.stack([sinks, jnp.full_like(sinks, -jnp.inf)])  # with sinks, and without
-    out, lse, *_ = call(query, key, value, *schedule, both, *_moved(tables, steps), **attributes)
-    return [out[..., :v_dim], lse]
+    out, lse, *keys = call(query, key, value, *schedule, both, *_moved(tables, steps), **attributes)
+    found = [out[..., :v_dim], lse]
+    if keeps_received:
+        received = (_received(x, tokens) for x in keys[:2])
+        found += [x[..., :d] for x, d in zip(received, (dim, v_dim), strict=True)]
+    return found
 
 
 def backward(
@@ -70,13 +84,15 @@ def backward(
     dout: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
-    *tables: jax.Array,
+    *others: jax.Array,
     scale: float,
     soft_cap: float,
     deterministic: bool,
     steps: Steps,
+    keeps_received: bool,
 ) -> list[jax.Array]:
     """Returns the gradients of queries, and of the rank's keys and values, in their dtypes."""
+    tables, received = split_received(others, keeps_received)
     dim, v_dim = query.shape[3], value.shape[3]
     query, key, value = _padded(query, key, value, scale)
     dout = attention_cuda._pad_dim(dout, value.shape[3])
@@ -87,7 +103,7 @@ def backward(
     def workspace_bytes(parts: int) -> int:
         shape = batch, tokens, sizes.rows, heads // parts, key.shape[2] // parts, *dims
         size = attention_cuda._compiled().backward_workspace_bytes(*shape, bands.shape[0], deterministic)
-        return min(parts, _MAX_WORKSPACES) * size
+        return parts * size
 
     wire = steps[0][0].wire_dtype
     is_rounded = wire is not None and jnp.dtype(wire) != jnp.float32
@@ -102,12 +118,14 @@ def backward(
         *sizes.arrays(key, value, sizes.rows),
         *sizes.arrays(key, value, sizes.middle_rows),
         jax.ShapeDtypeStruct((max(map(workspace_bytes, sizes.numbers_of_parts())) // 16, 4), jnp.int32),
-        jax.ShapeDtypeStruct((sizes.parts,), jnp.int32),
+        jax.ShapeDtypeStruct((_BACKWARD_FLAGS * sizes.parts,), jnp.int32),
     )
     schedule = attention_cuda.tile_schedule(bands, tokens, sizes.rows, dims, by_keys=True)
     attributes = _attributes(steps, sizes, scale, soft_cap, deterministic)
     call = jax.ffi.ffi_call(BACKWARD, results)
-    operands = query, key, value, *schedule, dout, lse, delta, *_moved(tables, steps)
+    kept = received or (key[:, :0], value[:, :0])
+    kept = (attention_cuda._pad_dim(x, d) for x, d in zip(kept, dims, strict=True))
+    operands = query, key, value, *schedule, dout, lse, delta, *kept, *_moved(tables, steps)
     dq, dk, dv, *_ = call(*operands, **attributes)
     return [attention_cuda._flip(dq, scale)[..., :dim], dk[..., :dim], dv[..., :v_dim]]
 
@@ -143,6 +161,12 @@ def _padded(query: jax.Array, key: jax.Array, value: jax.Array, scale: float) ->
     dim, v_dim = attention_cuda._padded_dims(query, value)
     flipped = attention_cuda._flip(query, scale)
     return [attention_cuda._pad_dim(x, d) for x, d in ((flipped, dim), (key, dim), (value, v_dim))]
+
+
+def _received(keys: jax.Array, tokens: int) -> jax.Array:
+    """Returns received rows of all parts: [parts, G, rows, K / parts, D] → [G, rows - tokens, K, D]."""
+    parts, batch, rows, heads, dim = keys.shape
+    return jnp.moveaxis(keys[:, :, tokens:], 0, 2).reshape(batch, rows - tokens, parts * heads, dim)
 
 
 def _moved(tables: Sequence[jax.Array], steps: Steps) -> list[jax.Array]:

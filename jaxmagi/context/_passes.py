@@ -22,44 +22,52 @@ class ContextOptions(NamedTuple):
     deterministic: bool
     implementation: str | None
     collectives: CollectiveOptions
+    keeps_received: bool
 
 
-def forward(operands: ContextOperands, options: ContextOptions) -> Partial[jax.Array]:
-    """Returns the output [T, N, Dv] and the log-sum-exp [T, N] of a rank's queries."""
+type Received = tuple[jax.Array, ...]
+"""Keys [R, K, D] and values [R, K, Dv] that a rank has received; empty where they are not kept."""
+
+
+def forward(operands: ContextOperands, options: ContextOptions) -> tuple[Partial[jax.Array], Received]:
+    """Returns the output [T, N, Dv] and the log-sum-exp [T, N] of a rank's queries, and what is kept."""
     query, key, value, work, sinks = operands
     routes, tables = _steps(work.transfer, options)
     wide = accumulator_dtype(query.dtype)
     sinks = jax.lax.full_like(query, -jnp.inf, wide, query.shape[1:2]) if sinks is None else sinks
     rows = (x[None] for x in (query, key, value))
-    out, lse = context_forward_p.bind(
+    out, lse, *received = context_forward_p.bind(
         *vary_alike((*rows, work.bands, sinks, *tables)),
         scale=options.scale,
         soft_cap=options.soft_cap,
         out_dtype=query.dtype,
         implementation=options.implementation,
         routes=routes,
+        keeps_received=options.keeps_received,
     )
-    return Partial(out[0], lse[0])
+    return Partial(out[0], lse[0]), tuple(x[0] for x in received)
 
 
 def backward(
     operands: ContextOperands,
     result: Partial[jax.Array],
+    received: Received,
     cotangents: Partial[jax.Array],
     options: ContextOptions,
 ) -> ContextOperands:
-    """Returns the gradients of a rank's operands from the results of `forward` and their cotangents."""
+    """Returns the gradients of a rank's operands from what `forward` has returned, and cotangents."""
     query, key, value, work, sinks = operands
     routes, tables = _steps(work.transfer, options)
     delta = row_delta(result, cotangents)
     keys, rows = ([x[None] for x in xs] for xs in ((key, value), (cotangents.out, result.lse, delta)))
     dq, dk, dv = context_backward_p.bind(
-        *vary_alike((query[None], *keys, work.bands, *rows, *tables)),
+        *vary_alike((query[None], *keys, work.bands, *rows, *tables, *(x[None] for x in received))),
         scale=options.scale,
         soft_cap=options.soft_cap,
         deterministic=options.deterministic,
         implementation=options.implementation,
         routes=routes,
+        keeps_received=options.keeps_received,
     )
     dsinks = None if sinks is None else sink_gradient(sinks, result.lse, delta)
     return ContextOperands(dq[0], dk[0], dv[0], None, dsinks)

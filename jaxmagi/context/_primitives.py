@@ -2,8 +2,9 @@
 
 Operands lead with G sequences: query [G, T, N, D], key [G, T, K, D], value [G, T, K, Dv], bands int32
 [M, C, 6] with M = 1 or G, and for each step of the transfer, one or two, a rank's tables sends int32
-[G, E, 5] and receives int32 [G, E, 4]. Bands see the rank's keys, and behind them those that it receives. All
-operands vary over the mesh axis.
+[G, E, 5] and receives int32 [G, E, 4]. Bands see the rank's keys, and behind them those that it receives.
+With ``keeps_received`` these are the last two results of the forward pass, [G, R, K, D] and [G, R, K, Dv],
+and the last two operands of the backward pass. All operands vary over the mesh axis.
 """
 
 import functools
@@ -30,21 +31,34 @@ from ..collectives._process import set_memory_limits
 from ..collectives._route import Route
 from ..collectives._support import unsupported_reason as collectives_unsupported_reason
 from . import _custom_call
+from ._custom_call import split_received
 
 context_forward_p = Primitive("jaxmagi_context_forward")
 context_backward_p = Primitive("jaxmagi_context_backward")
 
 _BANDS, _SINKS = 3, 4  # among the operands
 
-STATIC = ("scale", "soft_cap", "implementation", "routes")
+STATIC = ("scale", "soft_cap", "implementation", "routes", "keeps_received")
 
 
-def _forward_types(q: Any, k: Any, v: Any, *_: Any, out_dtype: jnp.dtype, **__: Any) -> list[Any]:
+def _forward_types(
+    q: Any,
+    k: Any,
+    v: Any,
+    *_: Any,
+    out_dtype: jnp.dtype,
+    routes: Sequence[Route],
+    keeps_received: bool,
+    **__: Any,
+) -> list[Any]:
     sharding = result_sharding(q, k, v)
     by_row = sharding.update(spec=sharding.spec[:-1])
     # update() keeps the varying mesh axes of the operand.
     out = q.update(shape=(*q.shape[:3], v.shape[3]), dtype=out_dtype, sharding=sharding)
-    return [out, q.update(shape=q.shape[:3], dtype=accumulator_dtype(q.dtype), sharding=by_row)]
+    lse = q.update(shape=q.shape[:3], dtype=accumulator_dtype(q.dtype), sharding=by_row)
+    rows = routes[-1].output_rows
+    kept = (k, v) if keeps_received else ()
+    return [out, lse, *(x.update(shape=(x.shape[0], rows, *x.shape[2:])) for x in kept)]
 
 
 def _backward_types(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> list[Any]:
@@ -59,12 +73,18 @@ def _steps(tables: Sequence[jax.Array], routes: Sequence[Route]) -> list[tuple[R
     return list(zip(routes, tables[::2], tables[1::2], strict=True))
 
 
-def _gather(xs: Sequence[jax.Array], tables: Sequence[jax.Array], routes: Sequence[Route]) -> list[jax.Array]:
-    """Returns the rank's rows, and behind them those that it receives."""
-    received = xs
+def _receive(
+    xs: Sequence[jax.Array], tables: Sequence[jax.Array], routes: Sequence[Route]
+) -> Sequence[jax.Array]:
+    """Returns the rows that the rank receives."""
     for route, sends, receives in _steps(tables, routes):
-        received = group_cast_p.bind(*received, sends, receives, route=route._replace(wire_dtype=None))
-    return [jnp.concatenate(both, axis=1) for both in zip(xs, received, strict=True)]
+        xs = group_cast_p.bind(*xs, sends, receives, route=route._replace(wire_dtype=None))
+    return xs
+
+
+def _behind(own: Sequence[jax.Array], received: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns the rank's rows, and behind them those that it receives."""
+    return [jnp.concatenate(both, axis=1) for both in zip(own, received, strict=True)]
 
 
 def _give_back(
@@ -88,10 +108,13 @@ def _composed_forward(
     sinks: jax.Array,
     *tables: jax.Array,
     routes: Sequence[Route],
+    keeps_received: bool,
     **options: Any,
 ) -> Sequence[jax.Array]:
-    keys, values = _gather((k, v), tables, routes)
-    return attention_forward(q, keys, values, bands, sinks, **options)
+    received = _receive((k, v), tables, routes)
+    keys, values = _behind((k, v), received)
+    found = attention_forward(q, keys, values, bands, sinks, **options)
+    return [*found, *received] if keeps_received else found
 
 
 def _composed_backward(
@@ -102,12 +125,14 @@ def _composed_backward(
     dout: jax.Array,
     lse: jax.Array,
     delta: jax.Array,
-    *tables: jax.Array,
+    *others: jax.Array,
     routes: Sequence[Route],
+    keeps_received: bool,
     **options: Any,
 ) -> Sequence[jax.Array]:
     wide, tokens = accumulator_dtype(q.dtype), k.shape[1]
-    keys, values = _gather((k, v), tables, routes)
+    tables, received = split_received(others, keeps_received)
+    keys, values = _behind((k, v), received or _receive((k, v), tables, routes))
     gradients = attention_backward(q, keys, values, bands, dout, lse, delta, grad_dtype=wide, **options)
     dq, *grads = gradients
     returned = _give_back([x[:, tokens:] for x in grads], tables, routes)
@@ -135,29 +160,33 @@ def _fold_bands(bands: Any, axis: int | None, lead: tuple[int, int]) -> Any:
     return jnp.broadcast_to(bands, (*lead, *bands.shape[2:])).reshape(-1, *bands.shape[2:])
 
 
-def _batch_forward(args: Sequence[Any], axes: Axes, **params: Any) -> tuple[list[Any], list[int]]:
+def _batch_forward(args: Sequence[Any], axes: Axes, **params: Any) -> tuple[list[Any], Sequence[int | None]]:
     others = [i for i in range(len(args)) if i != _SINKS]
     if axes[_SINKS] is not None:
         return _batch_over_sinks(args, axes, **params)
     folded, lead = _fold_all([args[i] for i in others], [axes[i] for i in others])
     folded.insert(_SINKS, args[_SINKS])
-    return [unfold(x, lead) for x in context_forward_p.bind(*folded, **params)], [0, 0]
+    found = [unfold(x, lead) for x in context_forward_p.bind(*folded, **params)]
+    return found, [0] * len(found)
 
 
 def _batch_over_sinks(
     args: Sequence[Any], axes: Axes, *, out_dtype: jnp.dtype, **params: Any
-) -> tuple[list[Any], list[int]]:
+) -> tuple[list[Any], list[int | None]]:
     """Adds sinks afterwards, since the kernels take only one row of them."""
     sinks = jnp.moveaxis(args[_SINKS], axes[_SINKS] or 0, 0)
     no_sinks = jnp.full_like(sinks, -jnp.inf).max(0, initial=-jnp.inf)  # there may be no example
     operands, given = ([*xs[:_SINKS], x, *xs[_SINKS + 1 :]] for xs, x in ((args, no_sinks), (axes, None)))
     params["out_dtype"] = sinks.dtype
-    if any(axis is not None for axis in given):
-        part = Partial(*_batch_forward(operands, given, **params)[0])
+    is_mapped = any(axis is not None for axis in given)
+    if is_mapped:
+        found, _ = _batch_forward(operands, given, **params)
     else:
-        part = Partial(*(x[None] for x in context_forward_p.bind(*operands, **params)))
-    out, lse = add_sinks(part, sinks[:, None, None])
-    return [out.astype(out_dtype), lse], [0, 0]
+        found = context_forward_p.bind(*operands, **params)
+    part, received = found[:2], found[2:]
+    out, lse = add_sinks(Partial(*(x if is_mapped else x[None] for x in part)), sinks[:, None, None])
+    axis = 0 if is_mapped else None
+    return [out.astype(out_dtype), lse, *received], [0, 0, *[axis] * len(received)]
 
 
 def _batch_backward(args: Sequence[Any], axes: Axes, **params: Any) -> tuple[list[Any], list[int]]:

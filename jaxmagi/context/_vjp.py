@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .._varying import vary_alike
 from ..attention import Partial, accumulator_dtype, add_heads, axis_names, heads_of, take_heads
 from ..collectives import on_this_rank
-from ._passes import ContextOptions, backward, forward
+from ._passes import ContextOptions, Received, backward, forward
 from ._sharding import ContextOperands, OperandSharding, map_over_mesh
 
 
@@ -68,34 +68,33 @@ def _on_rank(operands: ContextOperands, options: ContextOptions) -> ContextOpera
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _forward(
     operands: ContextOperands, sharding: OperandSharding, options: ContextOptions
-) -> Partial[jax.Array]:
-    def one(operands: ContextOperands) -> Partial[jax.Array]:
+) -> tuple[Partial[jax.Array], Received]:
+    def one(operands: ContextOperands) -> tuple[Partial[jax.Array], Received]:
         return forward(_on_rank(operands, options), options)
 
-    def local(operands: ContextOperands) -> Partial[jax.Array]:
+    def local(operands: ContextOperands) -> tuple[Partial[jax.Array], Received]:
         return _over_batch(one, _take_key_heads(operands, sharding))
 
     mapped = map_over_mesh(
         local,
         sharding,
         in_specs=(sharding.specs(operands),),
-        out_specs=Partial(sharding.row_spec, sharding.lse_spec),
+        out_specs=(Partial(sharding.row_spec, sharding.lse_spec), sharding.row_spec),
     )
     return mapped(operands)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
+@functools.partial(jax.jit, static_argnums=(4, 5))
 def _backward(
     operands: ContextOperands,
     result: Partial[jax.Array],
+    received: Received,
     cotangents: Partial[jax.Array],
     sharding: OperandSharding,
     options: ContextOptions,
 ) -> ContextOperands:
-    def one(
-        operands: ContextOperands, result: Partial[jax.Array], cotangents: Partial[jax.Array]
-    ) -> ContextOperands:
-        return backward(_on_rank(operands, options), result, cotangents, options)
+    def one(operands: ContextOperands, result: Any, received: Any, cotangents: Any) -> ContextOperands:
+        return backward(_on_rank(operands, options), result, received, cotangents, options)
 
     def local(operands: ContextOperands, *rows: Any) -> ContextOperands:
         gradients = _over_batch(one, _take_key_heads(operands, sharding), *rows)
@@ -104,8 +103,9 @@ def _backward(
 
     rows = Partial(sharding.row_spec, sharding.lse_spec)
     specs = sharding.specs(operands)
-    mapped = map_over_mesh(local, sharding, in_specs=(specs, rows, rows), out_specs=specs._replace(work=None))
-    return mapped(operands, result, cotangents)
+    in_specs = specs, rows, sharding.row_spec, rows
+    mapped = map_over_mesh(local, sharding, in_specs=in_specs, out_specs=specs._replace(work=None))
+    return mapped(operands, result, received, cotangents)
 
 
 def _sum_sink_gradients(gradient: jax.Array | None, sharding: OperandSharding) -> jax.Array | None:
@@ -116,21 +116,29 @@ def _sum_sink_gradients(gradient: jax.Array | None, sharding: OperandSharding) -
     return jax.lax.psum(gradient, sharding.sink_axes) if sharding.sink_axes else gradient
 
 
-attend = jax.custom_vjp(_forward, nondiff_argnums=(1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def attend(
+    operands: ContextOperands, sharding: OperandSharding, options: ContextOptions
+) -> Partial[jax.Array]:
+    """Returns the output and the log-sum-exp of all queries."""
+    return _forward(operands, sharding, options._replace(keeps_received=False))[0]
+
+
+type _Residuals = tuple[ContextOperands, Partial[jax.Array], Received]
 
 
 def _attend_fwd(
     operands: ContextOperands, sharding: OperandSharding, options: ContextOptions
-) -> tuple[Partial[jax.Array], tuple[ContextOperands, Partial[jax.Array]]]:
-    out, lse = _forward(operands, sharding, options)
+) -> tuple[Partial[jax.Array], _Residuals]:
+    (out, lse), received = _forward(operands, sharding, options)
     result = Partial(checkpoint_name(out, "jaxmagi_out"), checkpoint_name(lse, "jaxmagi_lse"))
-    return result, (operands, result)
+    return result, (operands, result, tuple(checkpoint_name(x, "jaxmagi_received") for x in received))
 
 
 def _attend_bwd(
     sharding: OperandSharding,
     options: ContextOptions,
-    residuals: tuple[ContextOperands, Partial[jax.Array]],
+    residuals: _Residuals,
     cotangents: Partial,
 ) -> tuple[ContextOperands]:
     return (_backward(*residuals, cotangents, sharding, options),)

@@ -45,6 +45,7 @@ def attention_fn(
     batch_axis_name: MeshAxes = None,
     head_axis_name: MeshAxes = None,
     collectives: CollectiveOptions = CollectiveOptions(),  # noqa: B008 (frozen, so safe to share)
+    keep_received: bool = False,
     **kwargs: Any,
 ) -> Float[Array, "*batch T N Dv"]:
     """Computes attention under an `AttnMask`, or a `ContextPlan` over a mesh axis, as Flax calls it.
@@ -86,6 +87,8 @@ def attention_fn(
         head_axis_name: mesh axis, or axes, over which the heads are sharded; with a plan only.
         collectives: how keys and values travel between ranks, as in `jaxmagi.context_attention`; with a plan
             only.
+        keep_received: whether received keys and values stay in memory until the backward pass, as in
+            `jaxmagi.context_attention`; with a plan only.
         **kwargs: arguments of newer versions of Flax; anything but None raises.
 
     Returns:
@@ -135,6 +138,7 @@ def attention_fn(
             batch_axis_name=batch_axis_name,
             head_axis_name=head_axis_name,
             collectives=collectives,
+            keep_received=keep_received,
             **options,
         )
         return _over_batch(attend, query.ndim)(query, key, value)
@@ -143,8 +147,12 @@ def attention_fn(
             raise ValueError(
                 f"{name}={given!r} goes with a ContextPlan; under an AttnMask both stay as they are"
             )
-    if collectives != CollectiveOptions():
-        raise ValueError(f"{collectives=} goes with a ContextPlan; under an AttnMask nothing travels")
+    for name, given, default in (
+        ("collectives", collectives, CollectiveOptions()),
+        ("keep_received", flag(keep_received, "keep_received"), False),
+    ):
+        if given != default:
+            raise ValueError(f"{name}={given} goes with a ContextPlan; under an AttnMask nothing travels")
     attend = functools.partial(attention, mask=mask, sm_margin=sm_margin, **options)
     return _over_batch(attend, query.ndim)(query, key, value)
 

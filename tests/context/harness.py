@@ -140,6 +140,8 @@ def distributed(
     *,
     plan_sharded: bool = False,
     collectives: CollectiveOptions = DEFAULT,
+    keep_received: bool = False,
+    deterministic: bool = False,
 ) -> Any:
     """Compiles a function of a problem in dispatched order and a plan, which returns the solution."""
 
@@ -154,6 +156,8 @@ def distributed(
             logits_soft_cap=logits_soft_cap,
             return_residual=True,
             collectives=collectives,
+            keep_received=keep_received,
+            deterministic=deterministic,
         )
 
     rows = P(AXIS)

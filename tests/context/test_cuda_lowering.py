@@ -170,6 +170,11 @@ def key_types(rows: int, dtype: str, parts: int = 2, batch: int = 1) -> list[str
     return [f"{lead}x{SHAPE.dim}x{dtype}", f"{lead}x{SHAPE.v_dim}x{dtype}"]
 
 
+def kept_types(rows: int) -> list[str]:
+    """Returns the types of so many received rows that have been kept."""
+    return [f"1x{rows}x{SHAPE.kv_heads}x{dim}xbf16" for dim in (SHAPE.dim, SHAPE.v_dim)]
+
+
 def row_counts(plan: ContextPlan) -> tuple[int, int]:
     """Returns how many keys a rank has with those that it receives, and how many rows are on the way."""
     sizes = plan.capacity
@@ -210,14 +215,25 @@ def test_backward(
     assert schedule.flags == {"by_keys": True}
     tiles = [f"1x{plan.capacity.bands}x8xi32", f"1x{-(-rows // KEYS)}x4xi32"]
     assert schedule.results[:2] == tiles
-    assert call.operands == [QUERY, *OWN_KEYS, *tiles, OUT, OF_ROWS, OF_ROWS, *table_types(plan)]
+    none = kept_types(0)
+    assert call.operands == [QUERY, *OWN_KEYS, *tiles, OUT, OF_ROWS, OF_ROWS, *none, *table_types(plan)]
     sums = [OWN_KEYS, *(key_types(count, "f32") for count in (rows, middle, TOKENS))]
     on_the_wire = [key_types(count if rounded else 0, rounded or "bf16") for count in (rows, middle)]
     keys = [key_types(count, "bf16") for count in (rows, middle)]
     arrays = [x for pair in (*sums, *on_the_wire, *keys) for x in pair]
-    assert call.results == [QUERY, *arrays, f"{2 * WORKSPACE // 16}x4xi32", "2xi32"]
+    assert call.results == [QUERY, *arrays, f"{2 * WORKSPACE // 16}x4xi32", "6xi32"]
     sizes = [(1, TOKENS, rows, *heads, 64, 32, 1, False) for heads in ((8, 4), (4, 2))]
     assert workspaces == sizes
+
+
+@LEVELS
+def test_kept_keys(plan: ContextPlan, two_parts: None) -> None:
+    """They are operands of the backward pass, in front of the tables; the forward pass has them anyway."""
+    _, forward, _, backward = calls_of(plan, keep_received=True)
+    _, other, _, _ = calls_of(plan)
+    assert (forward.operands, forward.results) == (other.operands, other.results)
+    received = plan.capacity.output_rows
+    assert backward.operands[-6:] == [*kept_types(received), *table_types(plan)]
 
 
 NUMBERS = {
@@ -338,7 +354,7 @@ def test_parts_have_a_least_size(
 def test_parts_of_calls(
     kv_heads: int, parts: int, monkeypatch: pytest.MonkeyPatch, workspaces: list[Any]
 ) -> None:
-    """At most two parts are under way at a time, and need workspaces. Within a host there is one."""
+    """Each part has a workspace. Within a host the backward pass has one part."""
     monkeypatch.setattr(_cost, "LEAST_PART_BYTES", 1)
     _, forward, _, backward = calls_of(PLAN, Shape(3 * kv_heads, kv_heads))
     rows, _ = row_counts(PLAN)
@@ -346,7 +362,7 @@ def test_parts_of_calls(
     assert forward.attributes["num_parts"] == backward.attributes["num_parts"] == parts
     assert forward.results[2] == f"{key}xbf16" and forward.results[-1] == f"{2 * (parts + 2)}xi32"
     assert backward.results[3] == f"{key}xf32"
-    assert backward.results[-2:] == [f"{min(parts, 2) * WORKSPACE // 16}x4xi32", f"{parts}xi32"]
+    assert backward.results[-2:] == [f"{parts * WORKSPACE // 16}x4xi32", f"{3 * parts}xi32"]
     sizes = [
         (1, TOKENS, rows, 3 * kv_heads // n, kv_heads // n, 64, 32, 1, False) for n in sorted({1, parts})
     ]

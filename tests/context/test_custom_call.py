@@ -74,12 +74,16 @@ def join(x: jax.Array) -> jax.Array:
     return jnp.concatenate(list(x), axis=2)
 
 
+def join_rows(own: Sequence[jax.Array], received: Sequence[jax.Array]) -> list[jax.Array]:
+    return [jnp.concatenate(both, axis=1) for both in zip(own, received, strict=True)]
+
+
 def all_keys(own: Sequence[jax.Array], steps: Sequence[Step]) -> list[jax.Array]:
     """Returns the rank's keys and values in front of those that it receives."""
     tokens, xs = own[0].shape[1], own
     for step in steps:
         xs = step.cast(xs)
-    return [jnp.concatenate([x, y[:, tokens:]], axis=1) for x, y in zip(own, xs, strict=True)]
+    return join_rows(own, [x[:, tokens:] for x in xs])
 
 
 def kernel_options(given: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +115,8 @@ def forward(*operands: jax.Array, results: Sequence[Any], given: dict[str, Any])
 
 
 def backward(*operands: jax.Array, results: Sequence[Any], given: dict[str, Any]) -> list[jax.Array]:
-    q, k, v, bands, _, dout, lse, delta, *tables = operands
+    q, k, v, bands, _, dout, lse, delta, *others = operands
+    kept, tables = others[:2], others[2:]
     parts, options = int(given["num_parts"]), kernel_options(given) | {"grad_dtype": FLOAT}
     options["deterministic"] = bool(given["deterministic"])
     steps = steps_of(tables, given)
@@ -119,7 +124,8 @@ def backward(*operands: jax.Array, results: Sequence[Any], given: dict[str, Any]
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *rows: jax.Array) -> Any:
         return attention_backward(q, k, v, bands[..., :6], *rows, **options)
 
-    rows = q, *all_keys((k, v), steps), dout, lse, delta
+    keys = join_rows((k, v), kept) if kept[0].size else all_keys((k, v), steps)
+    rows = q, *keys, dout, lse, delta
     dq, *gradients = map(join, jax.vmap(attend)(*(cut(x, parts) for x in rows)))
     wire, sums = results[9].dtype if results[9].size else None, gradients
     for step in reversed(steps):
@@ -171,6 +177,7 @@ class Case(NamedTuple):
     soft_cap: float = 0.0
     wire: Any = None
     plans: int = 1  # one for all sequences, or one for each
+    keeps: bool = False  # received rows, which do not come a second time
 
 
 CASES = {
@@ -181,6 +188,7 @@ CASES = {
     "bf16_on_the_wire": Case(8, wire=jnp.bfloat16),
     "f16_on_the_wire": Case(16, v_dim=4, wire=jnp.float16, plans=BATCH),
     "f32_on_the_wire": Case(2, wire=jnp.float32),
+    "kept_rows": Case(8, dim=5, v_dim=11, plans=BATCH, keeps=True),
 }
 
 
@@ -198,7 +206,7 @@ class Transfer(NamedTuple):
     @classmethod
     def of(cls, plans: Sequence[ContextPlan], case: Case) -> "Transfer":
         collectives = CollectiveOptions(wire_dtype=case.wire)
-        options = ContextOptions(AXIS, case.scale, case.soft_cap, True, None, collectives)
+        options = ContextOptions(AXIS, case.scale, case.soft_cap, True, None, collectives, case.keeps)
         (routes, *_), each = zip(*(_steps(plan.transfer, options) for plan in plans), strict=True)
         bands = jnp.concatenate([on_this_rank(plan.bands, AXIS, "the plan") for plan in plans])
         tables = [jnp.concatenate(same * (BATCH // len(plans))) for same in zip(*each, strict=True)]
@@ -213,15 +221,16 @@ def run(case: Case, plans: Sequence[ContextPlan], is_call: bool) -> list[jax.Arr
     rows = [normal(rng, *lead, *shape) for shape in (*shapes, (heads, case.v_dim), (heads,), (heads,))]
     sinks = normal(rng, heads)
     stacked = ContextPlan.stack(plans)
-    given: dict[str, Any] = {"scale": case.scale, "soft_cap": case.soft_cap}
+    given: dict[str, Any] = {"scale": case.scale, "soft_cap": case.soft_cap, "keeps_received": case.keeps}
 
     def local(function: Callable[..., Any], options: dict[str, Any], stacked: Any, *operands: Any) -> Any:
         each = [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(len(plans))]
         transfer = Transfer.of(each, case)
         steps = [(x, np.arange(RANKS).reshape(-1, x.group_size or RANKS)) for x in transfer.routes]
         static = {"steps": steps} if is_call else {"routes": transfer.routes, "implementation": "xla"}
-        keys, others = operands[:3], operands[3:]
-        return [*function(*keys, transfer.bands, *others, *transfer.tables, **static, **given, **options)]
+        keys, others, kept = operands[:3], operands[3:6], operands[6:]
+        tables = transfer.tables
+        return [*function(*keys, transfer.bands, *others, *tables, *kept, **static, **given, **options)]
 
     def on_ranks(function: Callable[..., Any], options: dict[str, Any], specs: list[P]) -> Any:
         return jax.jit(
@@ -238,8 +247,9 @@ def run(case: Case, plans: Sequence[ContextPlan], is_call: bool) -> list[jax.Arr
     names = ("forward", "backward") if is_call else ("_composed_forward", "_composed_backward")
     passes = [getattr(module, name) for name in names]
     attend = on_ranks(passes[0], {"out_dtype": FLOAT}, [of_rows] * 3 + [P()])
-    gradients = on_ranks(passes[1], {"deterministic": True}, [of_rows] * 6)
-    return [*attend(stacked, *rows[:3], sinks), *gradients(stacked, *rows)]
+    out, lse, *kept = attend(stacked, *rows[:3], sinks)
+    gradients = on_ranks(passes[1], {"deterministic": True}, [of_rows] * (6 + len(kept)))
+    return [out, lse, *gradients(stacked, *rows, *kept)]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -22,6 +22,7 @@ LENGTH, HEADS = 4096, 8
 MASKS = [masks.documents([1000, 2500, 3, 593]), masks.causal(LENGTH)]
 ROUNDING = 2.0**-7  # of bfloat16, where float32 sums of another order may be rounded to the next number
 LSE_TOLERANCE = 1e-3
+TILE_KEYS = 128  # of the backward kernel for these head dimensions
 
 ONE_LEVEL = [
     *(Group("native", size) for size in (1, 2, 4)),
@@ -39,11 +40,13 @@ ON_GROUPS = pytest.mark.parametrize(
 """Ranks, and whether plans are for their hosts. Ranks of one host may be taken for several."""
 
 
-def make_plan(mask: AttnMask, group: Group, two_levels: bool, layout: Any = None) -> ContextPlan:
+def make_plan(
+    mask: AttnMask, group: Group, two_levels: bool, layout: Any = None, chunk_size: int = CHUNK
+) -> ContextPlan:
     """Returns a plan; skips the test where there are no such ranks."""
     require_devices(group.size)
     require_one_host(group)
-    options: dict[str, Any] = {"chunk_size": CHUNK} if layout is None else {"layout": layout}
+    options: dict[str, Any] = {"chunk_size": chunk_size} if layout is None else {"layout": layout}
     plan = plan_context(mask, group.size, **options)
     return plan.by_host(group.ranks_per_host) if two_levels and group.ranks_per_host else plan
 
@@ -95,6 +98,36 @@ def test_gradients_that_are_rounded_on_the_way(
     options = replace(group.options, wire_dtype=wire)
     solution = harness.solve_distributed(problem, plan, collectives=options)
     check_close(solution, harness.solve_alone(problem, MASKS[0]))
+
+
+@ON_GROUPS
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_kept_keys(group: Group, two_levels: bool, deterministic: bool, rng: np.random.Generator) -> None:
+    """Received keys that stay for the backward pass are those that it would receive."""
+    plan = make_plan(MASKS[0], group, two_levels)
+    problem = harness.random_problem(rng, LENGTH, jnp.bfloat16, heads=HEADS, dim=DIM, v_dim=DIM)
+    options = {"collectives": group.options, "deterministic": deterministic}
+    kept, sent = (
+        harness.solve_distributed(problem, plan, **options, keep_received=keep) for keep in (True, False)
+    )
+    check_close(kept, harness.solve_alone(problem, MASKS[0]))
+    if deterministic:
+        jax.tree.map(np.testing.assert_array_equal, kept, sent)
+
+
+@ON_GROUPS
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tiles_that_have_own_and_received_keys(
+    group: Group, two_levels: bool, deterministic: bool, rng: np.random.Generator
+) -> None:
+    """The rank's tokens are no multiple of a tile of keys."""
+    half = TILE_KEYS // 2
+    mask = masks.causal(LENGTH - half * group.size)
+    plan = make_plan(mask, group, two_levels, chunk_size=half)
+    assert plan.shard_length % TILE_KEYS == half
+    problem = harness.random_problem(rng, mask.q_len, jnp.bfloat16, heads=HEADS, dim=DIM, v_dim=DIM)
+    options = {"collectives": group.options, "deterministic": deterministic}
+    check_close(harness.solve_distributed(problem, plan, **options), harness.solve_alone(problem, mask))
 
 
 def random_examples(rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:

@@ -99,11 +99,11 @@ void check_copies(Verdict& verdict, std::mt19937& random, const std::vector<uint
     const DeviceArray flags(needed == nullptr ? std::vector<uint8_t>(1) : *needed);
     const int64_t part_bytes = kWords * sizeof(uint32_t);
     const char* const part = reinterpret_cast<const char*>(own.data()) + kPart * part_bytes;
-    const OwnRowsParams params{{{part, keys.data(), kParts * part_bytes, part_bytes},
-                                {part, values.data(), kParts * part_bytes, part_bytes}},
-                               kBatch, kTokens, kRows, needed == nullptr ? nullptr : flags.data(), table.data(),
-                               kEntries};
-    must(copy_own_rows(params, cudaStreamPerThread), "copying rows");
+    const CopiedRowsParams params{{{part, keys.data(), kParts * part_bytes, part_bytes},
+                                   {part, values.data(), kParts * part_bytes, part_bytes}},
+                                  kBatch, kTokens, kRows, needed == nullptr ? nullptr : flags.data(), table.data(),
+                                  kEntries};
+    must(copy_part_rows(params, cudaStreamPerThread), "copying rows");
     std::vector<uint32_t> want = poison;
     for (int example = 0; example < kBatch; ++example)
         for (int row = 0; row < kTokens; ++row)

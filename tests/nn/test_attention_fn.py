@@ -175,11 +175,12 @@ def test_options_reach_the_distributed_op(
 def test_collectives_reach_the_distributed_op() -> None:
     """In both passes."""
     options = CollectiveOptions(num_sms=7, timeout=1.5)
-    attend = functools.partial(jaxmagi.nn.attention_fn, mask=PLAN, collectives=options)
+    attend = functools.partial(jaxmagi.nn.attention_fn, mask=PLAN, collectives=options, keep_received=True)
     with jax.set_mesh(jax.make_mesh((4,), ("context",))):
         text = str(jax.make_jaxpr(jax.grad(lambda *rows: attend(*rows).sum()))(QKV, QKV, QKV))
     routes = re.findall(r"num_sms=(\d+).*?timeout=([\w.]+)", text, re.DOTALL)
     assert set(routes) == {("7", "1.5")} and len(routes) == 2, routes
+    assert text.count("keeps_received=True") == 2
 
 
 QKV = jnp.zeros((2, LENGTH, HEADS, 8))
@@ -201,6 +202,11 @@ PLAN = jaxmagi.plan_context(masks.causal(LENGTH), 4, chunk_size=4)
             {"mask": masks.full(LENGTH), "collectives": CollectiveOptions(num_sms=7)},
             ValueError,
             "num_sms=7.* goes with a ContextPlan",
+        ),
+        (
+            {"mask": masks.full(LENGTH), "keep_received": True},
+            ValueError,
+            "keep_received=True goes with a ContextPlan",
         ),
         ({"dropout_rate": np.nan}, ValueError, "dropout_rate must be between 0 and 1, but it is nan"),
         ({"dropout_rate": -0.1}, ValueError, "dropout_rate must be between 0 and 1, but it is -0.1"),

@@ -36,14 +36,18 @@ int64_t backward_workspace_bytes(const BackwardShape& shape, int num_masks, bool
     return lay_out(nullptr, shape, kernel->tile, kernel->dim, kernel->v_dim, num_masks, deterministic).bytes;
 }
 
+bool has_tiles(const BackwardParams& params, KeyTiles tiles) {
+    return not is_empty(range_of(params, find_kernel(params.shape.dim, params.shape.v_dim)->tile, tiles));
+}
+
 cudaError_t attention_backward(const BackwardParams& params, cudaStream_t stream) {
+    const auto [kernel, workspace] = find_pass(params);
     cudaError_t error = prepare_attention_backward(params, stream);
     if (error == cudaSuccess)
-        error = run_attention_backward(params, params.num_sms, stream);
-    const auto [kernel, workspace] = find_pass(params);
-    return error == cudaSuccess
-               ? convert_sums(params, workspace, kernel.tile, kernel.dim, kernel.v_dim, Sums::kAll, stream)
-               : error;
+        error = run_attention_backward(params, {KeyTiles::kAll, false, params.num_sms}, stream);
+    const ConvertedSums all{true, range_of(params, kernel.tile, KeyTiles::kAll)};
+    return error == cudaSuccess ? convert_sums(params, workspace, kernel.tile, kernel.dim, kernel.v_dim, all, stream)
+                                : error;
 }
 
 cudaError_t prepare_attention_backward(const BackwardParams& params, cudaStream_t stream) {
@@ -51,19 +55,20 @@ cudaError_t prepare_attention_backward(const BackwardParams& params, cudaStream_
     return prepare_backward(params, workspace, kernel.tile, kernel.dim, stream);
 }
 
-cudaError_t run_attention_backward(const BackwardParams& params, int num_sms, cudaStream_t stream) {
+cudaError_t run_attention_backward(const BackwardParams& params, const BackwardLaunch& launch, cudaStream_t stream) {
     const auto [kernel, workspace] = find_pass(params);
-    return kernel.launch(params, workspace, num_sms, stream);
+    return kernel.launch(params, launch, workspace, stream);
 }
 
-cudaError_t finish_key_gradients(const BackwardParams& params, cudaStream_t stream) {
+cudaError_t finish_key_gradients(const BackwardParams& params, KeyTiles tiles, cudaStream_t stream) {
     const auto [kernel, workspace] = find_pass(params);
-    return convert_sums(params, workspace, kernel.tile, kernel.dim, kernel.v_dim, Sums::kKeys, stream);
+    const ConvertedSums sums{false, range_of(params, kernel.tile, tiles)};
+    return convert_sums(params, workspace, kernel.tile, kernel.dim, kernel.v_dim, sums, stream);
 }
 
 cudaError_t finish_query_gradients(const BackwardParams& params, cudaStream_t stream) {
     const auto [kernel, workspace] = find_pass(params);
-    return convert_sums(params, workspace, kernel.tile, kernel.dim, kernel.v_dim, Sums::kQueries, stream);
+    return convert_sums(params, workspace, kernel.tile, kernel.dim, kernel.v_dim, {true, {0, 0}}, stream);
 }
 
 cudaError_t preload_backward(DType dtype, int dim, int v_dim, bool soft_cap) {

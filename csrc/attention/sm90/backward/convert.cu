@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "csrc/attention/sm90/backward/passes.h"
 #include "csrc/attention/sm90/backward/gradient_rows.cuh"
 #include "csrc/common/sm90/warpgroup.cuh"
@@ -18,6 +20,7 @@ struct ConvertArguments {
     const EightRows* rows;  // null for keys, whose sums are zero where they are fully masked
     void* to;
     bool f32;
+    int begin, end;  // the rows that are converted
     int length, heads, row_heads, dim, kernel_dim, rows_per_head;
     float scale;
     int num_ctas;
@@ -27,8 +30,8 @@ struct ConvertArguments {
 template <int kRowBlock> struct ConvertedBlock {
     const ConvertArguments& args;
     int cta;
-    int blocks_per_head = ceil_div(args.length, kRowBlock);
-    int all_heads = cta / blocks_per_head, first = cta % blocks_per_head * kRowBlock;
+    int blocks_per_head = ceil_div(args.end - args.begin, kRowBlock);
+    int all_heads = cta / blocks_per_head, first = args.begin + cta % blocks_per_head * kRowBlock;
     int64_t in_workspace = int64_t{all_heads} * args.rows_per_head + first;  // the first row
 
     __device__ __forceinline__ bool is_visible(int row) const {
@@ -165,12 +168,14 @@ int num_blocks(int all_heads, int length, SumsLayout layout) {
 }  // namespace
 
 cudaError_t convert_sums(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile,
-                         int kernel_dim, int kernel_v_dim, Sums sums, cudaStream_t stream) {
+                         int kernel_dim, int kernel_v_dim, const ConvertedSums& sums, cudaStream_t stream) {
     const BackwardShape& shape = params.shape;
     ConvertArguments dq{.sums = workspace.dq,
                         .rows = workspace.rows,
                         .to = params.dq,
                         .f32 = params.dq_f32,
+                        .begin = 0,
+                        .end = shape.q_len,
                         .length = shape.q_len,
                         .heads = shape.heads,
                         .row_heads = params.row_heads,
@@ -183,6 +188,8 @@ cudaError_t convert_sums(const BackwardParams& params, const BackwardWorkspace& 
                         .rows = nullptr,
                         .to = params.dk,
                         .f32 = params.key_gradients_f32,
+                        .begin = sums.key_tiles.begin * tile.keys,
+                        .end = std::min(sums.key_tiles.end * tile.keys, shape.kv_len),
                         .length = shape.kv_len,
                         .heads = shape.kv_heads,
                         .row_heads = shape.kv_heads,
@@ -191,10 +198,10 @@ cudaError_t convert_sums(const BackwardParams& params, const BackwardWorkspace& 
                         .rows_per_head = workspace.rows_per_key_head,
                         .scale = 1.f,
                         .num_ctas = 0};
-    if (sums == Sums::kKeys)
+    if (not sums.queries)
         dq.num_ctas = 0;
-    if (workspace.dk != nullptr and sums != Sums::kQueries)
-        dk.num_ctas = num_blocks(shape.batch * shape.kv_heads, shape.kv_len, workspace.key_layout);
+    if (workspace.dk != nullptr and not is_empty(sums.key_tiles))
+        dk.num_ctas = num_blocks(shape.batch * shape.kv_heads, dk.end - dk.begin, workspace.key_layout);
     ConvertArguments dv = dk;
     dv.sums = workspace.dv;
     dv.to = params.dv;

@@ -72,8 +72,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         prefetch_tensor_map(maps.dout);
         prefetch_tensor_map(maps.k);
         prefetch_tensor_map(maps.v);
+        prefetch_tensor_map(maps.own_k);
+        prefetch_tensor_map(maps.own_v);
         memory.init_barriers();
-        memory.schedule() = choose_schedule(args);
+        memory.schedule() = choose_schedule(args.schedules, args);
+        memory.others() = choose_schedule(args.others, args);
     }
     __syncthreads();
     if (warpgroup == 0) {

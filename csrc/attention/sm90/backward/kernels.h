@@ -11,9 +11,8 @@ struct BackwardKernel {
     int dim, v_dim;
     TileShape tile;
     cudaError_t (*load)(DType dtype, bool soft_cap);
-    // Launches the kernel on so many SMs.
-    cudaError_t (*launch)(const BackwardParams& params, const BackwardWorkspace& workspace, int num_sms,
-                          cudaStream_t stream);
+    cudaError_t (*launch)(const BackwardParams& params, const BackwardLaunch& launch,
+                          const BackwardWorkspace& workspace, cudaStream_t stream);
 };
 
 extern const BackwardKernel kBackwardD64, kBackwardD96, kBackwardD128, kBackwardD192V128, kBackwardD192, kBackwardD256;

@@ -11,15 +11,21 @@
 
 namespace jaxmagi::sm90 {
 
-inline BackwardArguments make_arguments(const BackwardParams& params, const BackwardWorkspace& workspace,
-                                        int kernel_dim, TileShape tile) {
+inline BackwardSchedules make_schedules(const BackwardParams& params, const BackwardLaunch& launch, int kernel_dim,
+                                        TileShape tile) {
+    // Tiles of whole groups are so short that neighbours never wait long, as if they were even.
+    const int few_heads = heads_of_item(params.shape, kernel_dim), group = params.shape.heads / params.shape.kv_heads;
+    return {make_schedule(params, launch, tile, few_heads, false), make_schedule(params, launch, tile, few_heads, true),
+            make_schedule(params, launch, tile, group, true)};
+}
+
+inline BackwardArguments make_arguments(const BackwardParams& params, const BackwardLaunch& launch,
+                                        const BackwardWorkspace& workspace, int kernel_dim, TileShape tile) {
     const BackwardShape& shape = params.shape;
     const bool capped = params.soft_cap > 0;
-    // Tiles of whole groups are so short that neighbours never wait long, as if they were even.
-    const int few_heads = heads_of_item(shape, kernel_dim), group = shape.heads / shape.kv_heads;
-    return {.head_sets = make_schedule(params, tile, few_heads, false),
-            .even_tiles = make_schedule(params, tile, few_heads, true),
-            .groups = make_schedule(params, tile, group, true),
+    const BackwardLaunch others{KeyTiles::kOthers, false, launch.num_sms};
+    return {.schedules = make_schedules(params, launch, kernel_dim, tile),
+            .others = make_schedules(params, others, kernel_dim, tile),
             .whole_groups = make_whole_groups(params, kernel_dim, tile),
             .workspace = workspace,
             .bands = params.bands,
@@ -33,7 +39,11 @@ inline BackwardArguments make_arguments(const BackwardParams& params, const Back
             .v_dim = shape.v_dim,
             .dk = params.dk,
             .dv = params.dv,
-            .drained = params.drained,
+            .own_end = range_of(params, tile, KeyTiles::kOwn).end * tile.keys,
+            .arrived = launch.arrived,
+            .counter = workspace.counters + counter_of(launch.tiles),
+            .others_counter = workspace.counters + counter_of(KeyTiles::kOthers),
+            .drained = params.drained == nullptr ? nullptr : params.drained + counter_of(launch.tiles),
             .gradients_f32 = params.key_gradients_f32,
             .deterministic = params.deterministic,
             .logit_scale = capped ? params.scale / params.soft_cap : params.scale * kLog2E,
@@ -62,6 +72,8 @@ template <typename Config> cudaError_t load_backward() {
 template <typename Config> cudaError_t encode_maps(const BackwardParams& params, BackwardTensorMaps* maps) {
     const CUtensorMapDataType type = tensor_map_type(params.dtype);
     const auto [batch, q_len, kv_len, heads, kv_heads, dim, v_dim] = params.shape;
+    const OwnKeys all_keys{params.k, params.v, kv_len, kv_heads};
+    const OwnKeys& own = params.own.length > 0 ? params.own : all_keys;
     const struct {
         HeadsTensor tensor;
         int rows;
@@ -69,7 +81,9 @@ template <typename Config> cudaError_t encode_maps(const BackwardParams& params,
     } all[] = {{{params.q, type, batch, q_len, heads, params.row_heads, dim}, Config::kRows, &maps->q},
                {{params.dout, type, batch, q_len, heads, params.row_heads, v_dim}, Config::kRows, &maps->dout},
                {{params.k, type, batch, kv_len, kv_heads, kv_heads, dim}, Config::kKeys, &maps->k},
-               {{params.v, type, batch, kv_len, kv_heads, kv_heads, v_dim}, Config::kKeys, &maps->v}};
+               {{params.v, type, batch, kv_len, kv_heads, kv_heads, v_dim}, Config::kKeys, &maps->v},
+               {{own.k, type, batch, own.length, kv_heads, own.row_heads, dim}, Config::kKeys, &maps->own_k},
+               {{own.v, type, batch, own.length, kv_heads, own.row_heads, v_dim}, Config::kKeys, &maps->own_v}};
     for (const auto& [tensor, rows, map] : all)
         if (const cudaError_t error = encode_panel_map(tensor, 1, rows, map); error != cudaSuccess)
             return error;
@@ -77,13 +91,14 @@ template <typename Config> cudaError_t encode_maps(const BackwardParams& params,
 }
 
 template <typename Config>
-cudaError_t launch_backward(const BackwardParams& params, const BackwardWorkspace& workspace, int num_sms,
-                            cudaStream_t stream) {
+cudaError_t launch_backward(const BackwardParams& params, const BackwardLaunch& launch,
+                            const BackwardWorkspace& workspace, cudaStream_t stream) {
     BackwardTensorMaps maps;
     if (const cudaError_t error = encode_maps<Config>(params, &maps); error != cudaSuccess)
         return error;
-    const BackwardArguments args = make_arguments(params, workspace, Config::kDim, {Config::kRows, Config::kKeys});
-    const int grid = std::min(num_sms, args.head_sets.num_claims);
+    const TileShape tile{Config::kRows, Config::kKeys};
+    const BackwardArguments args = make_arguments(params, launch, workspace, Config::kDim, tile);
+    const int grid = std::min(launch.num_sms, args.schedules.head_sets.num_claims);
     backward_kernel<Config><<<grid, Config::kThreads, BackwardMemory<Config>::kBytes, stream>>>(maps, args);
     return cudaGetLastError();
 }
@@ -97,10 +112,10 @@ struct BackwardInstance {
     static cudaError_t load(DType dtype, bool soft_cap) {
         return with_config<Config>(dtype, soft_cap, [](auto config) { return load_backward<decltype(config)>(); });
     }
-    static cudaError_t launch(const BackwardParams& params, const BackwardWorkspace& workspace, int num_sms,
-                              cudaStream_t stream) {
+    static cudaError_t launch(const BackwardParams& params, const BackwardLaunch& launch,
+                              const BackwardWorkspace& workspace, cudaStream_t stream) {
         return with_config<Config>(params.dtype, params.soft_cap > 0, [&](auto config) {
-            return launch_backward<decltype(config)>(params, workspace, num_sms, stream);
+            return launch_backward<decltype(config)>(params, launch, workspace, stream);
         });
     }
     static constexpr BackwardKernel kKernel{kDim, kVDim, {kRows, kKeys}, load, launch};

@@ -11,13 +11,16 @@ namespace jaxmagi::sm90 {
 cudaError_t prepare_backward(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile,
                              int kernel_dim, cudaStream_t stream);
 
-// Which sums are converted: of queries, of keys, or all in one launch.
-enum class Sums { kAll, kQueries, kKeys };
+// Which sums are converted, in one launch: of queries, and of keys of some tiles.
+struct ConvertedSums {
+    bool queries;
+    Range key_tiles;
+};
 
 // Writes dq from the sums in the workspace, and dk and dv where these are sums too. kernel_dim, kernel_v_dim, tile: of
 // the kernel.
 cudaError_t convert_sums(const BackwardParams& params, const BackwardWorkspace& workspace, TileShape tile,
-                         int kernel_dim, int kernel_v_dim, Sums sums, cudaStream_t stream);
+                         int kernel_dim, int kernel_v_dim, const ConvertedSums& sums, cudaStream_t stream);
 
 // Load the kernels; not allowed while a stream is captured.
 cudaError_t preload_prepare();

@@ -53,10 +53,11 @@ private:
             memory.kv_full().arrive();
             return;
         }
+        const bool own = run.key < args.own_end;
         memory.kv_full().arrive_and_expect(Config::kKBytes + Config::kVBytes);
         const Coordinates at{0, run.key_head, run.key, run.example};
-        load<Config::kDim>(memory.k(), maps.k, Config::kKeys, at, memory.kv_full());
-        load<Config::kVDim>(memory.v(), maps.v, Config::kKeys, at, memory.kv_full());
+        load<Config::kDim>(memory.k(), own ? maps.own_k : maps.k, Config::kKeys, at, memory.kv_full());
+        load<Config::kVDim>(memory.v(), own ? maps.own_v : maps.v, Config::kKeys, at, memory.kv_full());
     }
 
     // Loads the blocks of a run, from the last to the first unless the tile is mirrored: under a causal mask all tiles

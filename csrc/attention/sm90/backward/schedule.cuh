@@ -23,7 +23,7 @@ enum class TileOrder { kFirstToLast, kLastToFirst, kLongestFirst };
 // has an order of its own: the tiles at its end should be short, since CTAs have nothing to do behind it.
 struct alignas(16) BackwardSchedule {
     int num_items, per_mask, per_section;  // numbers of work items
-    int num_tiles;                         // of one mask
+    int num_tiles, first_tile;             // of one mask; the position of the first one
     int head_sets, section;                // head sets of a mask and of a section
     int heads_per_item, sets_per_key_head, group_size;  // query heads; head sets; query heads of a key head
     TileOrder order, last_order;           // of the tiles of all sections but the last, and of that one
@@ -71,8 +71,8 @@ struct WholeGroups {
 };
 
 // The most blocks of queries that a tile may have, and the fewest work items that there have to be for a
-// multiprocessor, unless it has something else to go on with. Both were chosen at D 128, where 15 blocks (a window)
-// took 13 % less time with whole groups and 26 took 10 % more.
+// multiprocessor, unless others have work for it. Both were chosen at D 128, where 15 blocks (a window) took 13 % less
+// time with whole groups and 26 took 10 % more.
 inline constexpr int kWholeGroupBlocks = 16, kWholeGroupItems = 8;
 // The most masks that are looked at.
 inline constexpr int kWholeGroupMasks = 64;
@@ -89,8 +89,9 @@ inline WholeGroups make_whole_groups(const BackwardParams& params, int kernel_di
     const BackwardShape& shape = params.shape;
     const int num_tiles = ceil_div(shape.kv_len, tile.keys);
     const int64_t items = int64_t{shape.batch} * shape.kv_heads * num_tiles;
-    const bool possible = may_add_gradients(shape, kernel_dim) and params.num_masks <= kWholeGroupMasks and
-                          (params.is_followed or items >= int64_t{kWholeGroupItems} * params.num_sms);
+    const bool are_enough = params.is_part or items >= int64_t{kWholeGroupItems} * params.num_sms;
+    const bool possible =
+        may_add_gradients(shape, kernel_dim) and params.num_masks <= kWholeGroupMasks and are_enough;
     return {params.tiles, possible ? params.num_masks : 0, num_tiles};
 }
 
@@ -130,9 +131,10 @@ inline constexpr int kSplitSteps = 16, kMostSplits = 16;
 
 // Splits the work items of the last round if a quarter of the CTAs would have nothing to do. Parts add dK and dV up in
 // any order, so nothing is split if the order of sums is fixed.
-inline void split_last_round(BackwardSchedule* schedule, const BackwardParams& params, int num_blocks) {
+inline void split_last_round(BackwardSchedule* schedule, const BackwardParams& params, bool is_followed,
+                             int num_blocks) {
     const int last_round = schedule->num_items % params.num_sms;
-    const bool possible = schedule->adds_gradients() and not params.is_followed and not params.deterministic;
+    const bool possible = schedule->adds_gradients() and not is_followed and not params.deterministic;
     const bool splits = possible and 4 * last_round <= 3 * params.num_sms;
     const int fewest_blocks = ceil_div(kSplitSteps, schedule->heads_per_item);
     schedule->first_split = schedule->num_items - (splits ? last_round : 0);
@@ -142,13 +144,25 @@ inline void split_last_round(BackwardSchedule* schedule, const BackwardParams& p
     schedule->num_claims = schedule->first_split + num_split * schedule->num_splits;
 }
 
-// heads: query heads of a work item. even: tiles are about as long, which matters if the order of sums is fixed.
-inline BackwardSchedule make_schedule(const BackwardParams& params, TileShape tile, int heads, bool even) {
+// Returns the positions of tiles.
+inline Range range_of(const BackwardParams& params, TileShape tile, KeyTiles tiles) {
+    const int end = ceil_div(params.shape.kv_len, tile.keys);
+    const int own = params.own.length == params.shape.kv_len ? end : params.own.length / tile.keys;
+    return {tiles == KeyTiles::kOthers ? own : 0, tiles == KeyTiles::kOwn ? own : end};
+}
+
+// heads: query heads of a work item. even: tiles are about as long, which matters if the order of sums is fixed. Tiles
+// come by their length only if all are computed, since the tile schedule has all in one order.
+inline BackwardSchedule make_schedule(const BackwardParams& params, const BackwardLaunch& launch, TileShape tile,
+                                      int heads, bool even) {
     const BackwardShape& shape = params.shape;
     const int num_masks = params.num_masks, num_sms = params.num_sms;
     const bool deterministic = params.deterministic;
     const int group = shape.heads / shape.kv_heads, sets = group / heads;
-    const int tiles = ceil_div(shape.kv_len, tile.keys), head_sets = shape.batch / num_masks * shape.kv_heads * sets;
+    const Range positions = range_of(params, tile, launch.tiles);
+    const int tiles = positions.end - positions.begin, head_sets = shape.batch / num_masks * shape.kv_heads * sets;
+    if (tiles == 0)
+        return {};
     const int64_t set_bytes = int64_t{shape.q_len} * heads * (6 * shape.dim + 2 * shape.v_dim);
     // In a smaller section, the longest tiles of the last section would end long after the others.
     const int64_t balanced = ceil_div(num_sms * 9 / 10, tiles);
@@ -161,6 +175,7 @@ inline BackwardSchedule make_schedule(const BackwardParams& params, TileShape ti
                               .per_mask = head_sets * tiles,
                               .per_section = section * tiles,
                               .num_tiles = tiles,
+                              .first_tile = positions.begin,
                               .head_sets = head_sets,
                               .section = section,
                               .heads_per_item = heads,
@@ -169,11 +184,11 @@ inline BackwardSchedule make_schedule(const BackwardParams& params, TileShape ti
                               .order = TileOrder::kFirstToLast,
                               .last_order = TileOrder::kLongestFirst,
                               .last_section = num_items - last_sets * tiles};
-    if (deterministic) {
-        schedule.order = has_few_tiles(tiles, num_sms) ? TileOrder::kLastToFirst : TileOrder::kFirstToLast;
+    if (deterministic or launch.tiles != KeyTiles::kAll)
         schedule.last_order = TileOrder::kFirstToLast;
-    }
-    split_last_round(&schedule, params, ceil_div(shape.q_len, tile.rows));
+    if (deterministic and launch.tiles == KeyTiles::kAll and has_few_tiles(tiles, num_sms))
+        schedule.order = TileOrder::kLastToFirst;
+    split_last_round(&schedule, params, launch.is_followed, ceil_div(shape.q_len, tile.rows));
     return schedule;
 }
 

@@ -21,10 +21,12 @@ template <typename Config> struct BackwardScheduler {
     unsigned num_runs = 0;  // written so far
 
     __device__ __forceinline__ void run() {
-        if (lane == 0)
+        if (lane == 0) {
             memory.current_tile().item = -1;
+            memory.current_tile().counter = args.counter;
+        }
 #pragma unroll 1
-        for (int claim = claim_work(); claim < memory.schedule().num_claims; claim = claim_work()) {
+        for (int claim = claim_work(); claim < memory.schedule().num_claims or goes_on(&claim); claim = claim_work()) {
             find_tile(claim);
             schedule();
             // A CTA that claims a tile long before it can begin with it keeps the tile from other CTAs.
@@ -45,9 +47,32 @@ private:
     // claimed before it, by CTAs that run.
     __device__ __forceinline__ int claim_work() const {
         int claimed = 0;
-        if (lane == 0)
-            asm volatile("atom.global.add.u32 %0, [%1], 1;" : "=r"(claimed) : "l"(args.workspace.counter) : "memory");
+        if (lane == 0) {
+            int* const counter = memory.current_tile().counter;
+            asm volatile("atom.global.add.u32 %0, [%1], 1;" : "=r"(claimed) : "l"(counter) : "memory");
+        }
         return __shfl_sync(~0u, claimed, 0);
+    }
+
+    // Goes on with other tiles when no own one is left, if their keys have arrived, and claims the first one. Other
+    // warps may read the schedule meanwhile: what they read is the same in both.
+    __device__ __forceinline__ bool goes_on(int* claim) const {
+        bool found = false;
+        if (lane == 0 and args.arrived != nullptr and memory.current_tile().counter == args.counter)
+            found = load_acquire(args.arrived) != 0;
+        if (__all_sync(~0u, not found))
+            return false;
+        if (lane == 0) {
+            fence_global_for_async();  // for the producer's loads
+            memory.current_tile().counter = args.others_counter;
+        }
+        constexpr int kWords = sizeof(BackwardSchedule) / sizeof(int);
+        static_assert(kWords <= 32);
+        if (lane < kWords)
+            reinterpret_cast<int*>(&memory.schedule())[lane] = reinterpret_cast<const int*>(&memory.others())[lane];
+        __syncwarp();
+        *claim = claim_work();
+        return *claim < memory.schedule().num_claims;
     }
 
     // Returns the next work item of the CTA. Called by one lane.
@@ -61,7 +86,7 @@ private:
         __syncwarp();
         if (lane == 0) {
             const BackwardItem item = item_at(memory.schedule(), claim);
-            const int64_t first = int64_t{item.mask} * memory.schedule().num_tiles;
+            const int64_t first = int64_t{item.mask} * args.workspace.key_tiles;
             const ScheduledTile scheduled = args.tiles[first + schedule_rank(item, first)];
             CurrentTile& tile = memory.current_tile();
             tile.mirrored = item.order == TileOrder::kLastToFirst;
@@ -86,7 +111,7 @@ private:
             return item.rank;
         const bool reversed = item.order == TileOrder::kLastToFirst;
         const int position = reversed ? memory.schedule().num_tiles - 1 - item.rank : item.rank;
-        return args.workspace.tile_ranks[first + position];
+        return args.workspace.tile_ranks[first + memory.schedule().first_tile + position];
     }
 
     // Writes the work item and its runs. Nobody needs an item without steps if dK and dV are added up, to sums that

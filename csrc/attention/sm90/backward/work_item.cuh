@@ -45,6 +45,7 @@ struct alignas(16) CurrentTile {
     int item, key;  // number of work items before; first key
     int first_band, end_band, mask, key_head, example, first_head;
     const ScheduledBand* bands;  // of the mask
+    int* counter;                // that work items are claimed from
     bool has_no_run, mirrored;   // no run of the tile was written yet; bands and blocks come from the first to the last
     Range blocks;                // of queries, over all bands: those of the work item
     // The chunk of blocks that runs are written of, of one head; the next band and the blocks of those before it.

@@ -26,7 +26,7 @@ struct BackwardWorkspace {
     // [batch, kv_heads, rows_per_key_head · dim or v_dim of the kernel] (key_sums.cuh). Null where every work item has
     // all query heads of a group.
     float *dk, *dv;
-    int* counter;  // how many work items, or parts of them, are claimed
+    int* counters;  // [kBackwardCounters]: how many work items, or parts of them, are claimed
     // [batch, heads, panels of dq_layout, blocks of queries]: how many additions to a block of dq are done, counted at
     // its first panel. Deterministic runs only.
     int* additions;
@@ -72,7 +72,7 @@ inline BackwardWorkspace lay_out(char* base, const BackwardShape& shape, TileSha
         layout.dk = reinterpret_cast<float*>(take(key_rows * kernel_dim * sizeof(float)));
         layout.dv = reinterpret_cast<float*>(take(key_rows * kernel_v_dim * sizeof(float)));
     }
-    layout.counter = reinterpret_cast<int*>(take(sizeof(int)));
+    layout.counters = reinterpret_cast<int*>(take(kBackwardCounters * sizeof(int)));
     layout.additions = reinterpret_cast<int*>(take(additions * sizeof(int)));
     const int64_t key_additions = deterministic and has_key_sums ? key_heads * layout.key_tiles : 0;
     layout.key_additions = reinterpret_cast<int*>(take(key_additions * sizeof(int)));
