@@ -51,10 +51,12 @@ type Maker = Callable[[AttnMask, int, str | None], Method]
 """Takes a mask, the number of ranks, and the implementation of the local kernel."""
 
 
-def ours(mask: AttnMask, cp_size: int, implementation: str | None) -> Method:
+def ours(mask: AttnMask, cp_size: int, implementation: str | None, *, keep_received: bool = False) -> Method:
     """Receives the keys that are needed, those of some heads while others compute."""
     plan = plan_context(mask, cp_size)
-    attend = functools.partial(context_attention, axis_name=AXIS, implementation=implementation)
+    attend = functools.partial(
+        context_attention, axis_name=AXIS, implementation=implementation, keep_received=keep_received
+    )
     return Method(attend, plan, np.asarray(plan.token_order).reshape(cp_size, -1), plan.shard_length)
 
 

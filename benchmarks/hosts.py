@@ -25,48 +25,41 @@ With --out, writes hosts_2x1.json (hosts x ranks of a host), or hosts_2x1_memory
 """
 
 import argparse
-import functools
 import math
-import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh
 
-from benchmarks._jax_collectives import DTYPES, Direction, shift
-from benchmarks._measure import gpu_environment
-from benchmarks._processes import run_in_processes
-from benchmarks._report import Check, Report, Result, argument_parser, check, in_unit
-from benchmarks._transfers import DIM, KV_HEADS, Transfer
-from benchmarks._workloads import Causal, Documents, Pattern, Video, Window
-from jaxmagi import GroupCastSpec, collectives, group_cast, group_reduce, plan_context
-from jaxmagi.calibration._chain import AXIS, chain, draw_normal, mesh_of
+from benchmarks._hosts import (
+    ESTIMATED_RATES,
+    PATTERNS,
+    SECONDS_MORE,
+    begin_report,
+    make_work,
+    of_busiest,
+    run_on_hosts,
+    seconds_of_call,
+    sent_bytes,
+    sized,
+    transfer_work,
+)
+from benchmarks._jax_collectives import Direction, shift
+from benchmarks._report import Check, Result, check, in_unit
+from benchmarks._transfers import Transfer
+from jaxmagi import GroupCastSpec, collectives, plan_context
+from jaxmagi.calibration._chain import draw_normal, mesh_of
 from jaxmagi.calibration._timing import DeviceWork, Timing, time_in_turns
-from tests.cases import document_lengths
-from tests.hosts import Network
-from tests.launcher import leave_memory_to_processes
 
-PATTERNS: dict[str, Callable[[int], Pattern]] = {
-    "documents": lambda length: Documents(tuple(document_lengths(length)), causal=True),
-    "window 4095": lambda length: Window(length, 4095),
-    "video": lambda length: Video(4, length // 4),
-    "causal": Causal,
-}
 DIRECTIONS: tuple[Direction, ...] = ("cast", "reduce f32")
 OURS, NETWORK = "ours", "lax.ppermute"
 NETWORK_SHAPE = (2**18, (128,))  # of the rows of a rank that are permuted: 64 MB in bfloat16
-PROGRAM_SECONDS = 50e-3  # of the calls of one program, if they are fast
-MAX_CALLS = 1000
-BATCHES = 2  # programs in the queues at once
-ESTIMATED_RATES: dict[Network, float] = {"sockets": 5e9, "memory": 25e9}  # bytes a second
-MARGIN, SECONDS_MORE = 1.1, 200e-6
-POOL = 0.7  # of a GPU's memory, by all ranks, which may share one
+MARGIN = 1.1
 
 
 @dataclass(frozen=True)
@@ -108,39 +101,8 @@ def transfers(cp_size: int, tokens: int) -> list[Transfer]:
     for name, pattern in PATTERNS.items():
         spec = plan_context(pattern(cp_size * tokens).mask(), cp_size, two_levels=False).transfer
         assert isinstance(spec, GroupCastSpec)
-        size = f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
-        found.append(Transfer(f"{name}, {size} a rank", spec))
+        found.append(Transfer(sized(name, tokens), spec))
     return found
-
-
-def rows_between_hosts(transfer: Transfer, hosts: int) -> np.ndarray:
-    """Returns the rows of a cast that each rank sends to each rank of another host: int64 [cp, cp]."""
-    sends = np.asarray(transfer.spec.sends)
-    cp_size = len(sends)
-    rows = np.zeros((cp_size, cp_size), np.int64)
-    for rank, table in enumerate(sends):
-        np.add.at(rows[rank], table[:, 0], table[:, 3])
-    host = np.arange(cp_size) * hosts // cp_size
-    return np.where(host[:, None] == host, 0, rows)
-
-
-def make_work(
-    run: Callable[[Any, Any], Any], operands: Any, tables: Any, mesh: Mesh, seconds: float
-) -> DeviceWork:
-    """Returns the work of calls that take about so many seconds each, run once."""
-    turns = max(2, math.ceil(min(MAX_CALLS, PROGRAM_SECONDS / seconds)))
-    tables = jax.device_put(tables, NamedSharding(mesh, P(AXIS)))
-    work = chain(run, operands, tables, mesh, turns)
-    work.seconds(BATCHES)
-    return work
-
-
-def ours(transfer: Transfer, direction: Direction, mesh: Mesh, seconds: float) -> DeviceWork:
-    spec, is_cast = transfer.spec, direction == "cast"
-    rows = spec.input_rows if is_cast else spec.output_rows
-    move = functools.partial(group_cast if is_cast else group_reduce, axis_name=AXIS)
-    operands = [draw_normal(seed, rows, (KV_HEADS, DIM), DTYPES[direction], mesh) for seed in range(2)]
-    return make_work(move, operands, spec, mesh, seconds)
 
 
 def permute(mesh: Mesh, ranks_per_host: int, rate: float) -> DeviceWork:
@@ -164,22 +126,16 @@ def count_moved(work: DeviceWork) -> tuple[float, float] | tuple[None, None]:
     return float(rows), float(control)
 
 
-def seconds_of_call(work: DeviceWork) -> float:
-    return work.seconds(BATCHES) / (BATCHES * work.passes)
-
-
 def measure(
     transfer: Transfer, direction: Direction, mesh: Mesh, link: DeviceWork, arguments: argparse.Namespace
 ) -> Row:
     """Times a transfer in turns with the ppermute."""
-    row_bytes = 2 * KV_HEADS * DIM * jnp.dtype(DTYPES[direction]).itemsize
-    sent = row_bytes * rows_between_hosts(transfer, arguments.hosts)
-    needed = int(max(sent.sum(axis=0).max(), sent.sum(axis=1).max()))
-    work = ours(transfer, direction, mesh, needed / ESTIMATED_RATES[arguments.network] + SECONDS_MORE)
+    sent = sent_bytes(transfer.spec, direction, arguments.hosts)
+    work = transfer_work(transfer.spec, direction, mesh, arguments)
     moved, control = count_moved(work)
     works = {OURS: work, NETWORK: link}
     timings = time_in_turns(works, arguments.repeats, lambda name: seconds_of_call(works[name]))
-    return to_row(transfer.name, direction, timings, needed, int(sent.sum()), moved, control)
+    return to_row(transfer.name, direction, timings, of_busiest(sent), int(sent.sum()), moved, control)
 
 
 def to_row(
@@ -222,16 +178,8 @@ def checks(rows: Sequence[Row]) -> list[Check]:
 def run(arguments: argparse.Namespace) -> None:
     """Measures what the pattern selects, in each rank."""
     mesh = mesh_of(len(jax.devices()))
-    per_host = arguments.ranks_per_host
-    about = gpu_environment() | {
-        "hosts": arguments.hosts,
-        "ranks_per_host": per_host,
-        "network": arguments.network,
-    }
-    name = f"hosts_{arguments.hosts}x{per_host}" + ("_memory" if arguments.network == "memory" else "")
-    report = Report[Row](name, arguments.out, about, checks)
-    print(f"sources {about['sources']}", flush=True)
-    link = permute(mesh, per_host, ESTIMATED_RATES[arguments.network])
+    report = begin_report("hosts", arguments, checks)
+    link = permute(mesh, arguments.ranks_per_host, ESTIMATED_RATES[arguments.network])
     for tokens in arguments.tokens:
         for transfer in transfers(mesh.size, tokens):
             for direction in DIRECTIONS:
@@ -241,20 +189,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16_384, 65_536], help="of each rank")
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--ranks-per-host", type=int, default=1)
-    parser.add_argument("--network", choices=("sockets", "memory"), default="sockets")
-    arguments = parser.parse_args()
-    if arguments.hosts < 2:
-        parser.error(f"it takes two hosts or more, but --hosts is {arguments.hosts}")
-    leave_memory_to_processes()
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # as for tests on GPUs
-    ranks = arguments.hosts * arguments.ranks_per_host
-    arguments.out = arguments.out and arguments.out.absolute()
-    places = {"hosts": arguments.hosts, "network": arguments.network}
-    run_in_processes(run, arguments, processes=ranks, pool=POOL / ranks, **places)
+    run_on_hosts(run, __doc__, tokens=[16_384, 65_536])
 
 
 if __name__ == "__main__":

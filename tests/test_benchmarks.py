@@ -14,6 +14,7 @@ import jax
 import pytest
 
 from benchmarks import (
+    _hosts,
     _measure,
     _report,
     _workloads,
@@ -22,6 +23,7 @@ from benchmarks import (
     attention_memory,
     collectives,
     context,
+    context_hosts,
     context_memory,
     hosts,
     sharding,
@@ -44,15 +46,19 @@ def defaults_of_jax() -> Iterator[None]:
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Runs a benchmark and returns the rows that it saves, which have the fields of committed results.
 
-    They are those of the same name, unless ``committed`` is another one.
+    They are those of the same name, unless ``committed`` is another one, or None where there are none yet.
     """
 
-    def run(benchmark: ModuleType, name: str, options: str, committed: str = "") -> list[dict[str, Any]]:
+    def run(
+        benchmark: ModuleType, name: str, options: str, committed: str | None = ""
+    ) -> list[dict[str, Any]]:
         arguments = options.replace("OUT", f"--out {tmp_path}").split(" ")
         monkeypatch.setattr(sys, "argv", [f"{benchmark.__name__.partition('.')[2]}.py", *arguments])
         benchmark.main()
         saved = json.loads((tmp_path / f"{name}.json").read_text())
         assert saved["environment"]["command"] == f"python -m {benchmark.__name__} {' '.join(arguments)}"
+        if committed is None:
+            return saved["rows"]
         known = json.loads((_measure.RESULTS / f"{committed or name}.json").read_text())["rows"]
         known += [vars(_report.Failure("", "", "", "")), vars(_report.check("", "", "", None))]
         assert {tuple(row) for row in saved["rows"]} <= {tuple(row) for row in known}
@@ -158,18 +164,33 @@ def test_context_memory_of_gpus_that_are_not_there(run: Run, monkeypatch: pytest
 
 def run_on_hosts(arguments: argparse.Namespace) -> None:
     """Runs a rank of `hosts` with less work."""
-    hosts.NETWORK_SHAPE, hosts.PROGRAM_SECONDS = (256, (128,)), 1e-9
+    hosts.NETWORK_SHAPE, _hosts.PROGRAM_SECONDS = (256, (128,)), 1e-9
     run_rank(arguments)
 
 
 run_rank = hosts.run
 
 
-def test_hosts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hosts of one rank each on the CPU, where nothing is counted."""
+def run_context_on_hosts(arguments: argparse.Namespace) -> None:
+    """Runs a rank of `context_hosts` with less work."""
+    _hosts.PROGRAM_SECONDS = context.PROGRAM_SECONDS = 1e-12
+    run_context_rank(arguments)
+
+
+run_context_rank = context_hosts.run
+
+
+@pytest.fixture
+def two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requires two hosts of one rank each, and has variables that their benchmarks set as they were."""
     require_hosts(2, 2)
     for name, value in (("XLA_PYTHON_CLIENT_PREALLOCATE", "false"), ("NCCL_NVLS_ENABLE", "0")):
-        monkeypatch.setenv(name, value)  # to be as it was afterwards
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_hosts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU nothing is counted."""
     monkeypatch.setattr(hosts, "run", run_on_hosts)
     options = "--tokens 256 --rows causal --repeats 1 OUT"
     cast, back, *checks = run(hosts, "hosts_2x1", options)
@@ -179,6 +200,29 @@ def test_hosts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cast["bound_us"] == pytest.approx(bound)
     assert cast["ratio"] == pytest.approx(cast["median_us"] / bound)
     assert [check["measured"] for check in checks[::2]] == [cast["ratio"], back["ratio"]]
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_context_hosts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is measured once, and the passes of ours are held against the rest."""
+    monkeypatch.setattr(context_hosts, "run", run_context_on_hosts)
+    options = "--tokens 64 --rows window --repeats 1 OUT"
+    *rows, forward, backward = run(context_hosts, "context_hosts_2x1", options)
+    times = {(row["direction"], row["implementation"]): row["median_ms"] for row in rows}
+    cast, back = times["cast", "group_cast"], times["reduce f32", "group_reduce"]
+    bounds = {
+        ("forward", "ours"): max(times["forward", "kernel alone"], cast),
+        ("backward", "ours"): max(times["backward", "kernel alone"], cast + back),
+        ("backward", "ours, keys kept"): max(times["backward", "kernel alone"], back),
+    }
+    assert len(times) == len(rows) == 7 and {row["workload"] for row in rows} == {"window 4095, 64 a rank"}
+    for row in rows:
+        least = bounds.get((row["direction"], row["implementation"]))
+        assert row["bound_ms"] == (least and pytest.approx(least))
+    found = [check["measured"] for check in (forward, backward)]
+    ours = [each for each in bounds if each[1] == "ours"]
+    assert found == [pytest.approx(times[each] / bounds[each]) for each in ours]
+    assert [check["at_most"] for check in (forward, backward)] == [1.15, 1.15]
 
 
 def test_sharding(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

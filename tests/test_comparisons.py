@@ -20,6 +20,7 @@ from benchmarks import (
     attention,
     collectives,
     context,
+    context_hosts,
     sharding,
     train_curve,
 )
@@ -143,6 +144,20 @@ def test_ours_is_compared_with_the_best_peer() -> None:
     assert all(check.measured == pytest.approx(0.9) and not check.met for check in found)
     causal = next(row for row in rows if row.workload.startswith("causal"))
     assert causal.tflops == pytest.approx(256 * 257 / 2 * 4 * 64 * 128 / 4 / 1e12)
+
+
+def test_bounds_between_hosts() -> None:
+    """The kernel bounds the forward pass, and the backward pass both transfers, one after the other."""
+    moves = context_hosts.MOVES
+    seconds = {
+        **{("forward", "ours"): 4.1, ("forward", "kernel alone"): 4.0, moves["cast"]: 3.0},
+        **{("backward", "ours"): 10.0, ("backward", "kernel alone"): 8.0, moves["reduce f32"]: 6.0},
+    }
+    rows = context_hosts.to_rows("causal, 32k a rank", {each: same(time) for each, time in seconds.items()})
+    bounds = {(row.direction, row.implementation): row.bound_ms for row in rows if row.bound_ms is not None}
+    assert bounds == {("forward", "ours"): 4000, ("backward", "ours"): 9000}
+    found = [(x.measured, x.at_most, x.met) for x in context_hosts.checks(rows)]
+    assert found == [(pytest.approx(4.1 / 4), 1.05, True), (pytest.approx(10 / 9), 1.08, False)]
 
 
 # --- collectives ---
