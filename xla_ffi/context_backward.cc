@@ -2,7 +2,6 @@
 #include <ranges>
 
 #include "csrc/attention/sm90/backward/backward.h"
-#include "csrc/collectives/part_rows.h"
 
 #include "xla_ffi/attention_cuda_handler.h"
 #include "xla_ffi/context_handler.h"
@@ -12,10 +11,9 @@ namespace {
 
 struct Backward {
     static constexpr const char* kTarget = "jaxmagi_context_backward";
-    static constexpr bool kHasPartsWithinHosts = false;  // there rows move so fast that parts cost more than they hide
 
     // The flags of a part: those that its launches set (BackwardParams::drained), and whether its keys have arrived.
-    static constexpr int64_t kArrived = sm90::kBackwardCounters, kFlags = kArrived + 1;
+    static constexpr int64_t kArrived = sm90::kMostBackwardStages, kFlags = kArrived + 1;
 
     struct Operands {
         ffi::AnyBuffer q;
@@ -90,16 +88,28 @@ struct Backward {
                        const Results& results, ContextFork& fork, ContextTransfers& transfers);
 };
 
-// How many multiprocessors attention leaves to NCCL. Rows travel between hosts all the while that it computes: with 4
-// free ones instead of 16 a backward pass took 18 % less time (docs/log/context.md). NCCL has a few CTAs for a peer, of
-// which a multiprocessor holds several. Those that find none wait for a launch of attention to end, and no CTA of
-// attention waits for them.
+// How many multiprocessors attention leaves to NCCL. Rows travel between hosts all the while that it computes: with 16
+// free ones a causal backward pass took 1.18 to 1.27 times as long as attention or transfer alone, with 4 0.96 to 1.11
+// times (docs/log/context.md). NCCL has a few CTAs for a peer, of which a multiprocessor holds several. Those that find
+// none wait for a launch of attention to end, and no CTA of attention waits for them.
 constexpr int kMostNetworkSms = 4;
+
+// Within a host, own tiles of one in so many key heads are computed while keys come.
+constexpr int kFirstKeyHeads = 4;
+
+// Between hosts own tiles and the others have counters of their own.
+int counter_of(sm90::KeyTiles tiles) {
+    return tiles == sm90::KeyTiles::kOthers;
+}
 
 // Launches the pass: tiles of own keys, which need no transfer, and the others, whose gradients return behind them.
 //
-// Within a host CTAs go on with the other tiles behind the own ones, since their keys have come by then. A launch of
-// the other tiles does what is left where they have not.
+// Within a host there is a launch of three stages:
+//   own tiles of some key heads         while keys come
+//   their other tiles
+//   all tiles of the other key heads    as attention on one GPU does it: queries stay in the L2 cache for all tiles
+// CTAs go on with the second stage if its keys have come by then. Where they have not, another launch does what is
+// left.
 //
 // Between hosts this order has something to compute beside most transfers:
 //   own tiles of the first part         while keys come
@@ -121,6 +131,9 @@ public:
         for (int64_t part = 0; part < count_; ++part)
             parts_.push_back({Backward::to_params(attributes, parts, operands, results, part)});
         needed_ = find_needed_keys();
+        sent_ = transfers.find_sent_blocks(num_own_tiles(parts_[0].params), tile_keys());
+        for (int64_t part = 0; part < count_; ++part)
+            parts_[part].params.final = final_gradients(parts, part);
     }
 
     void launch() {
@@ -150,21 +163,41 @@ private:
     void launch_within_host() {
         Part& part = parts_[0];
         const cudaStream_t program = fork_.program(), rest = fork_.of_launch(1), helpers = fork_.helpers();
-        const auto* const arrived = part.params.drained + Backward::kArrived;
+        uint32_t* const arrived = part.params.drained + Backward::kArrived;
+        fork_.set(fork_.transfers(), arrived);
+        const cudaEvent_t brought = fork_.record(fork_.transfers());
+        fork_.wait(program, arrivals_[0].own);  // to prepare beside the copy of own keys would delay the transfer
         prepare(part, program);
-        run(0, {kOwn, true, part.params.num_sms - reserved_, arrived}, program);
+        const int num_sms = part.params.num_sms;
+        check_launch(run_attention_backward(part.params, within_host(0, num_sms - reserved_, arrived), program));
         for (const cudaStream_t stream : {rest, helpers}) {
             fork_.wait(stream, part.prepared);
-            fork_.wait(stream, arrivals_[0]);
+            fork_.wait(stream, brought);
         }
-        run(0, {kOwn, true, reserved_, arrived}, helpers);
-        if (has_tiles(part.params, kOwn))
-            fork_.wait_until_set(rest, part.params.drained + counter_of(kOwn));
-        run(0, {kOthers, false, part.params.num_sms}, rest);
+        check_launch(run_attention_backward(part.params, within_host(0, reserved_, arrived), helpers));
+        fork_.wait_until_set(rest, part.params.drained);
+        check_launch(run_attention_backward(part.params, within_host(1, num_sms, nullptr), rest));
         for (const cudaStream_t stream : {program, rest})
             fork_.wait(helpers, fork_.record(stream));
         for (const sm90::KeyTiles tiles : {kOthers, kOwn})
             finish(0, tiles);
+    }
+
+    // Returns a launch of the stages from `first` on.
+    sm90::BackwardLaunch within_host(int first, int num_sms, const uint32_t* arrived) const {
+        const sm90::BackwardParams& params = parts_[0].params;
+        const int heads = num_key_heads(params), first_heads = ceil_div(heads, kFirstKeyHeads);
+        const bool has_more_heads = first_heads < heads;
+        const sm90::BackwardStage stages[] = {{kOwn, {0, first_heads}, has_more_heads or has_tiles(params, kOthers)},
+                                              {kOthers, {0, first_heads}, has_more_heads},
+                                              {kAll, {first_heads, heads}, false}};
+        sm90::BackwardLaunch launch{.stages = {},
+                                    .num_stages = static_cast<int>(std::size(stages)) - first,
+                                    .first_counter = first,
+                                    .num_sms = num_sms,
+                                    .arrived = arrived};
+        std::copy(stages + first, std::end(stages), launch.stages);
+        return launch;
     }
 
     void launch_between_hosts() {
@@ -172,7 +205,7 @@ private:
         for (Launch& one : launches) {
             launch(one);
             // The host may wait for the cast of each other part, and the device has two launches to go on with.
-            if (&one == &launches.front() and &one != &launches.back())
+            if (&one == &launches.front())
                 continue;
             while (std::ssize(arrivals_) < count_)
                 bring_next();
@@ -205,8 +238,7 @@ private:
         arrivals_.push_back(
             operands_.kept.k.element_count() > 0
                 ? transfers_.put_back(part, operands_.own, operands_.kept, results_.keys.all, needed_)
-                : transfers_.bring(part, operands_.own, results_.keys, needed_).all);
-        fork_.set(fork_.transfers(), parts_[part].params.drained + Backward::kArrived);
+                : transfers_.bring(part, operands_.own, results_.keys, needed_));
     }
 
     void prepare(Part& part, cudaStream_t stream) {
@@ -222,19 +254,23 @@ private:
         const cudaStream_t stream = fork_.of_launch(num_launches_++);
         prepare(part, stream);
         if (one.tiles == kOthers)
-            fork_.wait(stream, arrivals_[one.part]);
+            fork_.wait(stream, arrivals_[one.part].all);
         if (before_ != nullptr)
             fork_.wait_until_set(stream, before_);
-        run(one.part, {one.tiles, one.is_followed, part.params.num_sms - reserved_}, stream);
+        run(one, part.params.num_sms - reserved_, stream);
         if (has_tiles(part.params, one.tiles))
             before_ = part.params.drained + counter_of(one.tiles);
         one.done = fork_.record(stream);
     }
 
-    void run(int64_t part, const sm90::BackwardLaunch& launch, cudaStream_t stream) const {
-        const sm90::BackwardParams& params = parts_[part].params;
-        if (has_tiles(params, launch.tiles))
-            check_launch(sm90::run_attention_backward(params, launch, stream));
+    void run(const Launch& one, int num_sms, cudaStream_t stream) const {
+        const sm90::BackwardParams& params = parts_[one.part].params;
+        const sm90::BackwardLaunch launch{.stages = {{one.tiles, {0, num_key_heads(params)}, one.is_followed}},
+                                          .num_stages = 1,
+                                          .first_counter = counter_of(one.tiles),
+                                          .num_sms = num_sms};
+        if (has_tiles(params, one.tiles))
+            check_launch(run_attention_backward(params, launch, stream));
     }
 
     // Lets the multiprocessors that were left to transfers help a launch, and finishes behind it.
@@ -242,7 +278,7 @@ private:
         const cudaStream_t helpers = fork_.helpers();
         fork_.wait(helpers, parts_[one.part].prepared);
         fork_.wait(helpers, fork_.record(fork_.transfers()));  // until nothing travels
-        run(one.part, {one.tiles, one.is_followed, reserved_}, helpers);
+        run(one, reserved_, helpers);
         fork_.wait(helpers, one.done);
         finish(one.part, one.tiles);
     }
@@ -257,21 +293,33 @@ private:
             transfers_.give_back(number, results_.returns);
         if (++part.num_finished < 2)
             return;
-        transfers_.add_own(number, results_.returns);
+        transfers_.add_own(number, results_.returns, sent_);
         check_launch(sm90::finish_query_gradients(part.params, helpers));
     }
 
     // Returns which own keys are to be copied in front of received ones: those of a tile that has both.
     const uint8_t* find_needed_keys() {
         using collectives::kNeededRows;
-        const sm90::OwnKeys& own = parts_[0].params.own;
-        const sm90::BackwardShape& shape = parts_[0].params.shape;
-        const int tile_keys = find_tile(sm90::backward_tile, shape.dim, shape.v_dim).keys;
-        const int first = own.length / tile_keys * tile_keys / kNeededRows, blocks = ceil_div(own.length, kNeededRows);
+        const int length = parts_[0].params.own.length, blocks = ceil_div(length, kNeededRows);
+        const int first = length / tile_keys() * tile_keys() / kNeededRows;
         auto* const needed = static_cast<uint8_t*>(transfers_.allocate(blocks));
         check_cuda(cudaMemsetAsync(needed, 0, blocks, fork_.program()), "clearing flags");
         check_cuda(cudaMemsetAsync(needed + first, 1, blocks - first, fork_.program()), "setting flags");
         return needed;
+    }
+
+    int tile_keys() const {
+        const sm90::BackwardShape& shape = parts_[0].params.shape;
+        return find_tile(sm90::backward_tile, shape.dim, shape.v_dim).keys;
+    }
+
+    // Returns where gradients of own tiles go that are not sent.
+    sm90::FinalGradients final_gradients(const Parts& parts, int64_t part) const {
+        const KeysValues& result = results_.returns.result;
+        const auto place = [&](const char* name, const ffi::AnyBuffer& gradients) {
+            return data_of<uint16_t>(name, gradients, 16) + part * parts.key_heads * gradients.dimensions()[3];
+        };
+        return {place("dk", result.k), place("dv", result.v), sent_.is_sent};
     }
 
     const Backward::Operands& operands_;
@@ -282,11 +330,12 @@ private:
     const bool is_within_host_;
     const int reserved_;
     std::vector<Part> parts_;
-    const uint8_t* needed_;              // own keys in front of received ones
-    std::vector<cudaEvent_t> arrivals_;  // of keys, of parts
+    const uint8_t* needed_;          // own keys in front of received ones
+    collectives::SentBlocks sent_;   // which own tiles are sent
+    std::vector<Arrival> arrivals_;  // of keys, of parts
     int num_launches_ = 0;
-    int64_t num_finished_ = 0;           // launches
-    const uint32_t* before_ = nullptr;   // the flag of the launch before
+    int64_t num_finished_ = 0;          // launches
+    const uint32_t* before_ = nullptr;  // the flag of the launch before
 };
 
 void Backward::launch(const ContextAttributes& attributes, const Parts& parts, const Operands& operands,

@@ -37,7 +37,6 @@ private:
 
 struct Forward {
     static constexpr const char* kTarget = "jaxmagi_context_forward";
-    static constexpr bool kHasPartsWithinHosts = true;
 
     struct Operands {
         ffi::AnyBuffer q;
@@ -48,6 +47,7 @@ struct Forward {
     struct Results {
         ffi::AnyBuffer out, lse;
         CastArrays keys;
+        KeysValues kept;          // received rows, [batch, rows, all key heads, dim]; none unless they are kept
         ffi::AnyBuffer counters;  // of launches, and behind them their flags
     };
 
@@ -96,11 +96,14 @@ struct Forward {
                        const Results& results, ContextFork& fork, ContextTransfers& transfers);
 };
 
-// A call of the pass. Its attention has this order:
+// A call of the pass. Within a host CTAs compute own tiles, which see no received keys, from where the rank has its
+// keys, and then go on with the others, if all keys have come by then. Otherwise a launch behind the transfer does
+// these. With several masks there are no own tiles, and attention begins when all keys have come.
+//
+// Between hosts attention has this order:
 //   own half       only where keys come from other hosts and the output is not fp32: the first part over the rank's own
 //                  keys. Nothing else would hide the transfer of this part where most tiles see received keys
-//   own tiles      tiles that see no received keys, for all heads, or for those of the other parts if there is an own
-//                  half. They take keys from where the rank has them. With several masks there are none
+//   own tiles      for all heads, or for those of the other parts if there is an own half
 //   first part     the tiles that are left; with an own half, all tiles over received keys, merged with that half
 //   other parts    the tiles that are left
 // The transfer of the first part is launched before its attention, and those of the others behind it, since between
@@ -121,19 +124,65 @@ public:
     void launch() {
         clear(results_.counters, fork_.program());
         fork_.begin();
-        if (not parts_.are_within_host)
-            bring_next();  // tells whether keys come from other hosts
+        if (parts_.are_within_host)
+            launch_within_host();
+        else
+            launch_between_hosts();
+    }
+
+private:
+    struct Half {
+        sm90::ForwardParams params;
+        cudaEvent_t done;
+    };
+
+    void launch_within_host() {
+        const cudaStream_t rest = fork_.of_launch(1), helpers = fork_.helpers();
+        sm90::ForwardParams others = to_params(0);
+        const bool has_own_tiles = others.num_masks == 1;
+        if (has_own_tiles)
+            needed_ = find_needed_keys(others);
+        auto* const counters = data_of<int>("counters", results_.counters);
+        auto* const flags = reinterpret_cast<uint32_t*>(counters) + 2;
+        uint32_t *const drained = flags, *const arrived = flags + 1;
+        others.counter = counters + 1;
+        others.counter_is_zero = true;
+        others.claims_all = true;
+        others.subset = has_own_tiles ? sm90::Tiles::kSeeReceived : sm90::Tiles::kAll;
+        sm90::ForwardParams own = to_own_tiles(0);
+        own.counter = counters;
+        own.counter_is_zero = true;
+        own.drained = drained;
+        own.next = &others;
+        own.next_arrived = arrived;
+        own.num_sms -= reserved_;
+        if (has_own_tiles)
+            check_launch(sm90::attention_forward(own, fork_.program()));
+        bring_next();
+        fork_.set(fork_.transfers(), arrived);
+        const cudaEvent_t brought = fork_.record(fork_.transfers());
+        for (const cudaStream_t stream : {helpers, rest})
+            fork_.wait(stream, brought);
+        if (has_own_tiles) {
+            help(own, reserved_);
+            fork_.wait_until_set(rest, drained);
+        }
+        check_launch(sm90::attention_forward(others, rest));
+        keep_received();
+    }
+
+    void launch_between_hosts() {
+        bring_next();  // tells whether keys come from other hosts
         const sm90::ForwardParams first = to_params(0);
         const bool in_halves = transfers_.crosses_hosts() and not first.out_f32;
         if (in_halves)
             launch_own_half(first);
         if (first.num_masks == 1 and parts_.count > int64_t{in_halves})
             launch_own_tiles(first, in_halves);
-        if (arrivals_.empty())  // within a host
-            bring_next();
         const sm90::ForwardParams first_part = launch_part(0);
         while (num_brought() < parts_.count)
             bring_next();
+        keep_received();
         fork_.wait(fork_.helpers(), arrivals_.back().all);
         if (own_tiles_.has_value())
             help(*own_tiles_, reserved_);
@@ -143,17 +192,15 @@ public:
             help(launch_part(part), helpers(part));
     }
 
-private:
-    struct Half {
-        sm90::ForwardParams params;
-        cudaEvent_t done;
-    };
-
     sm90::ForwardParams to_params(int64_t part) const {
         return Forward::to_params(attributes_, parts_, operands_, results_, part);
     }
     int64_t num_brought() const { return static_cast<int64_t>(arrivals_.size()); }
     void bring_next() { arrivals_.push_back(transfers_.bring(num_brought(), operands_.own, results_.keys, needed_)); }
+    void keep_received() {
+        for (int64_t part = 0; part < parts_.count and results_.kept.k.element_count() > 0; ++part)
+            transfers_.keep(part, results_.keys.all, results_.kept);
+    }
     // The multiprocessors that help a part when nothing is to be transferred. The last one has them from the beginning.
     int helpers(int64_t part) const { return part + 1 < parts_.count ? reserved_ : 0; }
     void help(const sm90::ForwardParams& params, int num_sms) const {

@@ -9,9 +9,10 @@
 // Handlers of context attention, one for each pass, which hold transfers and attention. Nothing is under way when a
 // call returns but what the program's stream waits for.
 //
-// Attention is cut into parts of the heads (context_parts.h). The keys of all parts travel from the beginning on, those
-// of the first part first. What needs no received keys is computed before or behind what does (context_forward.cc,
-// context_backward.cc), so that there is something to compute while rows travel.
+// Between hosts attention is cut into parts of the heads (context_parts.h). The keys of all parts travel from the
+// beginning on, those of the first part first. Within a host there is one part. What needs no received keys is computed
+// before or behind what does (context_forward.cc, context_backward.cc), so that there is something to compute while
+// rows travel.
 //
 // Attention is launched several times, each time when the launch before has no work left to begin with: streams wait
 // for events, and for flags that kernels of attention set. No kernel of attention waits for a transfer, so that no
@@ -76,10 +77,10 @@ Parts parts_of(const ContextAttributes& attributes, const collectives::Peers& pe
     Parts parts = Parts::of(attributes, operands.q, Pass::keys(results).k);
     parts.are_within_host =
         not attributes.has_two_steps() and are_all_native(peers, implementation, attributes.ranks_per_host);
-    parts.have_native_peers = attributes.has_two_steps() or
+    parts.have_native_peers = attributes.inside_group_size > 1 or
                               (peers.num_slots() > 1 and implementation != Implementation::kNccl and
                                attributes.ranks_per_host != 1);
-    return parts.are_within_host and not Pass::kHasPartsWithinHosts ? parts.with_count(1) : parts;
+    return parts.are_within_host ? parts.with_count(1) : parts;  // there rows move so fast that parts cost more
 }
 
 // Connects the groups of a call, and lets their ranks access each other's arrays.

@@ -1,14 +1,15 @@
 #include "xla_ffi/context_transfers.h"
 
 #include <algorithm>
-
-#include "csrc/collectives/part_rows.h"
+#include <utility>
 
 namespace jaxmagi {
 
 using namespace collectives;
 
 namespace {
+
+constexpr const char* kCopying = "launching the kernel that copies keys and values";
 
 DType dtype_of_16_bits(const ffi::AnyBuffer& gradients) {
     const DType dtype = summed_dtype(gradients);
@@ -37,26 +38,46 @@ ContextTransfers::Step ContextTransfers::inside() {
 }
 
 Arrival ContextTransfers::bring(int64_t part, const KeysValues& own, const CastArrays& arrays, const uint8_t* needed) {
-    copy_own(part, own, arrays.all, needed);
+    check_cuda(copy_part_rows(own_rows(part, own, arrays.all, needed, true), fork_.transfers()), kCopying);
     const cudaEvent_t copied = fork_.record(fork_.transfers());
     cast(part, arrays);
     return {copied, fork_.record(fork_.transfers())};
 }
 
-cudaEvent_t ContextTransfers::put_back(int64_t part, const KeysValues& own, const KeysValues& kept,
-                                       const KeysValues& all, const uint8_t* needed) {
-    copy_own(part, own, all, needed);
-    copy(part, kept, all, parts_.tokens, parts_.rows - parts_.tokens, nullptr);
-    return fork_.record(fork_.transfers());
+Arrival ContextTransfers::put_back(int64_t part, const KeysValues& own, const KeysValues& kept, const KeysValues& all,
+                                   const uint8_t* needed) {
+    check_cuda(copy_part_rows(own_rows(part, own, all, needed, false), fork_.transfers()), kCopying);
+    const cudaEvent_t copied = fork_.record(fork_.transfers());
+    check_cuda(copy_part_rows(received_rows(part, kept, all), fork_.transfers()), kCopying);
+    return {copied, fork_.record(fork_.transfers())};
 }
 
-void ContextTransfers::copy_own(int64_t part, const KeysValues& own, const KeysValues& all, const uint8_t* needed) {
-    copy(part, own, all, 0, parts_.tokens, needed);
+void ContextTransfers::keep(int64_t part, const KeysValues& all, const KeysValues& kept) {
+    CopiedRowsParams params = received_rows(part, kept, all);
+    for (CopiedRows& array : params.arrays)
+        array = {array.to, const_cast<void*>(array.from), array.to_row_bytes, array.from_row_bytes, array.bytes};
+    std::swap(params.from_rows, params.to_rows);
+    check_cuda(copy_part_rows(params, fork_.transfers()), kCopying);
 }
 
-// Copies so many rows of all heads to rows of a part from `first` on.
-void ContextTransfers::copy(int64_t part, const KeysValues& from, const KeysValues& all, int64_t first, int64_t count,
-                            const uint8_t* needed) {
+// Returns how the rank's own rows get into the part's arrays, as far as they are needed or sent.
+CopiedRowsParams ContextTransfers::own_rows(int64_t part, const KeysValues& own, const KeysValues& all,
+                                            const uint8_t* needed, bool sent) {
+    CopiedRowsParams params = copied_rows(part, own, all, 0, parts_.tokens);
+    params.needed = needed;
+    params.sends = data_of<const Send>("sends", tables_.sends);
+    params.entries = sent ? static_cast<int>(tables_.sends.dimensions()[1]) : 0;
+    return params;
+}
+
+// Returns how kept rows get there.
+CopiedRowsParams ContextTransfers::received_rows(int64_t part, const KeysValues& kept, const KeysValues& all) {
+    return copied_rows(part, kept, all, parts_.tokens, parts_.rows - parts_.tokens);
+}
+
+// Returns how so many rows of all heads get into rows of a part from `first` on.
+CopiedRowsParams ContextTransfers::copied_rows(int64_t part, const KeysValues& from, const KeysValues& all,
+                                               int64_t first, int64_t count) {
     const int64_t all_heads = parts_.key_heads * parts_.count;
     const auto array = [&](const char* name, const ffi::AnyBuffer& rows, const ffi::AnyBuffer& to) -> CopiedRows {
         const int64_t dim = shape_of(to)[4];
@@ -65,13 +86,16 @@ void ContextTransfers::copy(int64_t part, const KeysValues& from, const KeysValu
         const int64_t part_bytes = parts_.key_heads * head_bytes;
         return {data_of<const char>(name, rows, 16) + part * part_bytes,
                 data_of<char>(name, parts_.of_rows(views_, to, part), 16) + first * part_bytes, all_heads * head_bytes,
-                part_bytes};
+                part_bytes, part_bytes};
     };
-    const CopiedRowsParams params{{array("k", from.k, all.k), array("v", from.v, all.v)},
-                                  parts_.batch, count, parts_.rows, needed,
-                                  data_of<const Send>("sends", tables_.sends),
-                                  static_cast<int>(tables_.sends.dimensions()[1])};
-    check_cuda(copy_part_rows(params, fork_.transfers()), "launching the kernel that copies keys and values");
+    return {.arrays = {array("k", from.k, all.k), array("v", from.v, all.v)},
+            .batch = parts_.batch,
+            .count = count,
+            .from_rows = count,
+            .to_rows = parts_.rows,
+            .needed = nullptr,
+            .sends = nullptr,
+            .entries = 0};
 }
 
 void ContextTransfers::cast(int64_t part, const CastArrays& arrays) {
@@ -90,6 +114,15 @@ bool ContextTransfers::crosses_hosts() const {
     return std::ranges::any_of(transfers_, &Transfer::has_remote_rows);
 }
 
+SentBlocks ContextTransfers::find_sent_blocks(int64_t count, int64_t rows) {
+    const SentBlocks blocks{static_cast<uint8_t*>(allocate(std::max<int64_t>(parts_.batch * count, 1))), count, rows};
+    const auto* const sends = data_of<const Send>("sends", tables_.sends);
+    const auto entries = static_cast<int>(tables_.sends.dimensions()[1]);
+    check_cuda(collectives::find_sent_blocks(blocks, sends, entries, parts_.batch, fork_.program()),
+               "launching the kernel that finds blocks of rows that are sent");
+    return blocks;
+}
+
 void ContextTransfers::give_back(int64_t part, const ReturnArrays& arrays) {
     const std::vector gradients = rounded(arrays.gradients, arrays.wire, part, parts_.tokens);
     const std::vector sums = rows(arrays.sums, part);
@@ -102,7 +135,7 @@ void ContextTransfers::give_back(int64_t part, const ReturnArrays& arrays) {
     }
 }
 
-void ContextTransfers::add_own(int64_t part, const ReturnArrays& arrays) {
+void ContextTransfers::add_own(int64_t part, const ReturnArrays& arrays, const SentBlocks& blocks) {
     const int64_t all_heads = parts_.key_heads * parts_.count;
     const auto array = [&](const char* name, const ffi::AnyBuffer& own, const ffi::AnyBuffer& sums,
                            const ffi::AnyBuffer& to) -> GradientRows {
@@ -118,7 +151,8 @@ void ContextTransfers::add_own(int64_t part, const ReturnArrays& arrays) {
                                      array("gradients of values", arrays.gradients.v, arrays.sums.v, arrays.result.v)},
                                     data_of<const Send>("sends", tables_.sends),
                                     static_cast<int>(tables_.sends.dimensions()[1]),
-                                    parts_.batch, parts_.tokens, parts_.rows, dtype_of_16_bits(arrays.result.k)};
+                                    parts_.batch, parts_.tokens, parts_.rows, dtype_of_16_bits(arrays.result.k),
+                                    blocks};
     check_cuda(add_gradients(params, fork_.transfers()), "launching the kernel that adds gradients");
 }
 

@@ -2,6 +2,8 @@
 
 #include <deque>
 
+#include "csrc/collectives/part_rows.h"
+
 #include "xla_ffi/collectives_launch.h"
 #include "xla_ffi/context_parts.h"
 #include "xla_ffi/context_streams.h"
@@ -34,13 +36,19 @@ public:
     // are sent or `needed` there (CopiedRowsParams), and behind them brings those that it receives.
     Arrival bring(int64_t part, const KeysValues& own, const CastArrays& arrays, const uint8_t* needed);
 
-    // Puts the rank's own keys and values there as `bring` does, and behind them those that have been kept, [batch,
-    // received rows, all key heads, dim]. Returns the moment at which the part has all.
-    cudaEvent_t put_back(int64_t part, const KeysValues& own, const KeysValues& kept, const KeysValues& all,
-                         const uint8_t* needed);
+    // Puts the rank's own keys and values there as far as they are needed, and behind them those that have been kept,
+    // [batch, received rows, all key heads, dim].
+    Arrival put_back(int64_t part, const KeysValues& own, const KeysValues& kept, const KeysValues& all,
+                     const uint8_t* needed);
+
+    // Keeps what a part has received, in [batch, received rows, all key heads, dim].
+    void keep(int64_t part, const KeysValues& all, const KeysValues& kept);
 
     // Returns whether any of the casts so far has rows that go over NCCL.
     bool crosses_hosts() const;
+
+    // Finds out, in the program's stream, which of the first `count` blocks of the rank's rows are sent.
+    collectives::SentBlocks find_sent_blocks(int64_t count, int64_t rows);
 
     // Returns device memory that stays until the pass has ended.
     void* allocate(size_t bytes) { return scratch_.allocate(bytes); }
@@ -48,17 +56,20 @@ public:
     // Returns the gradients of received keys and values to the ranks that have these.
     void give_back(int64_t part, const ReturnArrays& arrays);
 
-    // Adds what others have returned to the gradients of the rank's own keys and values.
-    void add_own(int64_t part, const ReturnArrays& arrays);
+    // Adds what others have returned to the gradients of the rank's own keys and values. Those of blocks that are not
+    // sent are in the result before.
+    void add_own(int64_t part, const ReturnArrays& arrays, const collectives::SentBlocks& blocks);
 
 private:
     struct Step;
 
     Step across();
     Step inside();
-    void copy_own(int64_t part, const KeysValues& own, const KeysValues& all, const uint8_t* needed);
-    void copy(int64_t part, const KeysValues& from, const KeysValues& all, int64_t first, int64_t count,
-              const uint8_t* needed);
+    collectives::CopiedRowsParams own_rows(int64_t part, const KeysValues& own, const KeysValues& all,
+                                           const uint8_t* needed, bool sent);
+    collectives::CopiedRowsParams received_rows(int64_t part, const KeysValues& kept, const KeysValues& all);
+    collectives::CopiedRowsParams copied_rows(int64_t part, const KeysValues& from, const KeysValues& all,
+                                              int64_t first, int64_t count);
     void cast(int64_t part, const CastArrays& arrays);
     void launch(Kind kind, int64_t part, const Step& step, const std::vector<ffi::AnyBuffer>& from,
                 const std::vector<ffi::AnyBuffer>& to, Placement placement);

@@ -27,28 +27,28 @@ template <typename Body> __device__ __forceinline__ void for_each(int64_t count,
 
 // A warp copies rows that are behind each other, kRowsOfWarp at most, and has loads of all of them in flight.
 __device__ void copy_rows(const CopiedRows& array, int64_t row, int64_t to_row, int count) {
-    const int64_t row_vectors = array.row_bytes / 16, part_vectors = array.part_bytes / 16;
-    const uint4* const from = static_cast<const uint4*>(array.from) + row * row_vectors;
-    uint4* const to = static_cast<uint4*>(array.to) + to_row * part_vectors;
-    for (int vector = threadIdx.x % kWarp; vector < part_vectors; vector += kWarp) {
+    const int64_t from_vectors = array.from_row_bytes / 16, to_vectors = array.to_row_bytes / 16;
+    const uint4* const from = static_cast<const uint4*>(array.from) + row * from_vectors;
+    uint4* const to = static_cast<uint4*>(array.to) + to_row * to_vectors;
+    for (int vector = threadIdx.x % kWarp; vector < array.bytes / 16; vector += kWarp) {
         uint4 vectors[kRowsOfWarp];
 #pragma unroll
         for (int i = 0; i < kRowsOfWarp; ++i)
             if (i < count)
-                vectors[i] = from[i * row_vectors + vector];
+                vectors[i] = from[i * from_vectors + vector];
 #pragma unroll
         for (int i = 0; i < kRowsOfWarp; ++i)
             if (i < count)
-                to[i * part_vectors + vector] = vectors[i];
+                to[i * to_vectors + vector] = vectors[i];
     }
 }
 
 // A CTA copies a block of an example, or those of its rows that are sent.
 __global__ void __launch_bounds__(kSentThreads) copy_part(const __grid_constant__ CopiedRowsParams params) {
     __shared__ bool is_sent[kSentRows];
-    const int64_t blocks = ceil_div(params.tokens, kSentRows), example = blockIdx.x / blocks;
+    const int64_t blocks = ceil_div(params.count, kSentRows), example = blockIdx.x / blocks;
     const int64_t block = blockIdx.x - example * blocks, begin = block * kSentRows;
-    const int64_t end = min(begin + kSentRows, params.tokens);
+    const int64_t end = min(begin + kSentRows, params.count);
     const bool is_needed = params.needed == nullptr or params.needed[block];
     if (not is_needed)
         find_sent_rows(params.sends + example * params.entries, params.entries, begin, end, is_sent);
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kSentThreads) copy_part(const __grid_constant_
     for (int64_t row = first; row < end; row += kSentThreads / kWarp * kRowsOfWarp) {
         const int count = static_cast<int>(min(end - row, int64_t{kRowsOfWarp}));
         for (const CopiedRows& array : params.arrays) {
-            const int64_t from_row = example * params.tokens + row, to_row = example * params.rows + row;
+            const int64_t from_row = example * params.from_rows + row, to_row = example * params.to_rows + row;
             if (is_needed)
                 copy_rows(array, from_row, to_row, count);
             else
@@ -65,6 +65,23 @@ __global__ void __launch_bounds__(kSentThreads) copy_part(const __grid_constant_
                         copy_rows(array, from_row + i, to_row + i, 1);
         }
     }
+}
+
+// A warp finds out about a block.
+__global__ void __launch_bounds__(kSentThreads)
+    find_blocks(const SentBlocks blocks, const Send* sends, int entries, int64_t all_blocks) {
+    const int64_t index = int64_t{blockIdx.x} * (kSentThreads / kWarp) + threadIdx.x / kWarp;
+    if (index >= all_blocks)
+        return;
+    const int64_t example = index / blocks.count, begin = (index - example * blocks.count) * blocks.rows;
+    bool is_sent = false;
+    for (int i = threadIdx.x % kWarp; i < entries; i += kWarp) {
+        const Send& send = sends[example * entries + i];
+        is_sent = is_sent or (send.length > 0 and send.row < begin + blocks.rows and begin < send.row + send.length);
+    }
+    is_sent = __any_sync(~0u, is_sent);
+    if (threadIdx.x % kWarp == 0)
+        blocks.is_sent[index] = is_sent;
 }
 
 // Adds the sums of eight numbers to those of the rank itself, if there are any, and rounds.
@@ -80,12 +97,25 @@ __device__ __forceinline__ uint4 add_eight(const float4* own, const float4* sums
             Element::pack(high.z, high.w)};
 }
 
+// Returns whether a row was stored where it belongs before.
+__device__ __forceinline__ bool is_final(const SentBlocks& blocks, int64_t example, int64_t row) {
+    const int64_t block = row / blocks.rows;
+    return block < blocks.count and not blocks.is_sent[example * blocks.count + block];
+}
+
 // A CTA adds kSentRows rows of an example.
 template <typename Element>
 __global__ void __launch_bounds__(kSentThreads) add_all(const __grid_constant__ GradientRowsParams params) {
     __shared__ bool is_sent[kSentRows];
     const int64_t blocks = ceil_div(params.tokens, kSentRows), example = blockIdx.x / blocks;
     const int64_t begin = (blockIdx.x - example * blocks) * kSentRows, end = min(begin + kSentRows, params.tokens);
+    __shared__ bool is_done[kSentRows];
+    const int64_t mine = begin + threadIdx.x;
+    const bool is_wanted = mine < end and not is_final(params.blocks, example, mine);
+    if (not __syncthreads_or(is_wanted))
+        return;
+    if (threadIdx.x < kSentRows)
+        is_done[threadIdx.x] = not is_wanted;
     find_sent_rows(params.sends + example * params.entries, params.entries, begin, end, is_sent);
     for (const GradientRows& array : params.arrays) {
         const int eights = static_cast<int>(array.width / 8), count = static_cast<int>(end - begin) * eights;
@@ -96,6 +126,8 @@ __global__ void __launch_bounds__(kSentThreads) add_all(const __grid_constant__ 
 #pragma unroll 4
         for (int i = threadIdx.x; i < count; i += kSentThreads) {
             const int in_block = i / eights;
+            if (is_done[in_block])
+                continue;
             to[in_block * array.row_width / 8 + i - in_block * eights] =
                 add_eight<Element>(own + 2 * i, sums + 2 * i, is_sent[in_block]);
         }
@@ -120,8 +152,20 @@ __global__ void __launch_bounds__(kThreads) round_all(const __grid_constant__ Ro
 }  // namespace
 
 cudaError_t copy_part_rows(const CopiedRowsParams& params, cudaStream_t stream) {
-    const int64_t ctas = params.batch * ceil_div(params.tokens, kSentRows);
+    const int64_t ctas = params.batch * ceil_div(params.count, kSentRows);
+    if (ctas == 0)
+        return cudaSuccess;
     copy_part<<<static_cast<unsigned>(ctas), kSentThreads, 0, stream>>>(params);
+    return cudaGetLastError();
+}
+
+cudaError_t find_sent_blocks(const SentBlocks& blocks, const Send* sends, int entries, int64_t batch,
+                             cudaStream_t stream) {
+    const int64_t all_blocks = batch * blocks.count;
+    if (all_blocks == 0)
+        return cudaSuccess;
+    const int64_t ctas = ceil_div(all_blocks, int64_t{kSentThreads / kWarp});
+    find_blocks<<<static_cast<unsigned>(ctas), kSentThreads, 0, stream>>>(blocks, sends, entries, all_blocks);
     return cudaGetLastError();
 }
 
@@ -143,6 +187,8 @@ cudaError_t round_rows(const RoundedRowsParams& params, cudaStream_t stream) {
 cudaError_t preload_part_rows() {
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, copy_part);
+    if (error == cudaSuccess)
+        error = cudaFuncGetAttributes(&attributes, find_blocks);
     for (const auto kernel : {round_all<sm90::BFloat16>, round_all<sm90::Float16>})
         if (error == cudaSuccess)
             error = cudaFuncGetAttributes(&attributes, kernel);

@@ -14,18 +14,19 @@ namespace jaxmagi::collectives {
 // Rows are needed or not in blocks of so many.
 constexpr int kNeededRows = 64;
 
-// A part of the heads of rows [batch, tokens, row_bytes], which begins where `from` points to, and where it goes:
-// [batch, rows, part_bytes], of which it becomes `tokens` rows from `to` on. All numbers of bytes are multiples of 16.
+// Heads of rows, `bytes` in each, and where they go. The pointers are to the first heads of the first row. All numbers
+// of bytes are multiples of 16.
 struct CopiedRows {
     const void* from;
     void* to;
-    int64_t row_bytes, part_bytes;
+    int64_t from_row_bytes, to_row_bytes, bytes;
 };
 
 struct CopiedRowsParams {
     CopiedRows arrays[2];  // keys and values
-    int64_t batch, tokens, rows;
-    // It says for each block of kNeededRows tokens whether the block is needed; null says so for all. Of a block that
+    int64_t batch, count;         // count: of rows that are copied, of an example
+    int64_t from_rows, to_rows;  // that an example has
+    // It says for each block of kNeededRows rows whether the block is needed; null says so for all. Of a block that
     // is not needed, rows are copied if an entry of `sends` has them.
     const uint8_t* needed;
     const Send* sends;  // [batch, entries]
@@ -33,6 +34,16 @@ struct CopiedRowsParams {
 };
 
 cudaError_t copy_part_rows(const CopiedRowsParams& params, cudaStream_t stream);
+
+// The first blocks of the rank's rows, and whether each has a row that is sent.
+struct SentBlocks {
+    uint8_t* is_sent;  // [batch, count]
+    int64_t count, rows;  // rows of a block
+};
+
+// Finds blocks of which an entry of `sends`, [batch, entries], has a row.
+cudaError_t find_sent_blocks(const SentBlocks& blocks, const Send* sends, int entries, int64_t batch,
+                             cudaStream_t stream);
 
 // Rows of float, [batch, rows, width], and of another type of the same shape. Those from `first` on are rounded to it.
 struct RoundedRows {
@@ -49,7 +60,7 @@ struct RoundedRowsParams {
 
 // Gradients of a part of the rank's rows: its own, [batch, rows, width], of which the first `tokens` rows count, and
 // the sums of those that others have, [batch, tokens, width], where an entry of `sends` says that somebody has. Both
-// are added up, to [batch, tokens, row_width] from the pointer on.
+// are added up, to [batch, tokens, row_width] from the pointer on, which blocks that are not sent have reached before.
 struct GradientRows {
     const float *own, *sums;
     void* to;
@@ -62,6 +73,7 @@ struct GradientRowsParams {
     int entries;
     int64_t batch, tokens, rows;
     DType dtype;  // of `to`: 16 bits
+    SentBlocks blocks;
 };
 
 cudaError_t add_gradients(const GradientRowsParams& params, cudaStream_t stream);

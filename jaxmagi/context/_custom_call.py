@@ -1,9 +1,9 @@
 """Makes the custom calls of the distributed op: one for each pass, which holds transfers and attention.
 
-Heads are cut into parts, whose keys travel one after the other while attention to others computes, and so do
-their gradients. A part has the keys and values of its key heads in arrays of its own, [parts, G, rows,
-K / parts, D]. The call puts received rows there, and in front of them those of the rank's own rows that it
-sends or reads there; the others it reads where they are.
+Between hosts heads are cut into parts, whose keys travel one after the other while attention to others
+computes, and so do their gradients. A part has the keys and values of its key heads in arrays of its own,
+[parts, G, rows, K / parts, D]. The call puts received rows there, and in front of them those of the rank's
+own rows that it sends or reads there; the others it reads where they are. Within a host there is one part.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ BACKWARD = "jaxmagi_context_backward"
 type Steps = Sequence[tuple[Route, np.ndarray]]
 """The steps of a transfer, one or two: routes, and the groups of devices that exchange rows."""
 
-_BACKWARD_FLAGS = 3  # of a part
+_BACKWARD_FLAGS = 4  # of a part
 _MOST_TRANSFER_SMS = 32  # multiprocessors, of which attention leaves most free while rows travel
 
 
@@ -54,11 +54,13 @@ def forward(
     dim, v_dim = key.shape[3], value.shape[3]
     query, key, value = _padded(query, key, value, scale)
     sizes = _Sizes.of(key, value, steps)
+    num_kept = (sizes.rows - query.shape[1]) * keeps_received
     results = (
         jax.ShapeDtypeStruct((*query.shape[:3], value.shape[3]), out_dtype),
         jax.ShapeDtypeStruct(query.shape[:3], jnp.float32),
         *sizes.arrays(key, value, sizes.rows),
         *sizes.arrays(key, value, sizes.middle_rows),
+        *(jax.ShapeDtypeStruct((x.shape[0], num_kept, *x.shape[2:]), x.dtype) for x in (key, value)),
         jax.ShapeDtypeStruct((2 * (sizes.parts + 2),), jnp.int32),
     )
     dims, tokens = (key.shape[3], value.shape[3]), query.shape[1]
@@ -68,12 +70,11 @@ def forward(
     attributes = _attributes(steps, sizes, scale, soft_cap)
     call = jax.ffi.ffi_call(FORWARD, results)
     both = jnp.stack([sinks, jnp.full_like(sinks, -jnp.inf)])  # with sinks, and without
-    out, lse, *keys = call(query, key, value, *schedule, both, *_moved(tables, steps), **attributes)
-    found = [out[..., :v_dim], lse]
-    if keeps_received:
-        received = (_received(x, tokens) for x in keys[:2])
-        found += [x[..., :d] for x, d in zip(received, (dim, v_dim), strict=True)]
-    return found
+    out, lse, *_, kept_key, kept_value, _ = call(
+        query, key, value, *schedule, both, *_moved(tables, steps), **attributes
+    )
+    kept = [kept_key[..., :dim], kept_value[..., :v_dim]] if keeps_received else []
+    return [out[..., :v_dim], lse, *kept]
 
 
 def backward(
@@ -133,7 +134,7 @@ def backward(
 class _Sizes(NamedTuple):
     """The sizes of a call that its operands do not show."""
 
-    parts: int  # but for the backward pass within a host
+    parts: int  # but for passes within a host, which have one
     rows: int  # of keys: those of the rank, and those that it receives
     middle_rows: int  # that the first of two steps brings
 
@@ -145,7 +146,7 @@ class _Sizes(NamedTuple):
         return cls(parts, first.input_rows + last.output_rows, first.output_rows * (len(steps) == 2))
 
     def numbers_of_parts(self) -> list[int]:
-        """Returns how many parts the backward pass may have: within a host it has one."""
+        """Returns how many parts a pass may have: within a host it has one."""
         return sorted({1, self.parts})
 
     def arrays(
@@ -161,12 +162,6 @@ def _padded(query: jax.Array, key: jax.Array, value: jax.Array, scale: float) ->
     dim, v_dim = attention_cuda._padded_dims(query, value)
     flipped = attention_cuda._flip(query, scale)
     return [attention_cuda._pad_dim(x, d) for x, d in ((flipped, dim), (key, dim), (value, v_dim))]
-
-
-def _received(keys: jax.Array, tokens: int) -> jax.Array:
-    """Returns received rows of all parts: [parts, G, rows, K / parts, D] → [G, rows - tokens, K, D]."""
-    parts, batch, rows, heads, dim = keys.shape
-    return jnp.moveaxis(keys[:, :, tokens:], 0, 2).reshape(batch, rows - tokens, parts * heads, dim)
 
 
 def _moved(tables: Sequence[jax.Array], steps: Steps) -> list[jax.Array]:

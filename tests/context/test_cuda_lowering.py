@@ -197,7 +197,7 @@ def test_forward(plan: ContextPlan, two_parts: None) -> None:
     assert schedule.results[:2] == tiles
     assert call.operands == [QUERY, *OWN_KEYS, *tiles, "2x8xf32", *table_types(plan)]
     keys = [*key_types(rows, "bf16"), *key_types(middle, "bf16")]
-    assert call.results == [OUT, OF_ROWS, *keys, "8xi32"]
+    assert call.results == [OUT, OF_ROWS, *keys, *kept_types(0), "8xi32"]
 
 
 @LEVELS
@@ -221,18 +221,20 @@ def test_backward(
     on_the_wire = [key_types(count if rounded else 0, rounded or "bf16") for count in (rows, middle)]
     keys = [key_types(count, "bf16") for count in (rows, middle)]
     arrays = [x for pair in (*sums, *on_the_wire, *keys) for x in pair]
-    assert call.results == [QUERY, *arrays, f"{2 * WORKSPACE // 16}x4xi32", "6xi32"]
+    assert call.results == [QUERY, *arrays, f"{2 * WORKSPACE // 16}x4xi32", "8xi32"]
     sizes = [(1, TOKENS, rows, *heads, 64, 32, 1, False) for heads in ((8, 4), (4, 2))]
     assert workspaces == sizes
 
 
 @LEVELS
 def test_kept_keys(plan: ContextPlan, two_parts: None) -> None:
-    """They are operands of the backward pass, in front of the tables; the forward pass has them anyway."""
+    """They are results of the forward pass, and operands of the backward pass in front of the tables."""
     _, forward, _, backward = calls_of(plan, keep_received=True)
     _, other, _, _ = calls_of(plan)
-    assert (forward.operands, forward.results) == (other.operands, other.results)
     received = plan.capacity.output_rows
+    assert forward.operands == other.operands
+    assert forward.results[-3:-1] == kept_types(received)
+    assert [*forward.results[:-3], forward.results[-1]] == [*other.results[:-3], other.results[-1]]
     assert backward.operands[-6:] == [*kept_types(received), *table_types(plan)]
 
 
@@ -354,7 +356,7 @@ def test_parts_have_a_least_size(
 def test_parts_of_calls(
     kv_heads: int, parts: int, monkeypatch: pytest.MonkeyPatch, workspaces: list[Any]
 ) -> None:
-    """Each part has a workspace. Within a host the backward pass has one part."""
+    """Each part has a workspace. Within a host there is one part."""
     monkeypatch.setattr(_cost, "LEAST_PART_BYTES", 1)
     _, forward, _, backward = calls_of(PLAN, Shape(3 * kv_heads, kv_heads))
     rows, _ = row_counts(PLAN)
@@ -362,7 +364,7 @@ def test_parts_of_calls(
     assert forward.attributes["num_parts"] == backward.attributes["num_parts"] == parts
     assert forward.results[2] == f"{key}xbf16" and forward.results[-1] == f"{2 * (parts + 2)}xi32"
     assert backward.results[3] == f"{key}xf32"
-    assert backward.results[-2:] == [f"{parts * WORKSPACE // 16}x4xi32", f"{3 * parts}xi32"]
+    assert backward.results[-2:] == [f"{parts * WORKSPACE // 16}x4xi32", f"{4 * parts}xi32"]
     sizes = [
         (1, TOKENS, rows, 3 * kv_heads // n, kv_heads // n, 64, 32, 1, False) for n in sorted({1, parts})
     ]

@@ -111,7 +111,9 @@ def forward(*operands: jax.Array, results: Sequence[Any], given: dict[str, Any])
 
     q_parts, k_parts, v_parts = (cut(x, parts) for x in (q, *keys))
     found = jax.vmap(attend)(q_parts, k_parts, v_parts, sinks[0].reshape(parts, -1))
-    return [*map(join, found), k_parts, v_parts, *unknown(results[4:])]
+    first, last = q.shape[1], q.shape[1] + results[-2].shape[1]
+    kept = [x[:, first:last] for x in keys]
+    return [*map(join, found), *unknown(results[2:-3]), *kept, *unknown(results[-1:])]
 
 
 def backward(*operands: jax.Array, results: Sequence[Any], given: dict[str, Any]) -> list[jax.Array]:

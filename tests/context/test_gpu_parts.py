@@ -102,9 +102,19 @@ def test_gradients_that_are_rounded_on_the_way(
 
 @ON_GROUPS
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_kept_keys(group: Group, two_levels: bool, deterministic: bool, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+def test_kept_keys(
+    group: Group,
+    two_levels: bool,
+    deterministic: bool,
+    parts: int,
+    monkeypatch: pytest.MonkeyPatch,
+    rng: np.random.Generator,
+) -> None:
     """Received keys that stay for the backward pass are those that it would receive."""
     plan = make_plan(MASKS[0], group, two_levels)
+    cut_in_parts(monkeypatch, plan, harness.KV_HEADS, parts)
+    harness.distributed.cache_clear()  # it may have programs that are cut otherwise
     problem = harness.random_problem(rng, LENGTH, jnp.bfloat16, heads=HEADS, dim=DIM, v_dim=DIM)
     options = {"collectives": group.options, "deterministic": deterministic}
     kept, sent = (
@@ -113,6 +123,34 @@ def test_kept_keys(group: Group, two_levels: bool, deterministic: bool, rng: np.
     check_close(kept, harness.solve_alone(problem, MASKS[0]))
     if deterministic:
         jax.tree.map(np.testing.assert_array_equal, kept, sent)
+
+
+@pytest.mark.parametrize("group", [Group("native", 2), Group("nccl", 2)], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (192, 192), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("mask", [masks.causal(768), masks.sliding_window(4096, 100)], ids=["few", "window"])
+def test_head_dims(
+    mask: AttnMask, dims: tuple[int, int], deterministic: bool, group: Group, rng: np.random.Generator
+) -> None:
+    """Own tiles have gradients that nobody adds to, with kernels of other head dimensions too."""
+    plan = make_plan(mask, group, False)
+    dim, v_dim = dims
+    problem = harness.random_problem(rng, mask.q_len, jnp.bfloat16, heads=HEADS, dim=dim, v_dim=v_dim)
+    options = {"collectives": group.options, "deterministic": deterministic}
+    check_close(harness.solve_distributed(problem, plan, **options), harness.solve_alone(problem, mask))
+
+
+@pytest.mark.parametrize("group", [Group("native", 2), Group("nccl", 2)], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_no_tile_of_own_keys(group: Group, deterministic: bool, rng: np.random.Generator) -> None:
+    """The rank has fewer tokens than a tile of keys."""
+    half = TILE_KEYS // 2
+    mask = masks.causal(half * group.size)
+    plan = make_plan(mask, group, False, chunk_size=half)
+    assert plan.shard_length == half
+    problem = harness.random_problem(rng, mask.q_len, jnp.bfloat16, heads=HEADS, dim=DIM, v_dim=DIM)
+    options = {"collectives": group.options, "deterministic": deterministic}
+    check_close(harness.solve_distributed(problem, plan, **options), harness.solve_alone(problem, mask))
 
 
 @ON_GROUPS

@@ -1,8 +1,10 @@
 // Tests forward calls that compute some of the tiles: those that see no keys from own_len on, from keys before it
 // alone, and those that do. Together they write what one call for all tiles writes, bit for bit, and each nothing else.
+// A call for the former goes on with the latter if their keys have arrived.
 // Keys of all heads are more than a section of work items has.
 
 #include <algorithm>
+#include <utility>
 
 #include "csrc/attention/sm90/forward/forward.h"
 #include "csrc/mask/band.h"
@@ -53,8 +55,8 @@ public:
           all_k_(random_numbers<BFloat16>(size_t{kBatch} * kKeys * kKeyHeads * kDim, random())),
           all_v_(random_numbers<BFloat16>(all_k_.size(), random())),
           k_(all_k_), v_(all_v_), own_k_(first_rows(all_k_, kOwn)), own_v_(first_rows(all_v_, kOwn)),
-          sinks_(std::vector<float>(kHeads, -INFINITY)), bands_(random_bands(random, received)),
-          sorted_(std::vector<ScheduledBand>(kBands)), tiles_(std::vector<ScheduledTile>(num_tiles())),
+          sinks_(std::vector<float>(kHeads, -INFINITY)), lse_(std::vector<float>(kRows)),
+          bands_(random_bands(random, received)), sorted_(std::vector<ScheduledBand>(kBands)), tiles_(std::vector<ScheduledTile>(num_tiles())),
           workspace_(std::vector<uint64_t>(
               tile_schedule_workspace_words(1, kBands, kQueries, tile().rows))) {
         must(make_tile_schedule({.bands = bands_.data(),
@@ -74,10 +76,44 @@ public:
     }
 
     Numbers attend(Tiles subset) {
-        const bool owned = subset == Tiles::kSeeOwn;
         const DeviceArray<uint16_t> out(Numbers(kRows * kDim, kPoison));
-        const DeviceArray<float> lse(std::vector<float>(kRows, 0));
         const DeviceArray<int> counters(std::vector<int>(2, 0));
+        const ForwardParams params = to_params(subset, out.data(), counters.data(), counters.data() + 1);
+        must(attention_forward(params, kStream), "attending");
+        if (counters.to_host()[1] != 1)
+            must(cudaErrorUnknown, "setting the flag");
+        return out.to_host();
+    }
+
+    // Computes own tiles, from where CTAs go on with the others if their keys have arrived. Returns what is written
+    // then, and when a call for what is left has ended.
+    std::pair<Numbers, Numbers> attend_and_go_on(bool arrived) {
+        const DeviceArray<uint16_t> out(Numbers(kRows * kDim, kPoison));
+        const DeviceArray<int> counters(std::vector<int>{0, 0, 0, arrived});
+        ForwardParams others = to_params(Tiles::kSeeReceived, out.data(), counters.data() + 1, nullptr);
+        others.claims_all = true;
+        ForwardParams own = to_params(Tiles::kSeeOwn, out.data(), counters.data(), counters.data() + 2);
+        own.next = &others;
+        own.next_arrived = reinterpret_cast<const uint32_t*>(counters.data() + 3);
+        must(attention_forward(own, kStream), "attending");
+        const Numbers first = out.to_host();
+        must(attention_forward(others, kStream), "attending to what is left");
+        return {first, out.to_host()};
+    }
+
+    // Returns for each query whether its tile sees received keys.
+    std::vector<bool> sees_received() const {
+        std::vector<bool> sees(kQueries);
+        for (const ScheduledTile& scheduled : tiles_.to_host())
+            for (int row = 0; row < tile().rows; ++row)
+                if (const int query = scheduled.index() * tile().rows + row; query < kQueries)
+                    sees[query] = scheduled.sees_received();
+        return sees;
+    }
+
+private:
+    ForwardParams to_params(Tiles subset, uint16_t* out, int* counter, int* drained) {
+        const bool owned = subset == Tiles::kSeeOwn;
         ForwardParams params{};
         params.dtype = DType::kBF16;
         params.batch = kBatch;
@@ -96,37 +132,23 @@ public:
         params.subset = subset;
         params.from_last_tile = subset == Tiles::kSeeReceived;
         params.sinks = sinks_.data();
-        params.out = out.data();
-        params.lse = lse.data();
-        params.counter = counters.data();
+        params.out = out;
+        params.lse = lse_.data();
+        params.counter = counter;
         params.counter_is_zero = true;
-        params.drained = reinterpret_cast<uint32_t*>(counters.data() + 1);
+        params.drained = reinterpret_cast<uint32_t*>(drained);
         params.scale = 0.1f;
         params.num_sms = 50;
-        must(attention_forward(params, kStream), "attending");
-        if (counters.to_host()[1] != 1)
-            must(cudaErrorUnknown, "setting the flag");
-        return out.to_host();
+        return params;
     }
 
-    // Returns for each query whether its tile sees received keys.
-    std::vector<bool> sees_received() const {
-        std::vector<bool> sees(kQueries);
-        for (const ScheduledTile& scheduled : tiles_.to_host())
-            for (int row = 0; row < tile().rows; ++row)
-                if (const int query = scheduled.index() * tile().rows + row; query < kQueries)
-                    sees[query] = scheduled.sees_received();
-        return sees;
-    }
-
-private:
     static TileShape tile() { return *forward_tile(kDim, kDim); }
     static int num_tiles() { return (kQueries + tile().rows - 1) / tile().rows; }
 
     DeviceArray<uint16_t> q_;
     Numbers all_k_, all_v_;
     DeviceArray<uint16_t> k_, v_, own_k_, own_v_;
-    DeviceArray<float> sinks_;
+    DeviceArray<float> sinks_, lse_;
     DeviceArray<int32_t> bands_;
     DeviceArray<ScheduledBand> sorted_;
     DeviceArray<ScheduledTile> tiles_;
@@ -162,6 +184,12 @@ int run() {
         verdict.expect(std::string(name) + ": all are written", std::ranges::count(all, kPoison) == 0);
         verdict.expect(std::string(name) + ": own", problem.attend(Tiles::kSeeOwn) == rows_of(all, sees, false));
         verdict.expect(std::string(name) + ": others", problem.attend(Tiles::kSeeReceived) == rows_of(all, sees, true));
+        for (const bool arrived : {false, true}) {
+            const auto [first, second] = problem.attend_and_go_on(arrived);
+            verdict.expect(std::string(name) + (arrived ? ": all in one call" : ": own before keys arrive"),
+                           first == (arrived ? all : rows_of(all, sees, false)));
+            verdict.expect(std::string(name) + ": all in two calls", second == all);
+        }
     }
     return verdict.exit_code();
 }

@@ -1,7 +1,9 @@
 // Tests which own keys context attention copies into the arrays of its parts: those that tiles with received keys see,
-// by a dense mask, and rows that are sent. The places of all others stay as they were.
+// by a dense mask, and rows that are sent. The places of all others stay as they were. Also to which gradients of own
+// keys it adds those of other ranks, and which it leaves alone, since they have been stored before.
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "csrc/attention/sm90/needed_keys.h"
@@ -99,10 +101,10 @@ void check_copies(Verdict& verdict, std::mt19937& random, const std::vector<uint
     const DeviceArray flags(needed == nullptr ? std::vector<uint8_t>(1) : *needed);
     const int64_t part_bytes = kWords * sizeof(uint32_t);
     const char* const part = reinterpret_cast<const char*>(own.data()) + kPart * part_bytes;
-    const CopiedRowsParams params{{{part, keys.data(), kParts * part_bytes, part_bytes},
-                                   {part, values.data(), kParts * part_bytes, part_bytes}},
-                                  kBatch, kTokens, kRows, needed == nullptr ? nullptr : flags.data(), table.data(),
-                                  kEntries};
+    const CopiedRowsParams params{{{part, keys.data(), kParts * part_bytes, part_bytes, part_bytes},
+                                   {part, values.data(), kParts * part_bytes, part_bytes, part_bytes}},
+                                  kBatch, kTokens, kTokens, kRows, needed == nullptr ? nullptr : flags.data(),
+                                  table.data(), kEntries};
     must(copy_part_rows(params, cudaStreamPerThread), "copying rows");
     std::vector<uint32_t> want = poison;
     for (int example = 0; example < kBatch; ++example)
@@ -113,6 +115,95 @@ void check_copies(Verdict& verdict, std::mt19937& random, const std::vector<uint
     const std::string name = needed == nullptr ? "all rows" : "rows that are needed or sent";
     verdict.expect(name + " of keys", keys.to_host() == want);
     verdict.expect(name + " of values", values.to_host() == want);
+}
+
+// Copies rows behind the first kTokens ones of a part into whole rows, as those are that are kept.
+void check_copies_of_a_part(Verdict& verdict, std::mt19937& random) {
+    constexpr int kRows = kTokens + kReceived;
+    std::vector<uint32_t> from(size_t{kBatch} * kRows * kWords);
+    std::ranges::generate(from, [&] { return static_cast<uint32_t>(random() >> 1); });
+    const std::vector<uint32_t> poison(size_t{kBatch} * kReceived * kParts * kWords, kPoison);
+    const DeviceArray part(from);
+    const DeviceArray keys(poison), values(poison);
+    const int64_t part_bytes = kWords * sizeof(uint32_t);
+    const auto array = [&](const DeviceArray<uint32_t>& to) -> CopiedRows {
+        return {part.data() + kTokens * kWords, to.data() + kPart * kWords, part_bytes, kParts * part_bytes,
+                part_bytes};
+    };
+    const CopiedRowsParams params{{array(keys), array(values)}, kBatch,  kReceived, kRows, kReceived,
+                                  nullptr,                      nullptr, 0};
+    must(copy_part_rows(params, cudaStreamPerThread), "copying rows of a part");
+    std::vector<uint32_t> want = poison;
+    for (int example = 0; example < kBatch; ++example)
+        for (int row = 0; row < kReceived; ++row)
+            std::copy_n(from.data() + (size_t{kRows} * example + kTokens + row) * kWords, kWords,
+                        want.data() + ((size_t{kReceived} * example + row) * kParts + kPart) * kWords);
+    verdict.expect("kept keys", keys.to_host() == want);
+    verdict.expect("kept values", values.to_host() == want);
+}
+
+constexpr int kEntries = 9, kWidth = 16, kRowWidth = 48;  // floats of a row of a part, and of a whole row
+constexpr uint16_t kBefore = 0x7f80;  // infinity in bfloat16, which no sum is
+
+// Returns which of the first blocks have a row that is sent, row by row.
+std::vector<uint8_t> sent_blocks(const std::vector<Send>& sends, int count, int rows) {
+    std::vector<uint8_t> found(size_t{kBatch} * count);
+    const std::vector<uint8_t> none(kBlocks);
+    for (int example = 0; example < kBatch; ++example)
+        for (int row = 0; row < count * rows; ++row)
+            found[example * count + row / rows] |= is_copied(&none, sends, kEntries, example, row);
+    return found;
+}
+
+// Returns a whole number that floats and bfloat16 have, also doubled.
+float small_number(std::mt19937& random) {
+    return static_cast<float>(random() % 100);
+}
+
+uint16_t to_bf16(float number) {
+    return static_cast<uint16_t>(std::bit_cast<uint32_t>(number) >> 16);
+}
+
+// rows: of a block. Behind the blocks are some rows that have none.
+void check_sums(Verdict& verdict, std::mt19937& random, int rows) {
+    constexpr int kRows = kTokens + kReceived;
+    const int count = (kTokens - 30) / rows;
+    const std::vector<Send> sends = random_sends(random, kEntries);
+    const std::vector<uint8_t> expected = sent_blocks(sends, count, rows), none(kBlocks);
+    const auto num_sent = std::ranges::count(expected, 1);
+    verdict.expect("some blocks are sent and some are not", 0 < num_sent and num_sent < std::ssize(expected));
+    std::vector<float> own(size_t{kBatch} * kRows * kWidth), others(size_t{kBatch} * kTokens * kWidth);
+    std::ranges::generate(own, [&] { return small_number(random); });
+    std::ranges::generate(others, [&] { return small_number(random); });
+    const std::vector<uint16_t> before(size_t{kBatch} * kTokens * kRowWidth, kBefore);
+    const DeviceArray own_rows(own), sums(others);
+    const DeviceArray keys(before), values(before);
+    const DeviceArray table(sends);
+    const DeviceArray flags(std::vector<uint8_t>(expected.size(), 7));
+    const SentBlocks blocks{flags.data(), count, rows};
+    must(find_sent_blocks(blocks, table.data(), kEntries, kBatch, cudaStreamPerThread), "finding blocks");
+    verdict.expect("blocks that are sent", flags.to_host() == expected);
+    const auto array = [&](const DeviceArray<uint16_t>& to) -> GradientRows {
+        return {own_rows.data(), sums.data(), to.data() + kPart * kWidth, kWidth, kRowWidth};
+    };
+    const GradientRowsParams params{{array(keys), array(values)}, table.data(), kEntries, kBatch, kTokens, kRows,
+                                    DType::kBF16, blocks};
+    must(add_gradients(params, cudaStreamPerThread), "adding gradients");
+    std::vector<uint16_t> want = before;
+    for (int example = 0; example < kBatch; ++example)
+        for (int row = 0; row < kTokens; ++row) {
+            const int block = row / rows;
+            if (block < count and not expected[example * count + block])
+                continue;
+            const bool is_sent = is_copied(&none, sends, kEntries, example, row);
+            for (int i = 0; i < kWidth; ++i) {
+                const size_t at = (size_t{kTokens} * example + row) * kWidth + i;
+                const float sum = own[(size_t{kRows} * example + row) * kWidth + i] + (is_sent ? others[at] : 0.f);
+                want[(size_t{kTokens} * example + row) * kRowWidth + kPart * kWidth + i] = to_bf16(sum);
+            }
+        }
+    verdict.expect("sums of keys", keys.to_host() == want);
+    verdict.expect("sums of values", values.to_host() == want);
 }
 
 int run() {
@@ -126,6 +217,9 @@ int run() {
         check_copies(verdict, random, &schedule.needed);
     }
     check_copies(verdict, random, nullptr);
+    check_copies_of_a_part(verdict, random);
+    for (const int rows : {64, 96, 128})
+        check_sums(verdict, random, rows);
     return verdict.exit_code();
 }
 

@@ -18,3 +18,9 @@ def test_tiles_that_see_received_keys(tmp_path: Path) -> None:
 def test_rows_that_are_copied(tmp_path: Path) -> None:
     sources = ["attention/sm90/needed_keys.cu", "collectives/part_rows.cu"]
     assert_all_ok(succeed(build("part_rows_units", sources, tmp_path)))
+
+
+def test_stages_of_the_backward_pass(tmp_path: Path) -> None:
+    backward = [str(path.relative_to(SOURCES)) for path in (SOURCES / "attention/sm90/backward").glob("*.cu")]
+    sources = [*backward, "attention/sm90/tile_schedule.cu", "common/sm90/tensor_map.cu"]
+    assert_all_ok(succeed(build("backward_stage_units", sources, tmp_path)))

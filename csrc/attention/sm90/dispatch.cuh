@@ -1,13 +1,14 @@
 #pragma once
 
 #include <cuda.h>
+#include <cuda_runtime.h>
 
 #include <initializer_list>
 
 #include "csrc/attention/sm90/forward/forward.h"
 #include "csrc/common/sm90/element.cuh"
 
-// How a call of either pass finds its kernel.
+// How a call of either pass finds its kernel, and loads it.
 
 namespace jaxmagi::sm90 {
 
@@ -28,6 +29,23 @@ cudaError_t with_config(DType dtype, bool soft_cap, const Function& function) {
     if (dtype == DType::kBF16)
         return soft_cap ? function(Config<BFloat16, true>{}) : function(Config<BFloat16, false>{});
     return soft_cap ? function(Config<Float16, true>{}) : function(Config<Float16, false>{});
+}
+
+// Loads a kernel with `bytes` of dynamic shared memory. Fails if it does not begin at `base`: behind static one, of
+// which there is none, and what the system reserves.
+template <typename Kernel> cudaError_t load_kernel(Kernel* kernel, int base, int bytes) {
+    cudaFuncAttributes attributes;
+    if (const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel); error != cudaSuccess)
+        return error;
+    int device, reserved;
+    if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess)
+        return error;
+    if (const cudaError_t error = cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device);
+        error != cudaSuccess)
+        return error;
+    if (reserved + static_cast<int>(attributes.sharedSizeBytes) != base)
+        return cudaErrorMisalignedAddress;
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
 inline CUtensorMapDataType tensor_map_type(DType dtype) {

@@ -19,10 +19,11 @@ __global__ void __launch_bounds__(kThreads) mark_needed(const __grid_constant__ 
     const Range rows = tile_range(tile.index(), params.tile_rows, params.q_len);
     for (int i = tile.first_band; i < tile.end_band; ++i) {
         const ScheduledBand band = params.bands[i];
-        const Range keys = keys_of_rows({band.q0, band.q1, band.k0, band.k1, band.lo, band.hi}, rows);
+        Range keys = keys_of_rows({band.q0, band.q1, band.k0, band.k1, band.lo, band.hi}, rows);
+        keys.end = min(keys.end, params.own_len);
         if (is_empty(keys))
             continue;
-        const int end = ceil_div(min(keys.end, params.own_len), params.block_keys);
+        const int end = ceil_div(keys.end, params.block_keys);
         for (int block = keys.begin / params.block_keys + threadIdx.x % kWarpSize; block < end; block += kWarpSize)
             params.needed[block] = 1;
     }

@@ -24,6 +24,13 @@ Pass find_pass(const BackwardParams& params) {
                             params.num_masks, params.deterministic)};
 }
 
+BackwardLaunch all_in_one_launch(const BackwardParams& params) {
+    return {.stages = {{KeyTiles::kAll, {0, num_key_heads(params)}, false}},
+            .num_stages = 1,
+            .first_counter = 0,
+            .num_sms = params.num_sms};
+}
+
 }  // namespace
 
 std::optional<TileShape> backward_tile(int dim, int v_dim) {
@@ -40,11 +47,19 @@ bool has_tiles(const BackwardParams& params, KeyTiles tiles) {
     return not is_empty(range_of(params, find_kernel(params.shape.dim, params.shape.v_dim)->tile, tiles));
 }
 
+int num_own_tiles(const BackwardParams& params) {
+    return range_of(params, find_kernel(params.shape.dim, params.shape.v_dim)->tile, KeyTiles::kOwn).end;
+}
+
+int num_key_heads(const BackwardParams& params) {
+    return params.shape.batch / params.num_masks * params.shape.kv_heads;
+}
+
 cudaError_t attention_backward(const BackwardParams& params, cudaStream_t stream) {
     const auto [kernel, workspace] = find_pass(params);
     cudaError_t error = prepare_attention_backward(params, stream);
     if (error == cudaSuccess)
-        error = run_attention_backward(params, {KeyTiles::kAll, false, params.num_sms}, stream);
+        error = run_attention_backward(params, all_in_one_launch(params), stream);
     const ConvertedSums all{true, range_of(params, kernel.tile, KeyTiles::kAll)};
     return error == cudaSuccess ? convert_sums(params, workspace, kernel.tile, kernel.dim, kernel.v_dim, all, stream)
                                 : error;

@@ -24,6 +24,12 @@ struct OwnKeys {
     int length, row_heads;
 };
 
+// The place of gradients of own tiles to which no other rank adds any. It has the shape and the type of the own keys.
+struct FinalGradients {
+    void *dk, *dv;
+    const uint8_t* is_summed;  // [batch, own tiles]: whether other ranks add to a tile's; null: none has a place here
+};
+
 struct BackwardParams {
     DType dtype;  // of q, k, v, dout, and of the gradients that are not f32
     bool dq_f32, key_gradients_f32;
@@ -40,7 +46,9 @@ struct BackwardParams {
     const float* lse;            // [batch, q_len, row_heads]; rows with -inf get and give no gradient
     const float* delta;          // [batch, q_len, row_heads]: rowsum(dout · out) minus the cotangent of lse
     void *dq, *dk, *dv;          // as q, k, v
-    // [kBackwardCounters]: set when no work is left that another SM could begin with; null if nobody asks.
+    FinalGradients final;
+    // [kMostBackwardStages], one for each counter, or null if nobody asks. A CTA of a launch that ends sets that of the
+    // first stage, which has no work left then that another SM could begin with; later ones may have.
     uint32_t* drained;
     void* workspace;             // of backward_workspace_bytes(), 16-byte aligned
     float scale, soft_cap;       // scale > 0; soft_cap 0 for none
@@ -52,34 +60,41 @@ struct BackwardParams {
 // Tiles of keys: all, or a rank's own ones, which are read from `own`, or the others.
 enum class KeyTiles { kAll, kOwn, kOthers };
 
-// A launch of the kernel for some tiles. Several in different streams may have the same tiles, and then do their work
-// once together.
-struct BackwardLaunch {
+// Some tiles of some key heads, which are those of all examples that a mask serves.
+struct BackwardStage {
     KeyTiles tiles;
+    Range key_heads;
     bool is_followed;  // whether SMs that have no work item left go on with something else
-    int num_sms;
-    // Of own tiles: null, or a flag. A CTA that finds no own tile left goes on with the others if the flag is set by
-    // then, which says that k and v have the other keys. If not, it ends, and leaves the others to a launch of them.
-    const uint32_t* arrived = nullptr;
 };
 
-// How many counters and flags there are: KeyTiles::kOthers have their own.
-inline constexpr int kBackwardCounters = 2;
+// How many stages a launch may have, and how many counters and flags there are.
+inline constexpr int kMostBackwardStages = 3;
 
-inline int counter_of(KeyTiles tiles) {
-    return tiles == KeyTiles::kOthers;
-}
+// A launch of the kernel, whose CTAs compute one stage after the other. Stages have consecutive counters, which say
+// what is claimed: launches in different streams with the same counter have the same stage, and do its work once
+// together.
+struct BackwardLaunch {
+    BackwardStage stages[kMostBackwardStages];
+    int num_stages, first_counter, num_sms;
+    // Null, or a flag that says that k and v have received keys. A CTA that finds no work left in the first stage goes
+    // on if the flag is set by then. If not, it ends, and leaves the other stages to another launch.
+    const uint32_t* arrived = nullptr;
+};
 
 int64_t backward_workspace_bytes(const BackwardShape& shape, int num_masks, bool deterministic);
 
 cudaError_t attention_backward(const BackwardParams& params, cudaStream_t stream);
 
-// Returns whether there are such tiles.
+// Returns whether there are such tiles, and how many own ones there are.
 bool has_tiles(const BackwardParams& params, KeyTiles tiles);
+int num_own_tiles(const BackwardParams& params);
 
-// The steps of attention_backward(). With a fixed order of sums, own tiles must be launched before the others, which
-// then must not begin before no work item of own ones is left to claim. When all launches for some tiles have ended,
-// finish_key_gradients() writes dk and dv of these; when all have, finish_query_gradients() writes dq.
+// Returns how many key heads a stage may have.
+int num_key_heads(const BackwardParams& params);
+
+// The steps of attention_backward(). With a fixed order of sums, own tiles of a key head must be launched before the
+// others, which then must not begin before no work item of own ones is left to claim. When all launches for some tiles
+// have ended, finish_key_gradients() writes dk and dv of these; when all have, finish_query_gradients() writes dq.
 cudaError_t prepare_attention_backward(const BackwardParams& params, cudaStream_t stream);
 cudaError_t run_attention_backward(const BackwardParams& params, const BackwardLaunch& launch, cudaStream_t stream);
 cudaError_t finish_key_gradients(const BackwardParams& params, KeyTiles tiles, cudaStream_t stream);

@@ -74,8 +74,7 @@ template <typename Config> struct BackwardMemory {
                          kBandRuns = kItems + kWorkItems * static_cast<int>(sizeof(BackwardWorkItem)),
                          kCurrentTile = kBandRuns + kRuns * static_cast<int>(sizeof(BackwardBandRun)),
                          kSchedule = kCurrentTile + static_cast<int>(sizeof(CurrentTile)),
-                         kOthers = kSchedule + static_cast<int>(sizeof(BackwardSchedule)),
-                         kBarriers = kOthers + static_cast<int>(sizeof(BackwardSchedule)),
+                         kBarriers = kSchedule + static_cast<int>(sizeof(BackwardSchedule)),
                          kStageBarriers = kSingleBarriers + 2 * kRuns,
                          kStepBarriers = kStageBarriers + 2 * Config::kQStages + 2 * Config::kDoutStages,
                          kEnd = kBarriers + 8 * (kStepBarriers + kSteps), kMostBytes = 227 * 1024, kAlignment = 1024,
@@ -133,10 +132,6 @@ template <typename Config> struct BackwardMemory {
     }
     __device__ __forceinline__ BackwardSchedule& schedule() const {
         return *reinterpret_cast<BackwardSchedule*>(base + kSchedule);
-    }
-    // The schedule that may follow (BackwardLaunch::arrived).
-    __device__ __forceinline__ BackwardSchedule& others() const {
-        return *reinterpret_cast<BackwardSchedule*>(base + kOthers);
     }
     __device__ __forceinline__ Mbarrier kv_full() const { return barrier(0); }
     __device__ __forceinline__ Mbarrier kv_empty() const { return barrier(1); }

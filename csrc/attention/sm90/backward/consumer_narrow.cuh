@@ -101,8 +101,8 @@ template <typename Config> struct BackwardConsumerNarrow {
         const BackwardEpilogue<Config> epilogue(args, memory.work_item(item), thread);
         thread.release_keys(memory.kv_empty());
         if (not memory.schedule().adds_gradients()) {
-            epilogue.store(dk, args.dk, args.dim, args.scale);
-            epilogue.store(dv, args.dv, args.v_dim, 1.f);
+            epilogue.store(dk, epilogue.gradients.dk, args.dim, args.scale);
+            epilogue.store(dv, epilogue.gradients.dv, args.v_dim, 1.f);
         } else {
             epilogue.hand_over(memory, thread, dk, args.scale);
             epilogue.hand_over(memory, thread, dv, 1.f);

@@ -97,10 +97,10 @@ template <typename Config> struct BackwardConsumerWide {
                 return hand_over(epilogue, dk, dv);
 #pragma unroll
         for (int i = 0; i < Products::kPanels; ++i)
-            epilogue.store(dk[i], args.dk, args.dim, products.panel(i), args.scale);
+            epilogue.store(dk[i], epilogue.gradients.dk, args.dim, products.panel(i), args.scale);
 #pragma unroll
         for (int i = 0; i < Products::kVPanels; ++i)
-            epilogue.store(dv[i], args.dv, args.v_dim, products.v_panel(i), 1.f);
+            epilogue.store(dv[i], epilogue.gradients.dv, args.v_dim, products.v_panel(i), 1.f);
     }
 
     __device__ __forceinline__ void hand_over(const BackwardEpilogueWide<Config>& epilogue, const KeyGradient& dk,

@@ -2,6 +2,7 @@
 
 #include "csrc/attention/sm90/backward/passes.h"
 #include "csrc/attention/sm90/backward/gradient_rows.cuh"
+#include "csrc/attention/sm90/backward/key_gradients.cuh"
 #include "csrc/common/sm90/warpgroup.cuh"
 
 namespace jaxmagi::sm90 {
@@ -24,6 +25,20 @@ struct ConvertArguments {
     int length, heads, row_heads, dim, kernel_dim, rows_per_head;
     float scale;
     int num_ctas;
+
+    // Returns the arguments for a CTA of keys, with the place where gradients of these go.
+    __device__ __forceinline__ ConvertArguments with_place(const AllKeyGradients& gradients, int tile_keys,
+                                                           int row_block, bool values, int cta) const {
+        const int blocks_per_head = ceil_div(end - begin, row_block), example = cta / blocks_per_head / heads;
+        const int tile = (begin + cta % blocks_per_head * row_block) / tile_keys;
+        const KeyGradients& place = gradients.of(gradients.is_final(example, tile));
+        ConvertArguments placed = *this;
+        placed.to = values ? place.dv : place.dk;
+        placed.f32 = place.f32;
+        placed.length = place.length;
+        placed.row_heads = place.row_heads;
+        return placed;
+    }
 };
 
 // The rows that a CTA converts. Fully masked rows have no gradient, whatever their sums are: keys may be infinite.
@@ -114,6 +129,8 @@ __device__ __forceinline__ void convert_transposed(const ConvertArguments& args,
 struct ConvertAllArguments {
     ConvertArguments dq, dk, dv;
     WholeGroups whole_groups;
+    AllKeyGradients gradients;
+    int tile_keys;
 };
 
 // Converts all sums in one launch, since a launch takes longer than the sums of a short sequence.
@@ -133,10 +150,10 @@ __global__ void __launch_bounds__(kWarpgroupThreads) convert_all(const __grid_co
     if (args.whole_groups.chosen())
         return;
     cta -= args.dq.num_ctas;
-    if (cta < args.dk.num_ctas)
-        run(KeyLayout{}, args.dk, cta);
-    else
-        run(KeyLayout{}, args.dv, cta - args.dk.num_ctas);
+    const bool values = cta >= args.dk.num_ctas;
+    cta -= values ? args.dk.num_ctas : 0;
+    const ConvertArguments& sums = values ? args.dv : args.dk;
+    run(KeyLayout{}, sums.with_place(args.gradients, args.tile_keys, KeyLayout::kRowBlock, values, cta), cta);
 }
 
 using ConvertKernel = void (*)(ConvertAllArguments);
@@ -186,13 +203,13 @@ cudaError_t convert_sums(const BackwardParams& params, const BackwardWorkspace& 
                         .num_ctas = num_blocks(shape.batch * shape.heads, shape.q_len, workspace.dq_layout)};
     ConvertArguments dk{.sums = workspace.dk,
                         .rows = nullptr,
-                        .to = params.dk,
-                        .f32 = params.key_gradients_f32,
+                        .to = nullptr,  // by the tile
+                        .f32 = false,
                         .begin = sums.key_tiles.begin * tile.keys,
                         .end = std::min(sums.key_tiles.end * tile.keys, shape.kv_len),
-                        .length = shape.kv_len,
+                        .length = 0,
                         .heads = shape.kv_heads,
-                        .row_heads = shape.kv_heads,
+                        .row_heads = 0,
                         .dim = shape.dim,
                         .kernel_dim = kernel_dim,
                         .rows_per_head = workspace.rows_per_key_head,
@@ -204,7 +221,6 @@ cudaError_t convert_sums(const BackwardParams& params, const BackwardWorkspace& 
         dk.num_ctas = num_blocks(shape.batch * shape.kv_heads, dk.end - dk.begin, workspace.key_layout);
     ConvertArguments dv = dk;
     dv.sums = workspace.dv;
-    dv.to = params.dv;
     dv.dim = shape.v_dim;
     dv.kernel_dim = kernel_v_dim;
     const ConvertKernel kernel = find_convert(params.dtype, workspace);
@@ -214,7 +230,8 @@ cudaError_t convert_sums(const BackwardParams& params, const BackwardWorkspace& 
     if (num_ctas == 0)
         return cudaSuccess;
     const WholeGroups whole_groups = make_whole_groups(params, kernel_dim, tile);
-    kernel<<<num_ctas, kWarpgroupThreads, 0, stream>>>({dq, dk, dv, whole_groups});
+    const AllKeyGradients gradients = make_key_gradients(params, tile);
+    kernel<<<num_ctas, kWarpgroupThreads, 0, stream>>>({dq, dk, dv, whole_groups, gradients, tile.keys});
     return cudaGetLastError();
 }
 

@@ -12,19 +12,19 @@ namespace jaxmagi::sm90 {
 
 template <typename Config> struct BackwardEpilogue {
     unsigned lane;
-    bool f32;
-    int64_t rows[2];  // indices of the thread's two rows in [batch, kv_len, kv_heads]
+    const KeyGradients& gradients;
+    int64_t rows[2];  // indices of the thread's two rows in [batch, length, row_heads]
     bool exist[2], visible[2];
 
     __device__ __forceinline__ BackwardEpilogue(const BackwardArguments& args, const BackwardWorkItem& work,
                                                 ConsumerThread thread)
-        : f32(args.gradients_f32) {
+        : gradients(args.gradients.of(work.is_final)) {
         const int first_key = thread.warpgroup * 64 + thread.row();
         lane = thread.index() % 32;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int at = first_key + 8 * r, key = work.key + at;
-            rows[r] = (int64_t{work.example} * args.kv_len + key) * args.kv_heads + work.key_head;
+            rows[r] = (int64_t{work.example} * gradients.length + key) * gradients.row_heads + work.key_head;
             exist[r] = key < args.kv_len;
             visible[r] = work.visible[at / 32] >> at % 32 & 1;
         }
@@ -32,7 +32,8 @@ template <typename Config> struct BackwardEpilogue {
 
     template <int kCount>
     __device__ __forceinline__ void store(const float (&gradient)[kCount], void* to, int dim, float scale) const {
-        const GradientRows<typename Config::Element> out{to, f32, dim, lane, {rows[0], rows[1]}, {exist[0], exist[1]}};
+        const GradientRows<typename Config::Element> out{
+            to, gradients.f32, dim, lane, {rows[0], rows[1]}, {exist[0], exist[1]}};
 #pragma unroll
         for (int i = 0; i < kCount; i += 16) {
             float part[16];

@@ -15,21 +15,20 @@ template <typename Config> struct BackwardEpilogueWide {
     using Gradient = float[Config::kKeys / 2];
 
     const BackwardWorkItem& work;
+    const KeyGradients& gradients;
     int num_keys;       // keys of the tile that exist
     int row, lane;      // first row of the warp; lane in the warp
-    int64_t first_row;  // index of the tile's first key in [batch, kv_len, kv_heads]
-    int kv_heads;
-    bool f32;
+    int64_t first_row;  // index of the tile's first key in [batch, length, row_heads]
 
     __device__ __forceinline__ BackwardEpilogueWide(const BackwardArguments& args, const BackwardWorkItem& work,
                                                     int thread)
-        : work(work), num_keys(args.kv_len - work.key), row(thread / 32 * 16), lane(thread % 32),
-          first_row((int64_t{work.example} * args.kv_len + work.key) * args.kv_heads + work.key_head),
-          kv_heads(args.kv_heads), f32(args.gradients_f32) {}
+        : work(work), gradients(args.gradients.of(work.is_final)), num_keys(args.kv_len - work.key),
+          row(thread / 32 * 16), lane(thread % 32),
+          first_row((int64_t{work.example} * gradients.length + work.key) * gradients.row_heads + work.key_head) {}
 
     __device__ __forceinline__ void store(const Gradient& gradient, void* to, int dim, int panel, float scale) const {
         const int column = panel * kPanelColumns + row;
-        if (f32)
+        if (gradients.f32)
             store_f32(gradient, static_cast<float*>(to) + first_row * dim, dim, column, scale);
         else
             store_16bit(gradient, static_cast<uint16_t*>(to) + first_row * dim, dim, column, scale);
@@ -50,7 +49,7 @@ private:
     // A lane has columns lane / 4 + {0, 8} of keys 2 · (lane % 4) + {0, 1}: 8 lanes fill a sector.
     __device__ __forceinline__ void store_f32(const Gradient& gradient, float* to, int dim, int first,
                                               float scale) const {
-        const int key = lane % 4 * 2, column = first + lane / 4, stride = kv_heads * dim;
+        const int key = lane % 4 * 2, column = first + lane / 4, stride = gradients.row_heads * dim;
 #pragma unroll 1
         for (int j = 0; j < 2; ++j) {
             float* at = to + int64_t{key + j} * stride + column;
@@ -70,7 +69,7 @@ private:
     // After transposing, a lane has columns 2 · (lane % 4) + {0, 1} of key lane / 4.
     __device__ __forceinline__ void store_16bit(const Gradient& gradient, uint16_t* to, int dim, int first,
                                                 float scale) const {
-        const int key = lane / 4, column = first + lane % 4 * 2, stride = kv_heads * dim;
+        const int key = lane / 4, column = first + lane % 4 * 2, stride = gradients.row_heads * dim;
         uint16_t* at = to + int64_t{key} * stride + column;
 #pragma unroll
         for (int i = 0; i < Config::kKeys / 8; ++i, at += 8 * stride) {

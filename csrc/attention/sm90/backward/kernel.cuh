@@ -75,8 +75,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         prefetch_tensor_map(maps.own_k);
         prefetch_tensor_map(maps.own_v);
         memory.init_barriers();
-        memory.schedule() = choose_schedule(args.schedules, args);
-        memory.others() = choose_schedule(args.others, args);
+        const int variant = choose_schedule(args);
+        memory.current_tile().variant = variant;
+        memory.schedule() = args.stages[0].variants[variant];
     }
     __syncthreads();
     if (warpgroup == 0) {

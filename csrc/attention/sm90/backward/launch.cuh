@@ -11,21 +11,21 @@
 
 namespace jaxmagi::sm90 {
 
-inline BackwardSchedules make_schedules(const BackwardParams& params, const BackwardLaunch& launch, int kernel_dim,
+inline BackwardSchedules make_schedules(const BackwardParams& params, const BackwardStage& stage, int kernel_dim,
                                         TileShape tile) {
     // Tiles of whole groups are so short that neighbours never wait long, as if they were even.
     const int few_heads = heads_of_item(params.shape, kernel_dim), group = params.shape.heads / params.shape.kv_heads;
-    return {make_schedule(params, launch, tile, few_heads, false), make_schedule(params, launch, tile, few_heads, true),
-            make_schedule(params, launch, tile, group, true)};
+    return {{make_schedule(params, stage, tile, few_heads, false),
+             make_schedule(params, stage, tile, few_heads, true), make_schedule(params, stage, tile, group, true)}};
 }
 
 inline BackwardArguments make_arguments(const BackwardParams& params, const BackwardLaunch& launch,
                                         const BackwardWorkspace& workspace, int kernel_dim, TileShape tile) {
     const BackwardShape& shape = params.shape;
     const bool capped = params.soft_cap > 0;
-    const BackwardLaunch others{KeyTiles::kOthers, false, launch.num_sms};
-    return {.schedules = make_schedules(params, launch, kernel_dim, tile),
-            .others = make_schedules(params, others, kernel_dim, tile),
+    BackwardArguments args{
+            .stages = {},
+            .num_stages = launch.num_stages,
             .whole_groups = make_whole_groups(params, kernel_dim, tile),
             .workspace = workspace,
             .bands = params.bands,
@@ -37,36 +37,23 @@ inline BackwardArguments make_arguments(const BackwardParams& params, const Back
             .kv_heads = shape.kv_heads,
             .dim = shape.dim,
             .v_dim = shape.v_dim,
-            .dk = params.dk,
-            .dv = params.dv,
+            .gradients = make_key_gradients(params, tile),
             .own_end = range_of(params, tile, KeyTiles::kOwn).end * tile.keys,
             .arrived = launch.arrived,
-            .counter = workspace.counters + counter_of(launch.tiles),
-            .others_counter = workspace.counters + counter_of(KeyTiles::kOthers),
-            .drained = params.drained == nullptr ? nullptr : params.drained + counter_of(launch.tiles),
-            .gradients_f32 = params.key_gradients_f32,
+            .counters = workspace.counters + launch.first_counter,
+            .drained = params.drained == nullptr ? nullptr : params.drained + launch.first_counter,
             .deterministic = params.deterministic,
             .logit_scale = capped ? params.scale / params.soft_cap : params.scale * kLog2E,
             .cap_log2 = params.soft_cap * kLog2E,
             .scale = params.scale};
+    for (int stage = 0; stage < launch.num_stages; ++stage)
+        args.stages[stage] = make_schedules(params, launch.stages[stage], kernel_dim, tile);
+    return args;
 }
 
-// Fails if dynamic shared memory does not begin where BackwardMemory has it: behind static one, of which there is none,
-// and what the system reserves.
 template <typename Config> cudaError_t load_backward() {
     using Memory = BackwardMemory<Config>;
-    cudaFuncAttributes attributes;
-    if (const cudaError_t error = cudaFuncGetAttributes(&attributes, backward_kernel<Config>); error != cudaSuccess)
-        return error;
-    int device, reserved;
-    if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess)
-        return error;
-    if (const cudaError_t error = cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device);
-        error != cudaSuccess)
-        return error;
-    if (reserved + static_cast<int>(attributes.sharedSizeBytes) != Memory::kBase)
-        return cudaErrorMisalignedAddress;
-    return cudaFuncSetAttribute(backward_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize, Memory::kBytes);
+    return load_kernel(backward_kernel<Config>, Memory::kBase, Memory::kBytes);
 }
 
 template <typename Config> cudaError_t encode_maps(const BackwardParams& params, BackwardTensorMaps* maps) {
@@ -98,7 +85,10 @@ cudaError_t launch_backward(const BackwardParams& params, const BackwardLaunch& 
         return error;
     const TileShape tile{Config::kRows, Config::kKeys};
     const BackwardArguments args = make_arguments(params, launch, workspace, Config::kDim, tile);
-    const int grid = std::min(launch.num_sms, args.schedules.head_sets.num_claims);
+    int claims = 0;
+    for (int stage = 0; stage < args.num_stages; ++stage)
+        claims += args.stages[stage].variants[kHeadSets].num_claims;
+    const int grid = std::clamp(claims, 1, launch.num_sms);  // one CTA sets the flag if nothing is to be done
     backward_kernel<Config><<<grid, Config::kThreads, BackwardMemory<Config>::kBytes, stream>>>(maps, args);
     return cudaGetLastError();
 }

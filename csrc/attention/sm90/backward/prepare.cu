@@ -84,18 +84,29 @@ struct OrderArguments {
     const ScheduledBand* bands;
     const ScheduledTile* tiles;
     Range* band_ranges;
-    int* tile_ranks;
-    int capacity, key_tiles;
+    int *tile_ranks, *longest_first;
+    int capacity, key_tiles, own_tiles;
     int blocks_per_head, block_rows;  // blocks of queries, and the rows of one
     int ranks_ctas, ranges_ctas;      // of a mask
 };
 
-// Inverts the order of the tiles in the tile schedule.
+// Inverts the order of the tiles in the tile schedule, and takes it apart into those of own tiles and of the others.
 __device__ void find_tile_ranks(const OrderArguments& args, int cta) {
     const int64_t first = int64_t{cta / args.ranks_ctas} * args.key_tiles;
+    const ScheduledTile* const tiles = args.tiles + first;
     const int stride = args.ranks_ctas * kThreads;
-    for (int i = cta % args.ranks_ctas * kThreads + threadIdx.x; i < args.key_tiles; i += stride)
-        args.tile_ranks[first + args.tiles[first + i].tile] = i;
+    const bool has_both = 0 < args.own_tiles and args.own_tiles < args.key_tiles;
+    for (int i = cta % args.ranks_ctas * kThreads + threadIdx.x; i < args.key_tiles; i += stride) {
+        args.tile_ranks[first + tiles[i].tile] = i;
+        if (not has_both)
+            continue;
+        const bool is_own = tiles[i].tile < args.own_tiles;
+        int before = is_own ? 0 : args.own_tiles;
+#pragma unroll 8
+        for (int other = 0; other < i; ++other)
+            before += tiles[other].tile < args.own_tiles == is_own;
+        args.longest_first[first + before] = i;
+    }
 }
 
 // Finds the bands that touch each block of queries of a mask, with a warp for each block. Bands are transposed.
@@ -181,8 +192,10 @@ OrderArguments order_arguments(const BackwardParams& params, const BackwardWorks
             .tiles = params.tiles,
             .band_ranges = workspace.band_ranges,
             .tile_ranks = workspace.tile_ranks,
+            .longest_first = workspace.longest_first,
             .capacity = params.capacity,
             .key_tiles = workspace.key_tiles,
+            .own_tiles = range_of(params, tile, KeyTiles::kOwn).end,
             .blocks_per_head = blocks_per_head,
             .block_rows = tile.rows,
             .ranks_ctas = std::min(kMaxCtas, ceil_div(workspace.key_tiles, kThreads)),

@@ -24,7 +24,7 @@ enum class TileOrder { kFirstToLast, kLastToFirst, kLongestFirst };
 struct alignas(16) BackwardSchedule {
     int num_items, per_mask, per_section;  // numbers of work items
     int num_tiles, first_tile;             // of one mask; the position of the first one
-    int head_sets, section;                // head sets of a mask and of a section
+    int head_sets, first_set, section;     // head sets of a mask, of which others come before, and of a section
     int heads_per_item, sets_per_key_head, group_size;  // query heads; head sets; query heads of a key head
     TileOrder order, last_order;           // of the tiles of all sections but the last, and of that one
     int last_section;                      // its first work item
@@ -131,9 +131,10 @@ inline constexpr int kSplitSteps = 16, kMostSplits = 16;
 
 // Splits the work items of the last round if a quarter of the CTAs would have nothing to do. Parts add dK and dV up in
 // any order, so nothing is split if the order of sums is fixed.
+// items_before: work items of other stages, as if these came right before.
 inline void split_last_round(BackwardSchedule* schedule, const BackwardParams& params, bool is_followed,
-                             int num_blocks) {
-    const int last_round = schedule->num_items % params.num_sms;
+                             int items_before, int num_blocks) {
+    const int last_round = std::min((items_before + schedule->num_items) % params.num_sms, schedule->num_items);
     const bool possible = schedule->adds_gradients() and not is_followed and not params.deterministic;
     const bool splits = possible and 4 * last_round <= 3 * params.num_sms;
     const int fewest_blocks = ceil_div(kSplitSteps, schedule->heads_per_item);
@@ -151,18 +152,18 @@ inline Range range_of(const BackwardParams& params, TileShape tile, KeyTiles til
     return {tiles == KeyTiles::kOthers ? own : 0, tiles == KeyTiles::kOwn ? own : end};
 }
 
-// heads: query heads of a work item. even: tiles are about as long, which matters if the order of sums is fixed. Tiles
-// come by their length only if all are computed, since the tile schedule has all in one order.
-inline BackwardSchedule make_schedule(const BackwardParams& params, const BackwardLaunch& launch, TileShape tile,
+// heads: query heads of a work item. even: tiles are about as long, which matters if the order of sums is fixed.
+inline BackwardSchedule make_schedule(const BackwardParams& params, const BackwardStage& stage, TileShape tile,
                                       int heads, bool even) {
     const BackwardShape& shape = params.shape;
     const int num_masks = params.num_masks, num_sms = params.num_sms;
     const bool deterministic = params.deterministic;
     const int group = shape.heads / shape.kv_heads, sets = group / heads;
-    const Range positions = range_of(params, tile, launch.tiles);
-    const int tiles = positions.end - positions.begin, head_sets = shape.batch / num_masks * shape.kv_heads * sets;
-    if (tiles == 0)
-        return {};
+    const Range positions = range_of(params, tile, stage.tiles);
+    const int tiles = positions.end - positions.begin, first_set = stage.key_heads.begin * sets;
+    const int head_sets = stage.key_heads.end * sets - first_set;
+    if (tiles == 0 or head_sets == 0)  // warps that see this schedule may still work on the stage before
+        return {.heads_per_item = heads, .sets_per_key_head = sets, .group_size = group};
     const int64_t set_bytes = int64_t{shape.q_len} * heads * (6 * shape.dim + 2 * shape.v_dim);
     // In a smaller section, the longest tiles of the last section would end long after the others.
     const int64_t balanced = ceil_div(num_sms * 9 / 10, tiles);
@@ -177,6 +178,7 @@ inline BackwardSchedule make_schedule(const BackwardParams& params, const Backwa
                               .num_tiles = tiles,
                               .first_tile = positions.begin,
                               .head_sets = head_sets,
+                              .first_set = first_set,
                               .section = section,
                               .heads_per_item = heads,
                               .sets_per_key_head = sets,
@@ -184,11 +186,12 @@ inline BackwardSchedule make_schedule(const BackwardParams& params, const Backwa
                               .order = TileOrder::kFirstToLast,
                               .last_order = TileOrder::kLongestFirst,
                               .last_section = num_items - last_sets * tiles};
-    if (deterministic or launch.tiles != KeyTiles::kAll)
+    if (deterministic or stage.is_followed)
         schedule.last_order = TileOrder::kFirstToLast;
-    if (deterministic and launch.tiles == KeyTiles::kAll and has_few_tiles(tiles, num_sms))
+    if (deterministic and stage.tiles == KeyTiles::kAll and has_few_tiles(tiles, num_sms))
         schedule.order = TileOrder::kLastToFirst;
-    split_last_round(&schedule, params, launch.is_followed, ceil_div(shape.q_len, tile.rows));
+    const int items_before = num_masks * (first_set * positions.end + head_sets * positions.begin);
+    split_last_round(&schedule, params, stage.is_followed, items_before, ceil_div(shape.q_len, tile.rows));
     return schedule;
 }
 
@@ -213,7 +216,7 @@ JAXMAGI_HOST_DEVICE BackwardItem item_at(const BackwardSchedule& schedule, int c
     index -= first * schedule.num_tiles;
     const int rest = schedule.head_sets - first, width = rest < schedule.section ? rest : schedule.section;
     const int rank = index / width;
-    return {mask, rank, first + index - rank * width, order, blocks};
+    return {mask, rank, schedule.first_set + first + index - rank * width, order, blocks};
 }
 
 }  // namespace jaxmagi::sm90

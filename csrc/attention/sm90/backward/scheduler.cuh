@@ -23,7 +23,7 @@ template <typename Config> struct BackwardScheduler {
     __device__ __forceinline__ void run() {
         if (lane == 0) {
             memory.current_tile().item = -1;
-            memory.current_tile().counter = args.counter;
+            memory.current_tile().stage = 0;
         }
 #pragma unroll 1
         for (int claim = claim_work(); claim < memory.schedule().num_claims or goes_on(&claim); claim = claim_work()) {
@@ -48,31 +48,46 @@ private:
     __device__ __forceinline__ int claim_work() const {
         int claimed = 0;
         if (lane == 0) {
-            int* const counter = memory.current_tile().counter;
+            int* const counter = args.counters + memory.current_tile().stage;
             asm volatile("atom.global.add.u32 %0, [%1], 1;" : "=r"(claimed) : "l"(counter) : "memory");
         }
         return __shfl_sync(~0u, claimed, 0);
     }
 
-    // Goes on with other tiles when no own one is left, if their keys have arrived, and claims the first one. Other
-    // warps may read the schedule meanwhile: what they read is the same in both.
+    // Goes on with the next stage that has work left, if its keys have arrived, and claims some.
     __device__ __forceinline__ bool goes_on(int* claim) const {
-        bool found = false;
-        if (lane == 0 and args.arrived != nullptr and memory.current_tile().counter == args.counter)
-            found = load_acquire(args.arrived) != 0;
-        if (__all_sync(~0u, not found))
-            return false;
-        if (lane == 0) {
+        do {
+            if (not may_go_on())
+                return false;
+            begin_stage();
+            *claim = claim_work();
+        } while (*claim >= memory.schedule().num_claims);
+        return true;
+    }
+
+    __device__ __forceinline__ bool may_go_on() const {
+        bool may = false;
+        if (lane == 0 and memory.current_tile().stage + 1 < args.num_stages) {
+            const bool waits = args.arrived != nullptr and memory.current_tile().stage == 0;
+            may = not waits or load_acquire(args.arrived) != 0;
             fence_global_for_async();  // for the producer's loads
-            memory.current_tile().counter = args.others_counter;
         }
+        return __any_sync(~0u, may);
+    }
+
+    // Other warps may read the schedule meanwhile: what they read is the same in all stages.
+    __device__ __forceinline__ void begin_stage() const {
+        __syncwarp();
         constexpr int kWords = sizeof(BackwardSchedule) / sizeof(int);
         static_assert(kWords <= 32);
+        const CurrentTile& tile = memory.current_tile();
+        const BackwardSchedule& next = args.stages[tile.stage + 1].variants[tile.variant];
         if (lane < kWords)
-            reinterpret_cast<int*>(&memory.schedule())[lane] = reinterpret_cast<const int*>(&memory.others())[lane];
+            reinterpret_cast<int*>(&memory.schedule())[lane] = reinterpret_cast<const int*>(&next)[lane];
         __syncwarp();
-        *claim = claim_work();
-        return *claim < memory.schedule().num_claims;
+        if (lane == 0)
+            ++memory.current_tile().stage;
+        __syncwarp();
     }
 
     // Returns the next work item of the CTA. Called by one lane.
@@ -107,11 +122,14 @@ private:
 
     // Returns the rank of the item's tile in the tile schedule. first: the index of the first tile of its mask.
     __device__ __forceinline__ int schedule_rank(const BackwardItem& item, int64_t first) const {
+        const int first_tile = memory.schedule().first_tile;
         if (item.order == TileOrder::kLongestFirst)
-            return item.rank;
+            return memory.schedule().num_tiles == args.workspace.key_tiles
+                       ? item.rank
+                       : args.workspace.longest_first[first + first_tile + item.rank];
         const bool reversed = item.order == TileOrder::kLastToFirst;
         const int position = reversed ? memory.schedule().num_tiles - 1 - item.rank : item.rank;
-        return args.workspace.tile_ranks[first + memory.schedule().first_tile + position];
+        return args.workspace.tile_ranks[first + first_tile + position];
     }
 
     // Writes the work item and its runs. Nobody needs an item without steps if dK and dV are added up, to sums that
@@ -206,6 +224,7 @@ private:
         work.key_head = tile.key_head;
         work.example = tile.example;
         work.all_visible = all_visible;
+        work.is_final = args.gradients.is_final(tile.example, tile.key / Config::kKeys);
     }
 
     // Writes the runs of the work item, chunk by chunk of its blocks, and in each head by head. If heads changed at

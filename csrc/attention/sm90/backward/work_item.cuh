@@ -1,5 +1,6 @@
 #pragma once
 
+#include "csrc/attention/sm90/backward/key_gradients.cuh"
 #include "csrc/attention/sm90/tile_schedule.h"
 #include "csrc/mask/band.h"
 
@@ -13,6 +14,7 @@ struct alignas(16) BackwardWorkItem {
     int num_steps;  // blocks of queries of all heads of the item; 0: no query sees a key; -1: no more work items
     int key, key_head, example;  // first key
     bool all_visible;
+    bool is_final;               // where dk and dv go (key_gradients.cuh)
 };
 
 // One block of queries of one head, for the consumers and the reducer. Columns are queries. Columns [max(first_column,
@@ -45,7 +47,7 @@ struct alignas(16) CurrentTile {
     int item, key;  // number of work items before; first key
     int first_band, end_band, mask, key_head, example, first_head;
     const ScheduledBand* bands;  // of the mask
-    int* counter;                // that work items are claimed from
+    int stage, variant;          // of the launch; of its schedules
     bool has_no_run, mirrored;   // no run of the tile was written yet; bands and blocks come from the first to the last
     Range blocks;                // of queries, over all bands: those of the work item
     // The chunk of blocks that runs are written of, of one head; the next band and the blocks of those before it.

@@ -26,7 +26,7 @@ struct BackwardWorkspace {
     // [batch, kv_heads, rows_per_key_head · dim or v_dim of the kernel] (key_sums.cuh). Null where every work item has
     // all query heads of a group.
     float *dk, *dv;
-    int* counters;  // [kBackwardCounters]: how many work items, or parts of them, are claimed
+    int* counters;  // [kMostBackwardStages]: how many work items, or parts of them, are claimed
     // [batch, heads, panels of dq_layout, blocks of queries]: how many additions to a block of dq are done, counted at
     // its first panel. Deterministic runs only.
     int* additions;
@@ -35,6 +35,9 @@ struct BackwardWorkspace {
     EightRows* rows;  // [batch, heads, rows_per_head / 8]
     Range* band_ranges;  // [num_masks, blocks of queries]: the bands that touch a block. Deterministic runs only
     int* tile_ranks;     // [num_masks, key_tiles]: index of a tile in the tile schedule
+    // [num_masks, key_tiles]: such indices of own tiles, the longest first, and behind them of the others. Only where
+    // there are both.
+    int* longest_first;
     int64_t bytes;
 };
 
@@ -72,7 +75,7 @@ inline BackwardWorkspace lay_out(char* base, const BackwardShape& shape, TileSha
         layout.dk = reinterpret_cast<float*>(take(key_rows * kernel_dim * sizeof(float)));
         layout.dv = reinterpret_cast<float*>(take(key_rows * kernel_v_dim * sizeof(float)));
     }
-    layout.counters = reinterpret_cast<int*>(take(kBackwardCounters * sizeof(int)));
+    layout.counters = reinterpret_cast<int*>(take(kMostBackwardStages * sizeof(int)));
     layout.additions = reinterpret_cast<int*>(take(additions * sizeof(int)));
     const int64_t key_additions = deterministic and has_key_sums ? key_heads * layout.key_tiles : 0;
     layout.key_additions = reinterpret_cast<int*>(take(key_additions * sizeof(int)));
@@ -81,6 +84,7 @@ inline BackwardWorkspace lay_out(char* base, const BackwardShape& shape, TileSha
     layout.band_ranges = reinterpret_cast<Range*>(take(band_ranges * sizeof(Range)));
     const int64_t tile_ranks = int64_t{num_masks} * layout.key_tiles;
     layout.tile_ranks = reinterpret_cast<int*>(take(tile_ranks * sizeof(int)));
+    layout.longest_first = reinterpret_cast<int*>(take(tile_ranks * sizeof(int)));
     layout.bytes = bytes;
     return layout;
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "csrc/attention/sm90/forward/arguments.cuh"
 #include "csrc/attention/sm90/forward/work_item.cuh"
 #include "csrc/common/sm90/mbarrier.cuh"
 #include "csrc/common/sm90/panel.h"
@@ -62,15 +63,22 @@ template <typename Config> struct ForwardMemory {
                          kBlocks = kBandRuns + kRuns * static_cast<int>(sizeof(ForwardBandRun)),
                          kPackedTails = kBlocks + kDescriptors * static_cast<int>(sizeof(BlockDescriptor)),
                          kBarriers = kPackedTails + kDescriptors * static_cast<int>(sizeof(BlockDescriptor)),
-                         kNumZeroed = kBarriers + 8 * (kOutBarriers + Config::kConsumers), kEnd = kNumZeroed + 8,
-                         kAlignment = 1024,
-                         kBytes = kEnd + kAlignment;
+                         kNumZeroed = kBarriers + 8 * (kOutBarriers + Config::kConsumers), kWork = kNumZeroed + 8,
+                         kEnd = kWork + static_cast<int>(sizeof(ForwardWork)),
+                         kAlignment = 1024, kBase = kAlignment, kBytes = kEnd;
+    // Dynamic shared memory begins at kBase, behind what the system reserves, as load_forward checks.
     static_assert(kBytes <= kSharedBytes);
 
     char* base;  // aligned
 
+    // The producer and the scheduler have no register for the base, which is a constant for them.
+    __device__ __forceinline__ ForwardMemory() : base(static_cast<char*>(__cvta_shared_to_generic(kBase))) {}
+    // Consumers and the output store would spill for a constant.
     __device__ __forceinline__ explicit ForwardMemory(char* raw)
-        : base(raw + (-shared_address(raw) & (kAlignment - 1))) {}
+        : base(raw + (-shared_address(raw) & (kAlignment - 1))) {
+        if (shared_address(base) != kBase)
+            __trap();
+    }
     __device__ __forceinline__ SharedAddress q() const { return shared_address(base) + kQ; }
     __device__ __forceinline__ SharedAddress k(unsigned block) const {
         return shared_address(base) + kK + block % Config::kStages * Config::kKBytes;
@@ -82,6 +90,8 @@ template <typename Config> struct ForwardMemory {
     __device__ __forceinline__ unsigned& num_zeroed() const { return *reinterpret_cast<unsigned*>(base + kNumZeroed); }
     // The output of one warpgroup, in panels.
     __device__ __forceinline__ SharedAddress out() const { return shared_address(base) + kOut; }
+    // The tiles that the CTA computes now. Only the scheduler reads and changes it behind the kernel's first barrier.
+    __device__ __forceinline__ ForwardWork& work() const { return *reinterpret_cast<ForwardWork*>(base + kWork); }
     __device__ __forceinline__ ForwardWorkItem& work_item(int item) const {
         return reinterpret_cast<ForwardWorkItem*>(base + kWorkItems)[static_cast<unsigned>(item) % kItems];
     }

@@ -104,8 +104,8 @@ private:
         memory.k_full(block).wait(memory.parity(block));
         const BlockDescriptor& keys = memory.descriptor(block);
         const int first_row = warpgroup * 64, last_row = first_row + 63;
-        const int first = max(first_row >> args.schedule.pack_shift, keys.row_begin);
-        const int last = min(last_row >> args.schedule.pack_shift, keys.row_end - 1);
+        const int first = max(first_row >> args.first.schedule.pack_shift, keys.row_begin);
+        const int last = min(last_row >> args.first.schedule.pack_shift, keys.row_end - 1);
         return uniform(keys.has_packed_tail or (first <= last and first + keys.lower < keys.end_column and
                                                 last + keys.upper > keys.first_column));
     }
@@ -232,7 +232,7 @@ private:
     }
 
     __device__ __forceinline__ VisibleBits<Config::kKeys / 2> visible_bits() const {
-        const int pack_shift = args.schedule.pack_shift;
+        const int pack_shift = args.first.schedule.pack_shift;
         const auto find = [&](const BlockDescriptor& keys) {
             return sm90::visible_bits<Config::kKeys / 2>(keys, row_of(thread), pack_shift, first_column());
         };

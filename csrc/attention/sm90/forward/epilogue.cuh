@@ -142,10 +142,10 @@ private:
     }
 
     __device__ __forceinline__ int position(int r) const {
-        return work.row + ((row + 8 * r) >> args.schedule.pack_shift);
+        return work.row + ((row + 8 * r) >> args.first.schedule.pack_shift);
     }
     __device__ __forceinline__ int head(int r) const {
-        return work.head + ((row + 8 * r) & (args.schedule.pack - 1));
+        return work.head + ((row + 8 * r) & (args.first.schedule.pack - 1));
     }
     __device__ __forceinline__ float sink(int r) const { return __ldg(args.sinks + head(r)); }
     __device__ __forceinline__ bool exists(int r) const { return position(r) < args.q_len; }

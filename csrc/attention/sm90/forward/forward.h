@@ -48,15 +48,23 @@ struct ForwardParams {
     float* lse;    // [batch, q_len, row_heads]
     int* counter;  // workspace
     bool counter_is_zero;  // otherwise the call clears it
-    uint32_t* drained;     // set when no work is left that another SM could begin with; null if nobody asks
+    bool claims_all;       // also the first work items, which others may have claimed before
+    // Set when no work is left that another SM could begin with, but for what SMs go on with; null if nobody asks.
+    uint32_t* drained;
     float scale, soft_cap;  // scale > 0; soft_cap 0 for none
     int num_sms;
+    // What SMs go on with that find no work left, if the flag is set by then, which says that its keys are there.
+    // Otherwise they end, and leave it to attention_forward(*next). It has other keys and tiles, but the same queries
+    // and heads, and claims all from a counter of its own that is zero before. Null: nothing.
+    const ForwardParams* next;
+    const uint32_t* next_arrived;
 };
 
 cudaError_t attention_forward(const ForwardParams& params, cudaStream_t stream);
 
-// Lets `num_sms` more SMs take part in a call of attention_forward() whose counter was zero before: they claim work
-// items of it. The two may run in different streams, and in any order. The result is complete when both have ended.
+// Lets `num_sms` more SMs take part in a call of attention_forward() whose counter was zero before, or in what its SMs
+// go on with: they claim work items of it. The two may run in different streams, and in any order. The result is
+// complete when both have ended.
 cudaError_t help_attention_forward(const ForwardParams& params, int num_sms, cudaStream_t stream);
 
 // A result in float, [rows, heads], to which sinks are to be added, and its place in [rows, row_heads] of 16 bits.

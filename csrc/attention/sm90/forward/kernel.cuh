@@ -56,21 +56,22 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int thread = threadIdx.x % kWarpgroupThreads;
     if (warpgroup == 0 and thread == 0) {
         prefetch_tensor_map(maps.q);
-        prefetch_tensor_map(maps.k);
-        prefetch_tensor_map(maps.v);
-        prefetch_tensor_map(maps.k_part);
-        prefetch_tensor_map(maps.v_part);
+        prefetch_tensor_map(maps.k[0]);
+        prefetch_tensor_map(maps.v[0]);
+        prefetch_tensor_map(maps.k_part[0]);
+        prefetch_tensor_map(maps.v_part[0]);
         memory.init_barriers();
+        memory.work() = args.first;
     }
     __syncthreads();
     if (warpgroup == 0) {
         warpgroup_reg_dealloc<Config::kProducerRegisters>();
         if (thread < 32)
-            ForwardProducer<Config>{memory, maps, args}.run();
+            ForwardProducer<Config>{ForwardMemory<Config>(), maps, args}.run();
         else if (thread < 64)
-            ForwardScheduler<Config>{memory, args}.run();
+            ForwardScheduler<Config>{ForwardMemory<Config>(), args}.run();
         else if (Config::kStagesOut and thread == 64 and not args.out_f32)
-            ForwardOutputStore<Config>{memory, maps.out, args.schedule.pack_shift}.run();
+            ForwardOutputStore<Config>{memory, maps.out, args.first.schedule.pack_shift}.run();
     } else {
         warpgroup_reg_alloc<Config::kConsumerRegisters>();
         // Computed again: ptxas would keep `warpgroup` in local memory.

@@ -11,26 +11,35 @@
 
 namespace jaxmagi::sm90 {
 
-inline ForwardArguments make_arguments(const ForwardParams& params, int tile_rows, bool helps) {
-    const bool capped = params.soft_cap > 0;
+// keys: which tensor maps.
+inline ForwardWork make_work(const ForwardParams& params, int tile_rows, int keys) {
     const ForwardSchedule schedule = make_schedule(params, tile_rows);
     return {.schedule = schedule,
             .subset = params.subset,
-            .tile_step = params.from_last_tile ? -1 : 1,
-            .bands = params.bands,
             .tiles = params.tiles + (params.from_last_tile ? schedule.num_tiles - 1 : 0),
-            .counter = params.counter,
+            .tile_step = params.from_last_tile ? -1 : 1,
+            .first_items = params.claims_all ? 0 : std::min(params.num_sms, schedule.num_items),
+            .keys = keys,
+            .counter = params.counter};
+}
+
+inline ForwardArguments make_arguments(const ForwardParams& params, int tile_rows, bool helps) {
+    const bool capped = params.soft_cap > 0;
+    const ForwardParams* const next = params.next;
+    return {.first = make_work(params, tile_rows, 0),
+            .next = next == nullptr ? ForwardWork{} : make_work(*next, tile_rows, 1),
+            .arrived = next == nullptr ? nullptr : params.next_arrived,
+            .bands = params.bands,
             .drained = params.drained,
-            .first_items = std::min(params.num_sms, schedule.num_items),
-            .helps = helps,
+            .claims_first = helps or params.claims_all,
             .capacity = params.capacity,
             .q_len = params.q_len,
-            .kv_len = params.kv_len,
+            .kv_len = next == nullptr ? params.kv_len : std::max(params.kv_len, next->kv_len),
             .row_heads = params.row_heads,
             .kv_heads = params.kv_heads,
             .v_dim = params.v_dim,
             .key_begin = params.key_begin,
-            .key_end = params.key_end,
+            .key_end = next == nullptr ? params.key_end : std::max(params.key_end, next->key_end),
             .sinks = params.sinks,
             .previous_out = params.previous_out,
             .previous_lse = params.previous_lse,
@@ -42,33 +51,44 @@ inline ForwardArguments make_arguments(const ForwardParams& params, int tile_row
 }
 
 template <typename Config> cudaError_t load_forward() {
-    return cudaFuncSetAttribute(forward_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                ForwardMemory<Config>::kBytes);
+    using Memory = ForwardMemory<Config>;
+    return load_kernel(forward_kernel<Config>, Memory::kBase, Memory::kBytes);
+}
+
+// Encodes the maps of keys and values that have the index.
+template <typename Config>
+cudaError_t encode_key_maps(const ForwardParams& params, int index, ForwardTensorMaps* maps) {
+    const CUtensorMapDataType type = tensor_map_type(params.dtype);
+    const int heads = params.kv_heads, row_heads = params.kv_row_heads;
+    const HeadsTensor k{params.k, type, params.batch, params.kv_len, heads, row_heads, params.dim};
+    const HeadsTensor v{params.v, type, params.batch, params.kv_len, heads, row_heads, params.v_dim};
+    const struct {
+        const HeadsTensor& tensor;
+        int keys;
+        CUtensorMap* map;
+    } boxes[] = {{k, Config::kKeys, &maps->k[index]},
+                 {v, Config::kKeys, &maps->v[index]},
+                 {k, kPartKeys, &maps->k_part[index]},
+                 {v, kPartKeys, &maps->v_part[index]}};
+    for (const auto& [tensor, keys, map] : boxes)
+        if (const cudaError_t error = encode_panel_map(tensor, 1, keys, map); error != cudaSuccess)
+            return error;
+    return cudaSuccess;
 }
 
 template <typename Config>
 cudaError_t encode_maps(const ForwardParams& params, int pack, ForwardTensorMaps* maps) {
     const CUtensorMapDataType type = tensor_map_type(params.dtype);
     const HeadsTensor q{params.q, type, params.batch, params.q_len, params.heads, params.q_row_heads, params.dim};
-    const int kv_heads = params.kv_heads, kv_row_heads = params.kv_row_heads;
-    const HeadsTensor k{params.k, type, params.batch, params.kv_len, kv_heads, kv_row_heads, params.dim};
-    const HeadsTensor v{params.v, type, params.batch, params.kv_len, kv_heads, kv_row_heads, params.v_dim};
     const HeadsTensor out{params.out, type, params.batch, params.q_len, params.heads, params.row_heads, params.v_dim};
-    const struct {
-        const HeadsTensor& tensor;
-        int heads, positions;
-        CUtensorMap* map;
-    } boxes[] = {{q, pack, Config::kRows / pack, &maps->q},
-                 {k, 1, Config::kKeys, &maps->k},
-                 {v, 1, Config::kKeys, &maps->v},
-                 {k, 1, kPartKeys, &maps->k_part},
-                 {v, 1, kPartKeys, &maps->v_part}};
-    for (const auto& [tensor, heads, positions, map] : boxes)
-        if (const cudaError_t error = encode_panel_map(tensor, heads, positions, map); error != cudaSuccess)
-            return error;
-    if (Config::kStagesOut and not params.out_f32)
-        return encode_panel_map(out, pack, 64 / pack, &maps->out);
-    return cudaSuccess;
+    cudaError_t error = encode_panel_map(q, pack, Config::kRows / pack, &maps->q);
+    if (error == cudaSuccess)
+        error = encode_key_maps<Config>(params, 0, maps);
+    if (error == cudaSuccess and params.next != nullptr)
+        error = encode_key_maps<Config>(*params.next, 1, maps);
+    if (error == cudaSuccess and Config::kStagesOut and not params.out_f32)
+        error = encode_panel_map(out, pack, 64 / pack, &maps->out);
+    return error;
 }
 
 // num_helpers: 0 for the call itself; otherwise CTAs that help it.
@@ -76,16 +96,17 @@ template <typename Config>
 cudaError_t launch_forward(const ForwardParams& params, int num_helpers, cudaStream_t stream) {
     const bool helps = num_helpers > 0;
     const ForwardArguments args = make_arguments(params, Config::kRows, helps);
-    const bool has_claims = args.first_items < args.schedule.num_items;
-    if (helps and not has_claims)
+    const bool has_claims = args.first.first_items < args.first.schedule.num_items;
+    if (helps and not has_claims and params.next == nullptr)
         return cudaSuccess;
     ForwardTensorMaps maps{};
-    cudaError_t error = encode_maps<Config>(params, args.schedule.pack, &maps);
+    cudaError_t error = encode_maps<Config>(params, args.first.schedule.pack, &maps);
     if (error == cudaSuccess and has_claims and not helps and not params.counter_is_zero)
         error = cudaMemsetAsync(params.counter, 0, sizeof(int), stream);
     if (error != cudaSuccess)
         return error;
-    const int grid = helps ? num_helpers : args.first_items;
+    const int most = params.next == nullptr ? args.first.schedule.num_items : params.num_sms;
+    const int grid = helps ? num_helpers : std::min(params.num_sms, most);
     forward_kernel<Config><<<grid, Config::kThreads, ForwardMemory<Config>::kBytes, stream>>>(maps, args);
     return cudaGetLastError();
 }

@@ -72,7 +72,7 @@ private:
         constexpr int kStep = Config::kKeys;
         const ForwardBandRun& band_run = memory.band_run(run);
         const TileBand band = band_run.band;
-        const KeyHead head = band_run.head;
+        const KeyHead& head = band_run.head;
         const int first_key = band_run.keys.begin, end = band_run.keys.end - band_run.packed_keys;
         const int over = (end - first_key) % kStep;
         const int begin = over == 0 or end - first_key < kStep ? 0 : kStep - over;  // the first column that counts
@@ -106,14 +106,14 @@ private:
 
     __device__ __forceinline__ void load_keys(unsigned block, int key, const KeyHead& of) const {
         memory.k_full(block).arrive_and_expect(Config::kKBytes);
-        load<Config::kDim>(memory.k(block), maps.k, Config::kKeys, {0, of.head, key, of.example},
+        load<Config::kDim>(memory.k(block), maps.k[of.keys], Config::kKeys, {0, of.head, key, of.example},
                            memory.k_full(block));
     }
 
     __device__ __forceinline__ void load_values(unsigned block, int key, const KeyHead& of, Mbarrier arrived) const {
         memory.v_empty(block).wait(memory.parity(block) ^ 1);
         arrived.arrive_and_expect(Config::kVBytes);
-        load<Config::kVDim>(memory.v(block), maps.v, Config::kKeys, {0, of.head, key, of.example}, arrived);
+        load<Config::kVDim>(memory.v(block), maps.v[of.keys], Config::kKeys, {0, of.head, key, of.example}, arrived);
     }
 
     // The first `tail` columns are the last keys of the next run, of which only its packed_keys last ones count.
@@ -133,9 +133,10 @@ private:
     }
 
     template <int kColumns>
-    __device__ __forceinline__ void load_parts(SharedAddress to, const CUtensorMap& map, unsigned run, int tail,
-                                               Mbarrier arrived) const {
+    __device__ __forceinline__ void load_parts(SharedAddress to, const CUtensorMap (&of_keys)[2], unsigned run,
+                                               int tail, Mbarrier arrived) const {
         const ForwardBandRun& band_run = memory.band_run(run);
+        const CUtensorMap& map = of_keys[band_run.head.keys];
         const int tail_key = memory.band_run(run + 1).keys.end - tail;
         const int key = band_run.keys.end - band_run.packed_keys - Config::kKeys;
 #pragma unroll 1

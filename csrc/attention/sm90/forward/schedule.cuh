@@ -23,7 +23,6 @@ struct ForwardSchedule {
     int key_heads, section, group;  // key heads of a mask and of a section; query heads of a key head
     int pack, pack_shift;           // query heads in a work item, and log2 of it
     int slices, per_tile;           // slices of a tile; work items of a tile and key head
-    int last_section;               // first work item of the last section of the last mask
 };
 
 struct ForwardItem {
@@ -41,9 +40,7 @@ inline constexpr int kMaxPackShift = 4;
 inline ForwardSchedule make_schedule(const ForwardParams& params, int tile_rows) {
     const int tiles = ceil_div(params.q_len, tile_rows), key_heads = params.batch / params.num_masks * params.kv_heads;
     const int64_t head_bytes = int64_t{2} * params.kv_len * (params.dim + params.v_dim);
-    // A call for tiles that only see the rank's own keys has one section: in each, tiles that it must skip come last.
-    const int64_t heads = params.subset == Tiles::kSeeOwn ? key_heads : kSectionBytes / head_bytes;
-    const int section = static_cast<int>(std::clamp<int64_t>(heads, 1, key_heads));
+    const int section = static_cast<int>(std::clamp<int64_t>(kSectionBytes / head_bytes, 1, key_heads));
     const int group = params.heads / params.kv_heads;
     const int pack_shift = std::min(std::countr_zero(static_cast<unsigned>(group)), kMaxPackShift);
     // A tile that is the only one has no slices behind its last position.
@@ -61,8 +58,7 @@ inline ForwardSchedule make_schedule(const ForwardParams& params, int tile_rows)
             .pack = 1 << pack_shift,
             .pack_shift = pack_shift,
             .slices = slices,
-            .per_tile = per_tile,
-            .last_section = (params.num_masks - 1) * per_mask + (per_mask - 1) / per_section * per_section};
+            .per_tile = per_tile};
 }
 
 JAXMAGI_HOST_DEVICE ForwardItem item_at(const ForwardSchedule& schedule, int index) {

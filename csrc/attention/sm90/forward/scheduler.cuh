@@ -17,13 +17,13 @@ template <typename Config> struct ForwardScheduler {
     unsigned num_runs = 0;  // written so far
 
     __device__ __forceinline__ void run() {
-        int item = 0, index = args.helps ? claim_index() : blockIdx.x;
+        int item = 0, index = args.claims_first ? claim_index() : blockIdx.x;
 #pragma unroll 1
-        while (index < args.schedule.num_items) {
+        while (index < memory.work().schedule.num_items or goes_on(index)) {
             if (is_wanted(index))
-                schedule(item_at(args.schedule, index), item);
-            else if (index >= args.schedule.last_section)
-                break;  // tiles that are not wanted are the last of a section
+                schedule(item_at(memory.work().schedule, index), item);
+            else
+                skip_section(index);
             index = claim_index();
         }
         if (args.drained != nullptr and lane_index() == 0)
@@ -33,6 +33,23 @@ template <typename Config> struct ForwardScheduler {
     }
 
 private:
+    // Goes on with other tiles when no work item is left, if their keys have arrived, and claims the first one.
+    __device__ __forceinline__ bool goes_on(int& index) const {
+        bool found = false;
+        if (lane_index() == 0 and args.arrived != nullptr and memory.work().keys == 0)
+            found = load_acquire(args.arrived) != 0;
+        if (__all_sync(~0u, not found))
+            return false;
+        __syncwarp();
+        if (lane_index() == 0) {
+            fence_global_for_async();  // for the producer's loads
+            memory.work() = args.next;
+        }
+        __syncwarp();
+        index = claim_index();
+        return index < memory.work().schedule.num_items;
+    }
+
     // The run of keys in one of 32 bands, each in one lane. The remainders of two neighbours may share a block.
     struct LaneRun {
         Band band;             // with its visible keys only
@@ -57,31 +74,43 @@ private:
     }
 
     __device__ __forceinline__ int claim_index() const {
-        int claimed = args.schedule.num_items;
-        if (lane_index() == 0 and args.first_items < args.schedule.num_items)
-            asm volatile("atom.global.add.u32 %0, [%1], 1;" : "=r"(claimed) : "l"(args.counter) : "memory");
-        return args.first_items + __shfl_sync(~0u, claimed, 0);
+        const ForwardWork& work = memory.work();
+        int claimed = work.schedule.num_items;
+        if (lane_index() == 0 and work.first_items < work.schedule.num_items)
+            asm volatile("atom.global.add.u32 %0, [%1], 1;" : "=r"(claimed) : "l"(work.counter) : "memory");
+        return work.first_items + __shfl_sync(~0u, claimed, 0);
     }
 
-    // Returns whether the call computes the tile of a work item.
+    // Returns whether the tile of a work item is to be computed.
     __device__ __forceinline__ bool is_wanted(int index) const {
-        if (args.subset == Tiles::kAll)
+        const ForwardWork& work = memory.work();
+        if (work.subset == Tiles::kAll)
             return true;
-        const int rank = item_at(args.schedule, index).rank;
-        return args.tiles[rank * args.tile_step].sees_received() == (args.subset == Tiles::kSeeReceived);
+        const int rank = item_at(work.schedule, index).rank;
+        return work.tiles[rank * work.tile_step].sees_received() == (work.subset == Tiles::kSeeReceived);
+    }
+
+    // Leaves out the other work items of a section, since tiles that are not wanted are its last ones. There is one
+    // mask then.
+    __device__ __forceinline__ void skip_section(int index) const {
+        const ForwardWork& work = memory.work();
+        const int end = (index / work.schedule.per_section + 1) * work.schedule.per_section - work.first_items;
+        if (lane_index() == 0)
+            asm volatile("red.global.max.s32 [%0], %1;" ::"l"(work.counter), "r"(end) : "memory");
     }
 
     // Writes the work item at these coordinates and its runs, unless it lies behind the last position.
     __device__ __forceinline__ void schedule(const ForwardItem& coordinates, int& item) {
+        const ForwardWork& work = memory.work();
         const auto [mask, rank, item_head, head_in_group, slice] = coordinates;
         const ScheduledTile tile =
-            args.tiles[static_cast<int64_t>(mask) * args.schedule.num_tiles + rank * args.tile_step];
+            work.tiles[static_cast<int64_t>(mask) * work.schedule.num_tiles + rank * work.tile_step];
         const ScheduledBand* bands = args.bands + static_cast<int64_t>(mask) * args.capacity;
         // One mask may serve all examples, whose heads are then counted on, or each example has a mask of its own.
         const int example = mask + item_head / args.kv_heads, key_head = item_head % args.kv_heads;
-        const int num_rows = Config::kRows >> args.schedule.pack_shift;
+        const int num_rows = Config::kRows >> work.schedule.pack_shift;
         const int row = tile.index() * Config::kRows + slice * num_rows;
-        const int head = key_head * args.schedule.group + head_in_group;
+        const int head = key_head * work.schedule.group + head_in_group;
         if (row >= args.q_len)
             return;
         const Range rows{row, min(row + num_rows, args.q_len)};
@@ -102,18 +131,18 @@ private:
                 ++num_runs;
             }
         }
-        const ForwardWorkItem& work = memory.work_item(item++);
-        wait_for_producer(work.num_blocks > kManyBlocks ? 1 : num_runs - work.first_run + 1);
+        const ForwardWorkItem& written = memory.work_item(item++);
+        wait_for_producer(written.num_blocks > kManyBlocks ? 1 : num_runs - written.first_run + 1);
     }
 
     // Called by one lane.
     __device__ __forceinline__ void write_run(const LaneRun& run, int item, int left) const {
         const ForwardWorkItem& work = memory.work_item(item);
         ForwardBandRun& to = memory.band_run(num_runs);
-        const int last_row = min(Config::kRows >> args.schedule.pack_shift, args.q_len - work.row) - 1;
+        const int last_row = min(Config::kRows >> args.first.schedule.pack_shift, args.q_len - work.row) - 1;
         to.band = TileBand::make(run.band, work.row, last_row);
         to.keys = {run.band.k0, run.band.k1};
-        to.head = {work.key_head, work.example};
+        to.head = {work.key_head, work.example, memory.work().keys};
         to.item = item;
         to.first = left + run.num_blocks() == work.num_blocks;
         to.last = left == 0;

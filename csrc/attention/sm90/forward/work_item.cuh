@@ -27,6 +27,7 @@ struct alignas(16) BlockDescriptor {
 
 struct KeyHead {
     int head, example;
+    int keys;  // which of the tensor maps of keys and values
 };
 
 // A band with positions counted from the first one of a tile.
