@@ -55,12 +55,13 @@ def profile(
     return {device: sorted(found) for device, found in events.items()}
 
 
-def last_part(events: Sequence[Event], calls: int) -> Sequence[Event]:
-    """Returns the events of the last call, if all are of one kernel.
+def divide(events: Sequence[Event], calls: int) -> list[Sequence[Event]]:
+    """Returns the events of each call, if all are of one kernel.
 
     Raises:
         ValueError: the calls do not divide the events.
     """
     if len(events) % calls:
         raise ValueError(f"{events[0].short_name} ran {len(events)} times in {calls} calls of one program.")
-    return events[len(events) // calls * (calls - 1) :]
+    count = len(events) // calls
+    return [events[i * count : (i + 1) * count] for i in range(calls)]

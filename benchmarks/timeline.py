@@ -35,7 +35,7 @@ from benchmarks import context
 from benchmarks._context_peers import METHODS, OURS
 from benchmarks._measure import card, gpu_environment, save
 from benchmarks._processes import run_in_processes
-from benchmarks._profile import Event, last_part, profile
+from benchmarks._profile import Event, divide, profile
 from benchmarks._timeline import draw
 from benchmarks._workloads import Causal, Direction, Workload
 from jaxmagi.calibration._chain import AXIS, mesh_of, on_ranks
@@ -83,12 +83,12 @@ def last_call(events: Sequence[Event]) -> list[Event]:
     attention = [event for event in events if event.is_of(FORWARD) or event.is_of(BACKWARD)]
     if not attention:
         raise ValueError(f"the profile has no kernels of attention among {len(events)} events.")
-    last = last_part(attention, CALLS)
+    last = divide(attention, CALLS)[-1]
     before = max((event.end for event in attention[: -len(last)]), default=0.0)
     by_name: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         by_name[event.name].append(event)
-    firsts = [last_part(found, CALLS)[0].begin for found in by_name.values() if len(found) % CALLS == 0]
+    firsts = [divide(found, CALLS)[-1][0].begin for found in by_name.values() if len(found) % CALLS == 0]
     begin = min(first for first in firsts if first >= before)
     return [event for event in events if event.begin >= begin]
 

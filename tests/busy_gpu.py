@@ -84,9 +84,9 @@ class Slot(ctypes.Structure):
 
     Attributes:
         begin: nanoseconds of the GPU's clock, 0 before.
-        end: the same.
+        end: nanoseconds of the same clock when it ended, 0 before.
         has_met: 1 if it ended because the partner's CTA had begun.
-        multiprocessor: its number.
+        multiprocessor: the number of the one that it ran on.
     """
 
     begin: int

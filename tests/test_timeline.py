@@ -8,7 +8,7 @@ import matplotlib.image
 import pytest
 
 from benchmarks import _timeline, timeline
-from benchmarks._profile import Event, last_part
+from benchmarks._profile import Event, divide
 from tests.collectives.groups import require_hosts
 
 STREAM = "Stream #13(Compute)"
@@ -20,7 +20,7 @@ CALL = (
     ("void jaxmagi::sm90::backward_kernel<jaxmagi::A<(int)3>>(int)", 12, 30),
     ("jaxmagi::sm90::convert_all(jaxmagi::C)", 30, 32),
 )
-"""What one call runs: names, begins and ends in microseconds."""
+"""Kernels of one call: names, begins and ends in microseconds."""
 EXPECTED = [
     ("forward", "loop_fusion", 0, 1),
     ("forward", "push", 1, 3),
@@ -61,7 +61,7 @@ def test_profiles_that_are_not_of_these_calls() -> None:
     with pytest.raises(ValueError, match="no kernels of attention among 1 events"):
         timeline.last_call(profiled()[:1])
     with pytest.raises(ValueError, match="forward_kernel ran 5 times in 3 calls"):
-        last_part([event for event in profiled() if event.is_of("forward_kernel")][:1] * 5, 3)
+        divide([event for event in profiled() if event.is_of("forward_kernel")][:1] * 5, 3)
 
 
 def test_exchanges_are_casts_and_then_returns() -> None:

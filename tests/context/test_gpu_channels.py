@@ -31,7 +31,7 @@ ENVIRONMENT = {
     "NCCL_DEBUG": "INFO",
     "NCCL_DEBUG_SUBSYS": "INIT,ENV",
 }
-"""What makes each send and receive of NCCL's have so many CTAs. The log says how many channels there are."""
+"""Settings by which each send and receive has so many CTAs. The log says how many channels there are."""
 
 
 def allow_many_sockets() -> None:
