@@ -12,7 +12,7 @@ import numpy as np
 from jaxmagi import AttnMask, CostModel
 from jaxmagi.masks import geometry
 from jaxmagi.planning._cost import Pass
-from jaxmagi.planning._schedule import count_tiles
+from jaxmagi.planning._tiles import count_tiles
 
 
 class Prediction(NamedTuple):

@@ -220,16 +220,24 @@ def test_pictures_are_written(
         assert image[..., :3].std() > 0.05
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
-def test_schedule_waits_for_keys_and_ends_with_the_prediction(parts: int) -> None:
-    plan, cost = plan_context(masks.causal(32768), 4), CostModel(num_kv_heads=parts)
+@pytest.mark.parametrize(
+    ("kv_heads", "ranks_per_host", "parts"), [(1, 2, 1), (2, 2, 2), (4, 2, 4), (4, 4, 1)]
+)
+def test_schedule_waits_for_keys_and_ends_with_the_prediction(
+    kv_heads: int, ranks_per_host: int, parts: int
+) -> None:
+    cost = CostModel(num_kv_heads=kv_heads, ranks_per_host=ranks_per_host)
+    plan = plan_context(masks.causal(32768), 4)
     schedule = schedule_pass(np.asarray(plan.bands), plan.transfer, cost, cost.forward)
     fetches, attention = schedule.fetches, schedule.attention
     assert schedule.seconds == plan.report(cost).predicted_seconds == attention[..., 1].max()
-    assert (fetches[0, 0], fetches.shape, attention.shape) == (0, (parts, 2), (4, parts, 2))
+    assert (fetches[0, 0], fetches.shape, attention.shape[::2]) == (0, (parts, 2), (4, 2))
     np.testing.assert_array_equal(fetches[1:, 0], fetches[:-1, 1])
     assert (np.diff(attention.reshape(4, -1)) >= 0).all()
-    assert (attention[..., 0] >= fetches[:, 1]).all()
+    waits = schedule.launched >= 0
+    np.testing.assert_array_equal(schedule.launched[waits], range(parts))
+    assert (attention[:, waits, 0] >= fetches[:, 1]).all()
+    assert (attention[:, 0, 0] == 0).all()
 
 
 WINDOW = ["--mask", "sliding-window"]

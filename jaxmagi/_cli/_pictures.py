@@ -10,6 +10,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from .._drawing import INK, MUTED, color
 from ..planning import ContextPlan, CostModel
 from ..planning._report import schedule_pass
+from ..planning._schedule import OWN_KEYS
 
 _TRANSFER = "#9ca3af"
 _DPI = 150
@@ -68,7 +69,7 @@ def _draw_ranks(plan: ContextPlan, cost: CostModel) -> Figure:
 
 
 def _draw_timeline(plan: ContextPlan, cost: CostModel) -> Figure:
-    """Draws each rank's attention in the predicted forward pass, part by part, below the transfers."""
+    """Draws each rank's attention in the predicted forward pass, launch by launch, below the transfers."""
     schedule = schedule_pass(np.asarray(plan.bands), plan.transfer, cost, cost.forward)
     fetches, attention = 1e3 * schedule.fetches, 1e3 * schedule.attention
     figure = Figure(figsize=(9.6, 5.4), layout="constrained")
@@ -77,14 +78,16 @@ def _draw_timeline(plan: ContextPlan, cost: CostModel) -> Figure:
     above.barh(lane, np.diff(fetches)[:, 0], left=fetches[:, 0], color=colors, edgecolor="white")
     above.set(yticks=[0], yticklabels=["link"])
     ranks = np.arange(plan.cp_size)
-    for part, times in enumerate(attention.swapaxes(0, 1)):
-        width = times[:, 1] - times[:, 0]
-        below.barh(ranks, width, left=times[:, 0], height=0.8, color=colors[part], label=f"part {part + 1}")
+    for part in (OWN_KEYS, *range(len(fetches))):
+        begin, end = np.moveaxis(attention[:, schedule.launched == part], -1, 0)
+        label, shade = ("own keys", MUTED) if part == OWN_KEYS else (f"part {part + 1}", colors[part])
+        lanes = np.broadcast_to(ranks[:, None], begin.shape)
+        below.barh(lanes.ravel(), (end - begin).ravel(), left=begin.ravel(), color=shade, label=label)
     below.set_ylim(plan.cp_size - 0.4, -0.6)
     below.set_ylabel("rank", color=INK)
     below.set_xlabel("predicted forward pass (ms)", color=INK)
     below.yaxis.set_major_locator(MaxNLocator(nbins=16, integer=True))
-    figure.legend(loc="outside upper right", frameon=False, fontsize=8, ncols=len(fetches))
+    figure.legend(loc="outside upper right", frameon=False, fontsize=8, ncols=len(fetches) + 1)
     _style(above, below)
     return figure
 

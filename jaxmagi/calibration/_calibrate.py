@@ -20,7 +20,7 @@ from .._dtypes import accumulator_dtype
 from ..attention import DTYPES
 from ..planning import CostModel
 from ..planning._cost import Pass
-from ..planning._schedule import count_tiles
+from ..planning._tiles import count_tiles
 from . import _probes, _processes
 from ._chain import mesh_of
 from ._probes import Direction, Probe, Sizes

@@ -27,12 +27,15 @@ class Pass(NamedTuple):
     Attributes:
         tile: what the kernel computes at a time.
         by_keys: whether its tiles own keys and visit blocks of queries, instead of the other way round.
+        scheduled: queries (by keys: keys) of a tile of its schedule, which holds several tiles where heads
+            are packed.
         cell_seconds: time of a cell of a tile, of all heads.
         returns_gradients: whether received keys send gradients back.
     """
 
     tile: Tile
     by_keys: bool
+    scheduled: int
     cell_seconds: float
     returns_gradients: bool
 
@@ -77,7 +80,8 @@ class CostModel:
         network_gb_per_second: what it can receive, and at the same time send, between hosts.
         ranks_per_host: ranks ``0 .. n - 1`` share the first host, and so on.
         memory_gb_per_second: what a rank can read and write in its memory, in 1e9 bytes/s.
-        latency_us: fixed time of one transfer within a host and of one attention call, in microseconds.
+        latency_us: fixed time of one transfer within a host, and of attention to own keys and to others, in
+            microseconds.
         network_latency_us: fixed time of one transfer between hosts.
         num_heads: query heads of a rank.
         num_kv_heads: key heads of a rank.
@@ -142,14 +146,14 @@ class CostModel:
         packed = min(group & -group, _MOST_PACKED_HEADS)
         dim, (rows, keys) = _kernel(_FORWARD_TILES, self.head_dim)
         seconds = 4.0 * self.num_heads * dim / (self.tflops * 1e12)
-        return Pass(Tile(rows // packed, keys), False, seconds, False)
+        return Pass(Tile(rows // packed, keys), False, rows, seconds, False)
 
     @property
     def backward(self) -> Pass:
         """The backward pass, with 2.5 times the operations of the forward pass."""
         dim, (rows, keys) = _kernel(_BACKWARD_TILES, self.head_dim)
         seconds = 10.0 * self.num_heads * dim / (self.backward_tflops * 1e12)
-        return Pass(Tile(rows, keys), True, seconds, True)
+        return Pass(Tile(rows, keys), True, keys, seconds, True)
 
     def cells_per_row(self, cp_size: int) -> int:
         """Returns how many forward cells take as long as a row over the slowest link of ``cp_size`` ranks."""

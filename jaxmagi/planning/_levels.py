@@ -10,8 +10,9 @@ from ._capacity import PlanCapacity, bucket
 from ._cost import CostModel, Pass
 from ._ranges import Copies
 from ._relay import relay
-from ._schedule import busiest_links, count_tiles, schedule, work_of
+from ._schedule import busiest_links, schedule, work_of
 from ._spec import GroupCastSpec, RelayedSpec, spec_of_tables
+from ._tiles import Tiles, tiles_of
 
 if TYPE_CHECKING:
     from .._cpu import Routing
@@ -54,9 +55,10 @@ class OneLevel:
         return bucket(self.routing.most_received())
 
     @functools.cached_property
-    def tiles(self) -> dict[Pass, np.ndarray]:
-        """Full and partial tiles of each pass: int64 ``[cp, 2]``."""
-        return {each: count_tiles(*self.bands, each) for each in (self.cost.forward, self.cost.backward)}
+    def tiles(self) -> dict[Pass, Tiles]:
+        """The tiles of each pass."""
+        passes = self.cost.forward, self.cost.backward
+        return {each: tiles_of(*self.bands, self.shard_length, each) for each in passes}
 
     def seconds(self) -> float:
         """Returns the predicted time of both passes."""
@@ -84,7 +86,7 @@ class TwoLevels(OneLevel):
         return self._direct.bands
 
     @functools.cached_property
-    def tiles(self) -> dict[Pass, np.ndarray]:
+    def tiles(self) -> dict[Pass, Tiles]:
         """The tiles with one level, where ranks compute the same."""
         return self._direct.tiles
 

@@ -7,8 +7,9 @@ import numpy as np
 from ..masks.geometry import area, tighten
 from ._cost import CostModel, Pass
 from ._ranges import TokenRuns, key_runs, meet, own_runs, received_runs, union
-from ._schedule import Schedule, busiest_links, count_tiles, schedule, work_of
+from ._schedule import Schedule, busiest_links, schedule, work_of
 from ._spec import GroupCastSpec, RelayedSpec, steps_of
+from ._tiles import Tiles, tiles_of
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,13 @@ def report_plan(
     traffic = _traffic(transfer, len(bands), cost)
     within_hosts, between_hosts = _links(traffic.sum(axis=0), cost)
     sent, received = np.moveaxis(traffic.sum(axis=0), 1, 0)
-    forward, backward = ((_tiles(bands, each), each) for each in (cost.forward, cost.backward))
+    own_keys = transfer.input_rows
+    forward, backward = ((_tiles(bands, own_keys, each), each) for each in (cost.forward, cost.backward))
     return PlanReport(
         area=per_rank,
         imbalance=_largest_over_mean(per_rank),
-        work_imbalance=_largest_over_mean(cost.compute_seconds(*forward)),
-        backward_work_imbalance=_largest_over_mean(cost.compute_seconds(*backward)),
+        work_imbalance=_largest_over_mean(cost.compute_seconds(forward[0].all, forward[1])),
+        backward_work_imbalance=_largest_over_mean(cost.compute_seconds(backward[0].all, backward[1])),
         rows_sent=sent.sum(axis=-1),
         rows_received=received.sum(axis=-1),
         network_rows_sent=sent[:, 1],
@@ -105,17 +107,17 @@ def schedule_pass(
     bands: np.ndarray, transfer: GroupCastSpec | RelayedSpec, cost: CostModel, direction: Pass
 ) -> Schedule:
     """Returns when each rank does what in a pass with host arrays, under a model of the machine."""
-    return _schedule(_tiles(bands, direction), direction, _traffic(transfer, len(bands), cost), cost)
+    tiles = _tiles(bands, transfer.input_rows, direction)
+    return _schedule(tiles, direction, _traffic(transfer, len(bands), cost), cost)
 
 
-def _schedule(tiles: np.ndarray, direction: Pass, traffic: np.ndarray, cost: CostModel) -> Schedule:
+def _schedule(tiles: Tiles, direction: Pass, traffic: np.ndarray, cost: CostModel) -> Schedule:
     rows = np.stack([busiest_links(step) for step in traffic])
     return schedule(work_of(tiles, rows, cost, direction))
 
 
-def _tiles(bands: np.ndarray, direction: Pass) -> np.ndarray:
-    """Returns full and partial tiles: int64 ``[cp, 2]``."""
-    return count_tiles(bands.reshape(-1, 6), np.full(len(bands), bands.shape[1]), direction)
+def _tiles(bands: np.ndarray, own_keys: int, direction: Pass) -> Tiles:
+    return tiles_of(bands.reshape(-1, 6), np.full(len(bands), bands.shape[1]), own_keys, direction)
 
 
 def _largest_over_mean(of_ranks: np.ndarray) -> float:

@@ -1,30 +1,56 @@
 """Predicts when the ranks of a plan compute and transfer, under a model of the machine.
 
-A pass is cut into parts of the heads: the keys of all parts travel from the beginning on, part by part, and a
-part computes when its keys are there. In the backward pass its gradients return when all ranks have computed
-them.
+A pass is a row of launches of attention. Some need a rank's own keys alone and begin at once, the others wait
+for received keys. Within a host the keys of all heads travel at once:
+
+    forward     own tiles, while keys come; the other tiles
+    backward    own tiles of a quarter of the key heads, while keys come; all that is left
+
+Between hosts a pass is cut into parts of the heads, whose keys travel from the beginning on, part by part:
+
+    forward     the first part over own keys if rows cross the network, otherwise its own tiles; own tiles of
+                the other parts; what is left of part after part
+    backward    own tiles of the first part; the other tiles of part after part; own tiles of the other parts
+
+Gradients of a part return when all ranks have computed its tiles of received keys: within a host those of all
+heads, behind all attention.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from .._native import planner
 from ._cost import CostModel, Pass, num_parts
+from ._tiles import Tiles
+
+OWN_KEYS = -1  # instead of the number of a part, for launches that need no received keys
+_FIRST_KEY_HEADS = 4  # within a host, own tiles of one in so many key heads come first in a backward pass
+
+
+class Launch(NamedTuple):
+    """Attention of all ranks.
+
+    Attributes:
+        part: the part whose received keys it needs and computes, or `OWN_KEYS`.
+        seconds: float64 ``[cp]``.
+    """
+
+    part: int
+    seconds: np.ndarray
 
 
 class Work(NamedTuple):
-    """The times of what ranks compute and transfer for a part, in seconds.
+    """The times of what ranks compute and transfer in a pass, in seconds.
 
     Attributes:
         parts: the number of parts.
-        compute: float64 ``[cp]``, of attention.
-        fetch: of the transfer of keys and values.
+        launches: the launches of attention in their order, of which each part has one.
+        fetch: of the transfer of keys and values of a part.
         give_back: of the transfer of their gradients; None in a forward pass.
     """
 
     parts: int
-    compute: np.ndarray
+    launches: list[Launch]
     fetch: float
     give_back: float | None
 
@@ -34,12 +60,14 @@ class Schedule(NamedTuple):
 
     Attributes:
         fetches: float64 ``[parts, 2]``, beginning and end of each transfer of keys and values.
-        attention: float64 ``[cp, parts, 2]``, beginning and end of each rank's attention.
+        launched: int64 ``[launches]``, the part whose received keys a launch needs, or `OWN_KEYS`.
+        attention: float64 ``[cp, launches, 2]``, beginning and end of each rank's attention.
         returns: float64 ``[parts, 2]``, beginning and end of each transfer of gradients; empty in a forward
             pass.
     """
 
     fetches: np.ndarray
+    launched: np.ndarray
     attention: np.ndarray
     returns: np.ndarray
 
@@ -47,22 +75,6 @@ class Schedule(NamedTuple):
     def seconds(self) -> float:
         """The time when the slowest rank is done."""
         return float(max(self.attention[..., 1].max(), self.returns.max(initial=0)))
-
-
-def count_tiles(bands: np.ndarray, counts: np.ndarray, direction: Pass) -> np.ndarray:
-    """Returns the numbers of full and partial tiles of groups of bands.
-
-    Args:
-        bands: int32 ``[n, 6]``, the bands of all groups, one group after the other.
-        counts: integers of any shape, the number of bands of each group.
-        direction: the pass.
-
-    Returns:
-        int64 ``[*counts.shape, 2]``.
-    """
-    groups = np.ascontiguousarray(counts, np.int32).reshape(-1)
-    tiles = planner().tile_counts(np.ascontiguousarray(bands), groups, *direction.tile, direction.by_keys)
-    return tiles.reshape(*counts.shape, 2)
 
 
 def busiest_links(traffic: np.ndarray) -> np.ndarray:
@@ -74,16 +86,17 @@ def busiest_links(traffic: np.ndarray) -> np.ndarray:
     return traffic.max(axis=(0, 1))
 
 
-def work_of(tiles: np.ndarray, rows: np.ndarray, cost: CostModel, direction: Pass) -> Work:
-    """Returns the times of a part.
+def work_of(tiles: Tiles, rows: np.ndarray, cost: CostModel, direction: Pass) -> Work:
+    """Returns the times of a pass.
 
     Args:
-        tiles: full and partial tiles of all heads, ``[cp, 2]``.
+        tiles: the tiles of all heads.
         rows: rows on the busiest links, ``[steps, 2]``, as from `busiest_links`.
         cost: the machine.
         direction: the pass.
     """
-    parts = num_parts(cost.num_kv_heads, float(rows[-1].sum()) * cost.row_bytes)
+    within_host = len(rows) == 1 and len(tiles.own) <= cost.ranks_per_host
+    parts = 1 if within_host else num_parts(cost.num_kv_heads, float(rows[-1].sum()) * cost.row_bytes)
     fetch = float(cost.transfer_seconds(rows, cost.row_bytes / parts).sum())
     # Gradients take the same links in the other direction, which is as fast.
     give_back = float(cost.reduction_seconds(rows, cost.gradient_row_bytes / parts).sum())
@@ -91,28 +104,53 @@ def work_of(tiles: np.ndarray, rows: np.ndarray, cost: CostModel, direction: Pas
         copied = 2 * rows[0].sum() / parts  # rows that are read and written
         fetch += cost.memory_seconds(copied * cost.row_bytes)
         give_back += cost.memory_seconds(copied * cost.gradient_row_bytes)
-    compute = cost.compute_seconds(tiles, direction) / parts
-    return Work(parts, compute, fetch, give_back if direction.returns_gradients else None)
+    if within_host:
+        launches = _launches_within_host(tiles, cost, direction)
+    else:
+        launches = _launches_between_hosts(tiles, parts, bool(rows[:, 1].any()), cost, direction)
+    return Work(parts, launches, fetch, give_back if direction.returns_gradients else None)
+
+
+def _launches_within_host(tiles: Tiles, cost: CostModel, direction: Pass) -> list[Launch]:
+    own, others = cost.compute_seconds(np.stack([tiles.own, tiles.others]), direction)
+    heads = cost.num_kv_heads
+    first = own * (-(-heads // _FIRST_KEY_HEADS) / heads) if direction.by_keys else own
+    return [Launch(OWN_KEYS, first), Launch(0, own - first + others)]
+
+
+def _launches_between_hosts(
+    tiles: Tiles, parts: int, crosses_hosts: bool, cost: CostModel, direction: Pass
+) -> list[Launch]:
+    kinds = np.stack([tiles.own, tiles.others, *tiles.halves])
+    own, others, *halves = cost.compute_seconds(kinds, direction) / parts
+    own_of_rest = Launch(OWN_KEYS, own * (parts - 1))
+    rest = [Launch(part, others) for part in range(1, parts)]
+    if direction.by_keys:
+        return [Launch(OWN_KEYS, own), Launch(0, others), *rest, own_of_rest]
+    before, behind = halves if crosses_hosts else (own, others)
+    return [Launch(OWN_KEYS, before), own_of_rest, Launch(0, behind), *rest]
 
 
 def schedule(work: Work) -> Schedule:
     """Returns the predicted pass, in which transfers run one after the other, beside attention."""
     arrivals = work.fetch * np.arange(work.parts + 1)
-    attention = np.empty((len(work.compute), work.parts, 2))
-    done = np.zeros(len(work.compute))
-    for part in range(work.parts):
-        attention[:, part, 0] = np.maximum(done, arrivals[part + 1])
-        attention[:, part, 1] = done = attention[:, part, 0] + work.compute
-    return Schedule(
-        np.stack([arrivals[:-1], arrivals[1:]], axis=-1), attention, _returns(work, attention, arrivals[-1])
-    )
+    launched = np.array([launch.part for launch in work.launches])
+    done = np.zeros(len(work.launches[0].seconds))
+    attention = np.empty((len(done), len(launched), 2))
+    for i, (part, seconds) in enumerate(work.launches):
+        attention[:, i, 0] = np.maximum(done, arrivals[part + 1])  # at the beginning for own keys
+        attention[:, i, 1] = done = attention[:, i, 0] + seconds
+    computed = attention[:, launched != OWN_KEYS, 1].max(axis=0)
+    fetches = np.stack([arrivals[:-1], arrivals[1:]], axis=-1)
+    return Schedule(fetches, launched, attention, _returns(work, computed, arrivals[-1]))
 
 
-def _returns(work: Work, attention: np.ndarray, fetched: float) -> np.ndarray:
+def _returns(work: Work, computed: np.ndarray, fetched: float) -> np.ndarray:
+    """Returns the transfers of gradients of parts, from the times when all ranks have computed them."""
     if work.give_back is None:
         return np.zeros((0, 2))
     returns, free = np.empty((work.parts, 2)), fetched
-    for part, computed in enumerate(attention[..., 1].max(axis=0)):
-        returns[part, 0] = max(free, computed)
+    for part, ready in enumerate(computed):
+        returns[part, 0] = max(free, ready)
         returns[part, 1] = free = returns[part, 0] + work.give_back
     return returns

@@ -20,7 +20,7 @@ from jaxmagi._cli import main
 from jaxmagi._cli._cost import read_cost
 from jaxmagi.calibration import _probes, _processes
 from jaxmagi.calibration._probes import Probe
-from jaxmagi.planning._schedule import count_tiles
+from jaxmagi.planning._tiles import count_tiles
 
 from ..launcher import Launch
 

@@ -14,7 +14,7 @@ from jaxmagi.masks import geometry
 from jaxmagi.planning import ContextPlan, CostModel, plan_context, plan_contexts, prefetch_plans
 from jaxmagi.planning._cost import Pass
 from jaxmagi.planning._plan_context import Layout, merge
-from jaxmagi.planning._schedule import count_tiles
+from jaxmagi.planning._tiles import count_tiles
 
 from ..cases import MaskCase, document_lengths, mask_cases, random_bands
 from .oracle import (
