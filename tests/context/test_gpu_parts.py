@@ -57,6 +57,22 @@ def check_close(solution: Solution, expected: Solution) -> None:
     np.testing.assert_allclose(solution.lse, expected.lse, rtol=0, atol=LSE_TOLERANCE)
 
 
+def check_with_one_gpu(
+    mask: AttnMask,
+    plan: ContextPlan,
+    group: Group,
+    rng: np.random.Generator,
+    *,
+    deterministic: bool,
+    dims: tuple[int, int] = (DIM, DIM),
+) -> None:
+    """Compares both passes of a random problem, with these dims of keys and of values, with one GPU."""
+    dim, v_dim = dims
+    problem = harness.random_problem(rng, mask.q_len, jnp.bfloat16, heads=HEADS, dim=dim, v_dim=v_dim)
+    options = {"collectives": group.options, "deterministic": deterministic}
+    check_close(harness.solve_distributed(problem, plan, **options), harness.solve_alone(problem, mask))
+
+
 @ON_GROUPS
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 def test_numbers_of_parts(
@@ -134,10 +150,7 @@ def test_head_dims(
 ) -> None:
     """Own tiles have gradients that nobody adds to, with kernels of other head dimensions too."""
     plan = make_plan(mask, group, False)
-    dim, v_dim = dims
-    problem = harness.random_problem(rng, mask.q_len, jnp.bfloat16, heads=HEADS, dim=dim, v_dim=v_dim)
-    options = {"collectives": group.options, "deterministic": deterministic}
-    check_close(harness.solve_distributed(problem, plan, **options), harness.solve_alone(problem, mask))
+    check_with_one_gpu(mask, plan, group, rng, deterministic=deterministic, dims=dims)
 
 
 @pytest.mark.parametrize("group", [Group("native", 2), Group("nccl", 2)], ids=str)
@@ -148,9 +161,7 @@ def test_no_tile_of_own_keys(group: Group, deterministic: bool, rng: np.random.G
     mask = masks.causal(half * group.size)
     plan = make_plan(mask, group, False, chunk_size=half)
     assert plan.shard_length == half
-    problem = harness.random_problem(rng, mask.q_len, jnp.bfloat16, heads=HEADS, dim=DIM, v_dim=DIM)
-    options = {"collectives": group.options, "deterministic": deterministic}
-    check_close(harness.solve_distributed(problem, plan, **options), harness.solve_alone(problem, mask))
+    check_with_one_gpu(mask, plan, group, rng, deterministic=deterministic)
 
 
 @ON_GROUPS
@@ -163,9 +174,7 @@ def test_tiles_that_have_own_and_received_keys(
     mask = masks.causal(LENGTH - half * group.size)
     plan = make_plan(mask, group, two_levels, chunk_size=half)
     assert plan.shard_length % TILE_KEYS == half
-    problem = harness.random_problem(rng, mask.q_len, jnp.bfloat16, heads=HEADS, dim=DIM, v_dim=DIM)
-    options = {"collectives": group.options, "deterministic": deterministic}
-    check_close(harness.solve_distributed(problem, plan, **options), harness.solve_alone(problem, mask))
+    check_with_one_gpu(mask, plan, group, rng, deterministic=deterministic)
 
 
 def random_examples(rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:

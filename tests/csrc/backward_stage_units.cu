@@ -99,7 +99,7 @@ Numbers keys_in(const Numbers& keys, Shape shape, Range wanted, int length) {
     return some;
 }
 
-// What a pass writes.
+// Holds what a pass writes.
 class Outputs {
 public:
     explicit Outputs(const BackwardParams& params)

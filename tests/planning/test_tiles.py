@@ -39,7 +39,7 @@ def test_tiles_of_received_keys() -> None:
 
 
 def test_a_tile_of_own_and_received_keys_is_no_own_one() -> None:
-    """Of 300 own keys 44 are in a tile with received ones, if there are such."""
+    """The last 44 of 300 own keys are in a tile with received ones, if there are such."""
     bands = [[0, 300, 0, 300, -UNBOUNDED, 0], [0, 1, 300, 301, -UNBOUNDED, UNBOUNDED]]
     # The first tile is seen by up to 300 queries, of which 173 see all, the second one by up to 172, of which
     # 45 do, and the last one by up to 44, and by one through the other band.

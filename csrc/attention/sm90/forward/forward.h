@@ -53,9 +53,9 @@ struct ForwardParams {
     uint32_t* drained;
     float scale, soft_cap;  // scale > 0; soft_cap 0 for none
     int num_sms;
-    // What SMs go on with that find no work left, if the flag is set by then, which says that its keys are there.
-    // Otherwise they end, and leave it to attention_forward(*next). It has other keys and tiles, but the same queries
-    // and heads, and claims all from a counter of its own that is zero before. Null: nothing.
+    // SMs that find no work left go on with this, unless it is null, if the flag is set by then, which says that its
+    // keys are there. Otherwise they end, and leave it to attention_forward(*next). It has other keys and tiles, but the
+    // same queries and heads, and claims all from a counter of its own that is zero before.
     const ForwardParams* next;
     const uint32_t* next_arrived;
 };
