@@ -11,18 +11,23 @@ namespace jaxmagi {
 namespace {
 
 // Launches attention one call behind the other, in two streams in turn: a call begins when the one before has no work
-// left to begin with. Each has a counter of work items and a flag, for which there is room in `counters`.
+// left to begin with. Each has a flag, and may have a counter of work items, for which there is room in `counters`.
 class Chain {
 public:
     Chain(ContextFork& fork, int* counters, int64_t most) : fork_(fork), counters_(counters), flags_(counters + most) {}
 
     // Returns the stream of the next call, and gives the call its counter and flag.
+    cudaStream_t next_with_counter(sm90::ForwardParams& params) {
+        params.counter = counters_ + count_;
+        params.counter_is_zero = true;
+        return next(params);
+    }
+
+    // Returns the stream of the next call, and gives the call its flag.
     cudaStream_t next(sm90::ForwardParams& params) {
         const cudaStream_t stream = fork_.of_launch(count_);
         if (count_ > 0)
             fork_.wait_until_set(stream, reinterpret_cast<const uint32_t*>(flags_ + count_ - 1));
-        params.counter = counters_ + count_;
-        params.counter_is_zero = true;
         params.drained = reinterpret_cast<uint32_t*>(flags_ + count_);
         ++count_;
         return stream;
@@ -37,6 +42,7 @@ private:
 
 struct Forward {
     static constexpr const char* kTarget = "jaxmagi_context_forward";
+    static constexpr bool kHasPartsWithinHost = true;  // CTAs go from part to part, so that parts cost no launches
 
     struct Operands {
         ffi::AnyBuffer q;
@@ -48,11 +54,12 @@ struct Forward {
         ffi::AnyBuffer out, lse;
         CastArrays keys;
         KeysValues kept;          // received rows, [batch, rows, all key heads, dim]; none unless they are kept
-        ffi::AnyBuffer counters;  // of launches, and behind them their flags
+        ffi::AnyBuffer counters;  // of work items, and behind them flags of launches
     };
 
-    // Beside those of the parts: the own half, and the own tiles.
-    static constexpr int64_t kMoreLaunches = 2;
+    // Counters beside those of the parts: between hosts of the own tiles and the own half; within a host of the own
+    // tiles, and the number of parts that have arrived. There are as many flags.
+    static constexpr int64_t kMoreCounters = 2;
 
     static sm90::ForwardParams to_params(const ContextAttributes& attributes, const Parts& parts,
                                          const Operands& operands, const Results& results, int64_t part) {
@@ -73,8 +80,10 @@ struct Forward {
         set_tile_schedule(params, inputs, params.batch, ceil_div(params.q_len, tile.rows));
         params.from_last_tile = params.num_masks == 1;
         check_forward(inputs, outputs, ffi::F32);
+        check(parts.count <= sm90::kMostForwardParts, "num_parts must be ", sm90::kMostForwardParts, " at most, got ",
+              parts.count);
         check_buffer("sinks", operands.sinks, {2, parts.heads * parts.count}, ffi::F32);
-        check_buffer("counters", results.counters, {2 * (attributes.num_parts + kMoreLaunches)}, ffi::S32);
+        check_buffer("counters", results.counters, {2 * (attributes.num_parts + kMoreCounters)}, ffi::S32);
         params.out_f32 = outputs.out.element_type() == ffi::F32;
         params.sinks = data_of<const float>("sinks", inputs.sinks);
         params.out = data_of<void>("out", outputs.out, kTensorAlignment);
@@ -96,18 +105,23 @@ struct Forward {
                        const Results& results, ContextFork& fork, ContextTransfers& transfers);
 };
 
-// A call of the pass. Within a host CTAs compute own tiles, which see no received keys, from where the rank has its
-// keys, and then go on with the others, if all keys have come by then. Otherwise a launch behind the transfer does
-// these. With several masks there are no own tiles, and attention begins when all keys have come.
+// A call of the pass. Within a host CTAs go through stages:
+//   own tiles      of all heads, which see no received keys, from where the rank has its keys
+//   first part     the other tiles of its heads, if its keys have come by then
+//   other parts    the same, one after the other
+// A CTA ends where keys have not come. Behind the transfer of each part there is another launch, which does what is
+// left of the parts so far. So attention does not wait for all keys where every tile sees received ones. With several
+// masks there are no own tiles, and parts have all tiles.
 //
 // Between hosts attention has this order:
-//   own half       only where keys come from other hosts and the output is not fp32: the first part over the rank's own
-//                  keys. Nothing else would hide the transfer of this part where most tiles see received keys
-//   own tiles      for all heads, or for those of the other parts if there is an own half
-//   first part     the tiles that are left; with an own half, all tiles over received keys, merged with that half
-//   other parts    the tiles that are left
-// The transfer of the first part is launched before its attention, and those of the others behind it, since between
-// hosts the host waits for each.
+//   own tiles      of all heads, as within a host
+//   own half       only where keys come from other hosts and the output is not fp32: the other tiles of the first part
+//                  over the rank's own keys. Nothing else would hide the transfer of this part where most tiles see
+//                  received keys
+//   first part     its other tiles; with an own half, over received keys, merged with that half
+//   other parts    their other tiles
+// Attention to a part is launched right behind the transfer of its keys, before that of the next part, since between
+// hosts the host waits for each transfer. Multiprocessors that were left to transfers help when all keys have come.
 class ForwardCall {
 public:
     ForwardCall(const ContextAttributes& attributes, const Parts& parts, const Forward::Operands& operands,
@@ -118,7 +132,7 @@ public:
           results_(results),
           fork_(fork),
           transfers_(transfers),
-          chain_(fork, data_of<int>("counters", results.counters), attributes.num_parts + Forward::kMoreLaunches),
+          chain_(fork, data_of<int>("counters", results.counters), attributes.num_parts + Forward::kMoreCounters),
           reserved_(reserved_sms(attributes)) {}
 
     void launch() {
@@ -137,59 +151,73 @@ private:
     };
 
     void launch_within_host() {
-        const cudaStream_t rest = fork_.of_launch(1), helpers = fork_.helpers();
-        sm90::ForwardParams others = to_params(0);
-        const bool has_own_tiles = others.num_masks == 1;
-        if (has_own_tiles)
-            needed_ = find_needed_keys(others);
         auto* const counters = data_of<int>("counters", results_.counters);
-        auto* const flags = reinterpret_cast<uint32_t*>(counters) + 2;
-        uint32_t *const drained = flags, *const arrived = flags + 1;
-        others.counter = counters + 1;
-        others.counter_is_zero = true;
-        others.claims_all = true;
-        others.subset = has_own_tiles ? sm90::Tiles::kSeeReceived : sm90::Tiles::kAll;
-        sm90::ForwardParams own = to_own_tiles(0);
-        own.counter = counters;
-        own.counter_is_zero = true;
-        own.drained = drained;
-        own.next = &others;
-        own.next_arrived = arrived;
-        own.num_sms -= reserved_;
-        if (has_own_tiles)
-            check_launch(sm90::attention_forward(own, fork_.program()));
-        bring_next();
-        fork_.set(fork_.transfers(), arrived);
-        const cudaEvent_t brought = fork_.record(fork_.transfers());
-        for (const cudaStream_t stream : {helpers, rest})
-            fork_.wait(stream, brought);
-        if (has_own_tiles) {
-            help(own, reserved_);
-            fork_.wait_until_set(rest, drained);
+        auto* const num_arrived = reinterpret_cast<uint32_t*>(counters + 1 + parts_.count);
+        const sm90::ForwardParams parts = to_all_parts(counters + 1, num_arrived);
+        sm90::ForwardParams first = parts;  // what the first launch begins with
+        if (parts.num_masks == 1) {
+            find_needed_keys(parts);
+            first = to_own_tiles();
+            first.counter = counters;
+            first.counter_is_zero = true;
+            first.next = &parts;
+            first.num_sms -= reserved_;
+            const cudaStream_t stream = chain_.next(first);
+            check_launch(sm90::attention_forward(first, stream));
         }
-        check_launch(sm90::attention_forward(others, rest));
+        for (bring_next(num_arrived); num_brought() < parts_.count; bring_next(num_arrived))
+            launch_all_parts(parts, reserved_);
+        fork_.wait(fork_.helpers(), fork_.record(fork_.transfers()));
+        if (parts.num_masks == 1 or parts_.count > 1)  // something is under way
+            help(first, reserved_);
+        launch_all_parts(parts, 0);
         keep_received();
     }
 
+    // Returns the parameters for the tiles of all parts that own ones leave, in one call.
+    sm90::ForwardParams to_all_parts(int* counters, const uint32_t* num_arrived) const {
+        sm90::ForwardParams params = to_params(0);
+        params.num_parts = static_cast<int>(parts_.count);
+        params.num_arrived = num_arrived;
+        params.counter = counters;
+        params.counter_is_zero = true;
+        params.claims_all = true;
+        params.subset = params.num_masks == 1 ? sm90::Tiles::kSeeReceived : sm90::Tiles::kAll;
+        return params;
+    }
+
+    // Launches attention to parts behind the transfers so far, and leaves so many multiprocessors free.
+    void launch_all_parts(sm90::ForwardParams params, int num_free) {
+        params.num_sms -= num_free;
+        const cudaStream_t stream = chain_.next(params);
+        fork_.wait(stream, fork_.record(fork_.transfers()));
+        check_launch(sm90::attention_forward(params, stream));
+    }
+
+    // Brings the keys of the next part, and says how many parts have arrived then.
+    void bring_next(uint32_t* num_arrived) {
+        bring_next();
+        fork_.set(fork_.transfers(), num_arrived, static_cast<uint32_t>(num_brought()));
+    }
+
     void launch_between_hosts() {
-        bring_next();  // tells whether keys come from other hosts
         const sm90::ForwardParams first = to_params(0);
-        const bool in_halves = transfers_.crosses_hosts() and not first.out_f32;
-        if (in_halves)
+        if (first.num_masks == 1)
+            launch_own_tiles(first);
+        bring_next();  // tells whether keys come from other hosts
+        if (transfers_.crosses_hosts() and not first.out_f32)
             launch_own_half(first);
-        if (first.num_masks == 1 and parts_.count > int64_t{in_halves})
-            launch_own_tiles(first, in_halves);
-        const sm90::ForwardParams first_part = launch_part(0);
-        while (num_brought() < parts_.count)
+        std::vector<sm90::ForwardParams> launched{launch_part(0)};
+        while (num_brought() < parts_.count) {
             bring_next();
+            launched.push_back(launch_part(std::ssize(launched)));
+        }
         keep_received();
         fork_.wait(fork_.helpers(), arrivals_.back().all);
         if (own_tiles_.has_value())
             help(*own_tiles_, reserved_);
-        if (not in_halves)
-            help(first_part, helpers(0));
-        for (int part = 1; part < parts_.count; ++part)
-            help(launch_part(part), helpers(part));
+        for (int64_t part = half_.has_value() ? 1 : 0; part < parts_.count; ++part)
+            help(launched[part], helpers(part));
     }
 
     sm90::ForwardParams to_params(int64_t part) const {
@@ -207,52 +235,59 @@ private:
         check_launch(sm90::help_attention_forward(params, num_sms, fork_.helpers()));
     }
 
-    void launch_own_tiles(const sm90::ForwardParams& first, bool in_halves) {
-        needed_ = find_needed_keys(first);
-        own_tiles_ = to_own_tiles(in_halves);
+    void launch_own_tiles(const sm90::ForwardParams& first) {
+        find_needed_keys(first);
+        own_tiles_ = to_own_tiles();
         own_tiles_->num_sms -= reserved_;
-        const cudaStream_t stream = chain_.next(*own_tiles_);
+        const cudaStream_t stream = chain_.next_with_counter(*own_tiles_);
         check_launch(sm90::attention_forward(*own_tiles_, stream));
     }
 
-    // Returns which own keys the tiles need that also see received ones: for the others they need not be copied.
-    const uint8_t* find_needed_keys(const sm90::ForwardParams& params) {
-        const int tokens = params.q_len, tile_rows = find_tile(sm90::forward_tile, params.dim, params.v_dim).rows;
-        auto* const needed = static_cast<uint8_t*>(transfers_.allocate(ceil_div(tokens, collectives::kNeededRows)));
+    // Finds out which tiles see received keys, and which own keys these need: the others need not be copied.
+    void find_needed_keys(const sm90::ForwardParams& params) {
+        const int tokens = params.q_len, num_tiles = ceil_div(tokens, tile_rows(params));
+        needed_ = static_cast<uint8_t*>(transfers_.allocate(ceil_div(tokens, collectives::kNeededRows)));
+        sees_received_ = static_cast<uint8_t*>(transfers_.allocate(num_tiles));
         const sm90::NeededKeysParams needs{.bands = params.bands,
                                            .tiles = params.tiles,
-                                           .num_tiles = ceil_div(tokens, tile_rows),
-                                           .tile_rows = tile_rows,
+                                           .num_tiles = num_tiles,
+                                           .tile_rows = tile_rows(params),
                                            .q_len = tokens,
                                            .own_len = tokens,
                                            .block_keys = collectives::kNeededRows,
-                                           .needed = needed};
+                                           .needed = needed_,
+                                           .sees_received = sees_received_};
         check_launch(sm90::find_needed_keys(needs, fork_.transfers()));
-        return needed;
+    }
+    static int tile_rows(const sm90::ForwardParams& params) {
+        return find_tile(sm90::forward_tile, params.dim, params.v_dim).rows;
     }
 
-    // Returns the parameters for the tiles that see no received keys, and for the heads of all parts from `first` on.
-    sm90::ForwardParams to_own_tiles(int64_t first) const {
-        sm90::ForwardParams params = to_params(first);
-        params.heads = static_cast<int>(parts_.heads * (parts_.count - first));
-        params.kv_heads = static_cast<int>(parts_.key_heads * (parts_.count - first));
-        params.kv_row_heads = static_cast<int>(parts_.key_heads * parts_.count);
+    // Returns the parameters for the tiles of all heads that see no received keys.
+    sm90::ForwardParams to_own_tiles() const {
+        sm90::ForwardParams params = to_params(0);
+        params.heads = params.row_heads;
+        params.kv_heads = params.kv_row_heads = static_cast<int>(parts_.key_heads * parts_.count);
         params.kv_len = params.key_end = static_cast<int>(parts_.tokens);
-        params.k = parts_.own_keys("k", operands_.own.k, results_.keys.all.k, first);
-        params.v = parts_.own_keys("v", operands_.own.v, results_.keys.all.v, first);
+        params.k = parts_.own_keys("k", operands_.own.k, results_.keys.all.k, 0);
+        params.v = parts_.own_keys("v", operands_.own.v, results_.keys.all.v, 0);
         params.subset = sm90::Tiles::kSeeOwn;
         params.from_last_tile = false;
         return params;
     }
 
-    sm90::ForwardParams launch_part(int part) {
+    sm90::Tiles tiles_of_parts() const {
+        return own_tiles_.has_value() ? sm90::Tiles::kSeeReceived : sm90::Tiles::kAll;
+    }
+
+    sm90::ForwardParams launch_part(int64_t part) {
         sm90::ForwardParams params = to_params(part);
         params.num_sms -= helpers(part);
         if (part == 0 and half_.has_value()) {
             launch_received_half(params);
         } else {
-            params.subset = own_tiles_.has_value() ? sm90::Tiles::kSeeReceived : sm90::Tiles::kAll;
-            const cudaStream_t stream = chain_.next(params);
+            params.subset = tiles_of_parts();
+            const cudaStream_t stream = chain_.next_with_counter(params);
             fork_.wait(stream, arrivals_[part].all);
             check_launch(sm90::attention_forward(params, stream));
         }
@@ -266,10 +301,11 @@ private:
         own.lse = static_cast<float*>(transfers_.allocate(row_heads * sizeof(float)));
         own.out_f32 = true;
         own.row_heads = whole.heads;
+        own.subset = tiles_of_parts();
         own.sinks = data_of<const float>("sinks", operands_.sinks) + parts_.heads * parts_.count;
         own.key_end = static_cast<int>(parts_.tokens);
         own.num_sms -= reserved_;
-        const cudaStream_t stream = chain_.next(own);
+        const cudaStream_t stream = chain_.next_with_counter(own);
         fork_.wait(stream, arrivals_[0].own);
         check_launch(sm90::attention_forward(own, stream));
         half_ = {own, fork_.record(stream)};
@@ -282,7 +318,7 @@ private:
         received.previous_out = received.out;
         received.previous_lse = received.lse;
         received.num_sms = whole.num_sms;
-        const cudaStream_t stream = chain_.next(received);
+        const cudaStream_t stream = chain_.next_with_counter(received);
         fork_.wait(stream, half_->done);
         fork_.wait(stream, arrivals_[0].all);
         check_launch(sm90::attention_forward(received, stream));
@@ -292,6 +328,9 @@ private:
                                                      .to_out = whole.out,
                                                      .to_lse = whole.lse,
                                                      .dtype = whole.dtype,
+                                                     .is_wanted = sees_received_,
+                                                     .tile_rows = tile_rows(whole),
+                                                     .q_len = whole.q_len,
                                                      .rows = parts_.batch * parts_.tokens,
                                                      .heads = whole.heads,
                                                      .row_heads = whole.row_heads,
@@ -307,7 +346,7 @@ private:
     ContextTransfers& transfers_;
     Chain chain_;
     const int reserved_;
-    const uint8_t* needed_ = nullptr;
+    uint8_t *needed_ = nullptr, *sees_received_ = nullptr;  // null with several masks, where all keys and tiles count
     std::vector<Arrival> arrivals_;  // of parts
     std::optional<Half> half_;
     std::optional<sm90::ForwardParams> own_tiles_;

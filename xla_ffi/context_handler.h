@@ -9,10 +9,10 @@
 // Handlers of context attention, one for each pass, which hold transfers and attention. Nothing is under way when a
 // call returns but what the program's stream waits for.
 //
-// Between hosts attention is cut into parts of the heads (context_parts.h). The keys of all parts travel from the
-// beginning on, those of the first part first. Within a host there is one part. What needs no received keys is computed
-// before or behind what does (context_forward.cc, context_backward.cc), so that there is something to compute while
-// rows travel.
+// Attention is cut into parts of the heads (context_parts.h), but for the backward pass within a host, which has one.
+// The keys of all parts travel from the beginning on, those of the first part first. What needs no received keys is
+// computed before or behind what does (context_forward.cc, context_backward.h), so that there is something to compute
+// while rows travel.
 //
 // Attention is launched several times, each time when the launch before has no work left to begin with: streams wait
 // for events, and for flags that kernels of attention set. No kernel of attention waits for a transfer, so that no
@@ -21,8 +21,8 @@
 // computes.
 //
 // The stages are those of other collectives (collectives_cuda.cc). Prepare requests communicators, Initialize connects
-// peers, and Execute launches. `Pass` has the target's name, its buffers, the kernels' parameters for a part, and the
-// functions that load and launch the kernels.
+// peers, and Execute launches. `Pass` has the target's name, whether it has parts within a host, its buffers, the
+// kernels' parameters for a part, and the functions that load and launch the kernels.
 
 namespace jaxmagi {
 
@@ -80,7 +80,7 @@ Parts parts_of(const ContextAttributes& attributes, const collectives::Peers& pe
     parts.have_native_peers = attributes.inside_group_size > 1 or
                               (peers.num_slots() > 1 and implementation != Implementation::kNccl and
                                attributes.ranks_per_host != 1);
-    return parts.are_within_host ? parts.with_count(1) : parts;  // there rows move so fast that parts cost more
+    return parts.are_within_host and not Pass::kHasPartsWithinHost ? parts.with_count(1) : parts;
 }
 
 // Connects the groups of a call, and lets their ranks access each other's arrays.

@@ -83,10 +83,10 @@ void ContextFork::wait_until_set(cudaStream_t stream, const uint32_t* flag) {
         throw std::runtime_error("waiting for a flag in a stream failed");
 }
 
-void ContextFork::set(cudaStream_t stream, uint32_t* flag) {
+void ContextFork::set(cudaStream_t stream, uint32_t* flag, uint32_t value) {
     static auto* const write_value = JAXMAGI_DRIVER(cuStreamWriteValue32);
     constexpr unsigned kBehindWrites = CU_STREAM_WRITE_VALUE_DEFAULT;  // what the stream has written is visible before
-    if (write_value(stream, reinterpret_cast<CUdeviceptr>(flag), 1, kBehindWrites) != CUDA_SUCCESS)
+    if (write_value(stream, reinterpret_cast<CUdeviceptr>(flag), value, kBehindWrites) != CUDA_SUCCESS)
         throw std::runtime_error("setting a flag in a stream failed");
 }
 

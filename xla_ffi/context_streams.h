@@ -59,7 +59,7 @@ public:
     static void wait_until_set(cudaStream_t stream, const uint32_t* flag);
 
     // Lets a stream set a flag. Who reads it by an acquiring load sees what the stream has written before.
-    static void set(cudaStream_t stream, uint32_t* flag);
+    static void set(cudaStream_t stream, uint32_t* flag, uint32_t value = 1);
 
 private:
     ContextStreams& streams_;

@@ -1,9 +1,10 @@
 """Makes the custom calls of the distributed op: one for each pass, which holds transfers and attention.
 
-Between hosts heads are cut into parts, whose keys travel one after the other while attention to others
-computes, and so do their gradients. A part has the keys and values of its key heads in arrays of its own,
+Heads are cut into parts, whose keys travel one after the other while attention to others computes, and so
+do their gradients. A part has the keys and values of its key heads in arrays of its own,
 [parts, G, rows, K / parts, D]. The call puts received rows there, and in front of them those of the rank's
-own rows that it sends or reads there; the others it reads where they are. Within a host there is one part.
+own rows that it sends or reads there; the others it reads where they are. The backward pass has one part
+within a host.
 """
 
 from collections.abc import Sequence
@@ -134,7 +135,7 @@ def backward(
 class _Sizes(NamedTuple):
     """The sizes of a call that its operands do not show."""
 
-    parts: int  # but for passes within a host, which have one
+    parts: int  # but for backward passes within a host, which have one
     rows: int  # of keys: those of the rank, and those that it receives
     middle_rows: int  # that the first of two steps brings
 
@@ -146,7 +147,7 @@ class _Sizes(NamedTuple):
         return cls(parts, first.input_rows + last.output_rows, first.output_rows * (len(steps) == 2))
 
     def numbers_of_parts(self) -> list[int]:
-        """Returns how many parts a pass may have: within a host it has one."""
+        """Returns how many parts a backward pass may have: within a host it has one."""
         return sorted({1, self.parts})
 
     def arrays(

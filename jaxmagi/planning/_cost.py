@@ -50,8 +50,8 @@ def num_parts(num_kv_heads: int, received_bytes: float) -> int:
 
     The more there are, the sooner attention to received keys begins, and the less is left to return behind
     the last of it. They divide the key heads, are at most 8, and a rank receives 4 MiB at least for each, of
-    all examples: each costs a launch, and between hosts some tenths of a millisecond. Within a host both
-    passes have one.
+    all examples: each costs a launch, and between hosts some tenths of a millisecond. Within a host the
+    backward pass has one.
     """
     most = max(1, min(MOST_PARTS, received_bytes // LEAST_PART_BYTES))
     return max(parts for parts in range(1, MOST_PARTS + 1) if num_kv_heads % parts == 0 and parts <= most)

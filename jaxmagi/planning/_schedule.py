@@ -1,16 +1,15 @@
 """Predicts when the ranks of a plan compute and transfer, under a model of the machine.
 
 A pass is a row of launches of attention. Some need a rank's own keys alone and begin at once, the others wait
-for received keys. Within a host the keys of all heads travel at once:
+for received keys. It is cut into parts of the heads, whose keys travel from the beginning on, part by part:
 
-    forward     own tiles, while keys come; the other tiles
-    backward    own tiles of a quarter of the key heads, while keys come; all that is left
-
-Between hosts a pass is cut into parts of the heads, whose keys travel from the beginning on, part by part:
-
-    forward     the first part over own keys if rows cross the network, otherwise its own tiles; own tiles of
-                the other parts; what is left of part after part
+    forward     own tiles of all parts; if rows cross the network, the other tiles of the first part over own
+                keys; what is left of part after part
     backward    own tiles of the first part; the other tiles of part after part; own tiles of the other parts
+
+Within a host the backward pass has one part:
+
+    backward    own tiles of a quarter of the key heads, while keys come; all that is left
 
 Gradients of a part return when all ranks have computed its tiles of received keys: within a host those of all
 heads, behind all attention.
@@ -95,8 +94,8 @@ def work_of(tiles: Tiles, rows: np.ndarray, cost: CostModel, direction: Pass) ->
         cost: the machine.
         direction: the pass.
     """
-    within_host = len(rows) == 1 and len(tiles.own) <= cost.ranks_per_host
-    parts = 1 if within_host else num_parts(cost.num_kv_heads, float(rows[-1].sum()) * cost.row_bytes)
+    has_one_part = direction.by_keys and len(rows) == 1 and len(tiles.own) <= cost.ranks_per_host
+    parts = 1 if has_one_part else num_parts(cost.num_kv_heads, float(rows[-1].sum()) * cost.row_bytes)
     fetch = float(cost.transfer_seconds(rows, cost.row_bytes / parts).sum())
     # Gradients take the same links in the other direction, which is as fast.
     give_back = float(cost.reduction_seconds(rows, cost.gradient_row_bytes / parts).sum())
@@ -104,31 +103,36 @@ def work_of(tiles: Tiles, rows: np.ndarray, cost: CostModel, direction: Pass) ->
         copied = 2 * rows[0].sum() / parts  # rows that are read and written
         fetch += cost.memory_seconds(copied * cost.row_bytes)
         give_back += cost.memory_seconds(copied * cost.gradient_row_bytes)
-    if within_host:
-        launches = _launches_within_host(tiles, cost, direction)
+    if has_one_part:
+        launches = _backward_within_host(tiles, cost, direction)
+    elif direction.by_keys:
+        launches = _backward_between_hosts(tiles, parts, cost, direction)
     else:
-        launches = _launches_between_hosts(tiles, parts, bool(rows[:, 1].any()), cost, direction)
+        launches = _forward(tiles, parts, bool(rows[:, 1].any()), cost, direction)
     return Work(parts, launches, fetch, give_back if direction.returns_gradients else None)
 
 
-def _launches_within_host(tiles: Tiles, cost: CostModel, direction: Pass) -> list[Launch]:
+def _forward(tiles: Tiles, parts: int, crosses_hosts: bool, cost: CostModel, direction: Pass) -> list[Launch]:
+    kinds = np.stack([tiles.own, tiles.others, *tiles.halves])
+    own, others, *halves = cost.compute_seconds(kinds, direction) / parts
+    rest = [Launch(part, others) for part in range(1, parts)]
+    if not crosses_hosts:
+        return [Launch(OWN_KEYS, own * parts), Launch(0, others), *rest]
+    before, behind = halves
+    return [Launch(OWN_KEYS, own * parts), Launch(OWN_KEYS, before), Launch(0, behind), *rest]
+
+
+def _backward_within_host(tiles: Tiles, cost: CostModel, direction: Pass) -> list[Launch]:
     own, others = cost.compute_seconds(np.stack([tiles.own, tiles.others]), direction)
     heads = cost.num_kv_heads
-    first = own * (-(-heads // _FIRST_KEY_HEADS) / heads) if direction.by_keys else own
+    first = own * (-(-heads // _FIRST_KEY_HEADS) / heads)
     return [Launch(OWN_KEYS, first), Launch(0, own - first + others)]
 
 
-def _launches_between_hosts(
-    tiles: Tiles, parts: int, crosses_hosts: bool, cost: CostModel, direction: Pass
-) -> list[Launch]:
-    kinds = np.stack([tiles.own, tiles.others, *tiles.halves])
-    own, others, *halves = cost.compute_seconds(kinds, direction) / parts
-    own_of_rest = Launch(OWN_KEYS, own * (parts - 1))
-    rest = [Launch(part, others) for part in range(1, parts)]
-    if direction.by_keys:
-        return [Launch(OWN_KEYS, own), Launch(0, others), *rest, own_of_rest]
-    before, behind = halves if crosses_hosts else (own, others)
-    return [Launch(OWN_KEYS, before), own_of_rest, Launch(0, behind), *rest]
+def _backward_between_hosts(tiles: Tiles, parts: int, cost: CostModel, direction: Pass) -> list[Launch]:
+    own, others = cost.compute_seconds(np.stack([tiles.own, tiles.others]), direction) / parts
+    rest = [Launch(part, others) for part in range(parts)]
+    return [Launch(OWN_KEYS, own), *rest, Launch(OWN_KEYS, own * (parts - 1))]
 
 
 def schedule(work: Work) -> Schedule:

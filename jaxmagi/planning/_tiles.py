@@ -19,8 +19,8 @@ class Tiles(NamedTuple):
     Attributes:
         own: own tiles.
         others: all others.
-        halves: those of all queries over own keys, and over received ones: int64 ``[2, cp, 2]``; empty in a
-            backward pass.
+        halves: the others over own keys alone, and over received ones alone: int64 ``[2, cp, 2]``; empty in
+            a backward pass.
     """
 
     own: np.ndarray
@@ -63,8 +63,9 @@ def tiles_of(bands: np.ndarray, counts: np.ndarray, own_keys: int, direction: Pa
         own = count_tiles(_with_keys(bands, 0, end), counts, direction)
         return Tiles(own, every - own, np.zeros((0, *every.shape), np.int64))
     own = count_tiles(*_in_own_tiles(bands, counts, own_keys, direction.scheduled), direction)
-    halves = (_with_keys(bands, *keys) for keys in ((0, own_keys), (own_keys, UNBOUNDED)))
-    return Tiles(own, every - own, np.stack([count_tiles(half, counts, direction) for half in halves]))
+    over_own = count_tiles(_with_keys(bands, 0, own_keys), counts, direction)
+    over_received = count_tiles(_with_keys(bands, own_keys, UNBOUNDED), counts, direction)
+    return Tiles(own, every - own, np.stack([over_own - own, over_received]))
 
 
 def _end_of_own_tiles(bands: np.ndarray, own_keys: int, size: int) -> int:

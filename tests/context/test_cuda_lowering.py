@@ -356,7 +356,7 @@ def test_parts_have_a_least_size(
 def test_parts_of_calls(
     kv_heads: int, parts: int, monkeypatch: pytest.MonkeyPatch, workspaces: list[Any]
 ) -> None:
-    """Each part has a workspace. Within a host there is one part."""
+    """Each part has a workspace. Within a host there is one part of the backward pass."""
     monkeypatch.setattr(_cost, "LEAST_PART_BYTES", 1)
     _, forward, _, backward = calls_of(PLAN, Shape(3 * kv_heads, kv_heads))
     rows, _ = row_counts(PLAN)

@@ -16,7 +16,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_process")]
 TOKENS, HEADS, KV_HEADS, DIM = 32768, 64, 8, 128
 WINDOW = 4095  # most tiles of queries see keys of their rank alone
 CALLS = 3
-LAUNCHES = 3  # the second one on the multiprocessors that the cast gives back, the third one for what is left
+# There is one for own tiles, one on the multiprocessors that casts give back, and one for what is left. In the
+# forward pass there is one for what is left behind the cast of each part.
+LAUNCHES_BESIDE_CASTS, BACKWARD_LAUNCHES = 2, 3
 FORWARD, PREPARE, BACKWARD, CONVERT = "forward_kernel", "prepare", "backward_kernel", "convert_all"
 CAST, RETURN, EXCHANGE = "push", "pull", "ncclDevKernel_SendRecv"
 NAMES = (FORWARD, PREPARE, BACKWARD, CONVERT, CAST, RETURN, EXCHANGE)
@@ -99,15 +101,18 @@ def assert_in_some_call(check: Callable[[Kernels], None], calls: list[list[Kerne
 def test_within_a_host(cp_size: int, tmp_path: Path) -> None:
     """Keys come beside attention to own ones, or while the backward pass prepares.
 
-    CTAs go on with tiles that need received keys, so that the launch for what is left has next to nothing to
+    CTAs go on with tiles that need received keys, so that launches for what is left have next to nothing to
     do. Gradients return while those of queries are converted.
     """
 
     def check(found: Kernels) -> None:
-        (forward_cast, backward_cast), (gradients,) = found[CAST], found[RETURN]
-        assert forward_cast.meets(found[FORWARD][0]) and backward_cast.meets(found[PREPARE][-1])
-        for attention in found[FORWARD], found[BACKWARD]:
-            assert len(attention) == LAUNCHES and attention[-1].length < 0.2 * attention[0].length
+        (*forward_casts, backward_cast), (gradients,) = found[CAST], found[RETURN]
+        assert len(forward_casts) > 1 and all(cast.meets(found[FORWARD][0]) for cast in forward_casts)
+        assert backward_cast.meets(found[PREPARE][-1])
+        launches = {FORWARD: LAUNCHES_BESIDE_CASTS + len(forward_casts), BACKWARD: BACKWARD_LAUNCHES}
+        for name, count in launches.items():
+            first, _, *others = found[name]  # the second one may be that of the helpers
+            assert len(found[name]) == count and all(x.length < 0.2 * first.length for x in others)
         assert gradients.meets(found[CONVERT][-1])
 
     mask = masks.sliding_window(TOKENS, WINDOW)
@@ -135,6 +140,8 @@ def test_between_hosts(cp_size: int, tmp_path: Path) -> None:
         assert len(exchanges) == 3 * each
         forward, casts, returns = (exchanges[i * each + 1 : (i + 1) * each] for i in range(3))
         assert share_beside(forward, found[FORWARD]) > 0.5
+        # Own tiles and the own half need no cast, and a part begins before the last cast.
+        assert sum(x.begin < forward[-1].begin for x in found[FORWARD]) > 2
         assert share_beside(casts[1:], found[BACKWARD]) > 0.5
         assert share_beside(returns, found[BACKWARD]) == 1
 

@@ -7,13 +7,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <iterator>
 #include <limits>
 
 #include "csrc/attention/sm90/backward/backward.h"
 #include "csrc/common/math.h"
 #include "csrc/mask/band.h"
 #include "tests/csrc/check.h"
+#include "tests/csrc/tile_schedule.h"
 
 namespace jaxmagi::test {
 namespace {
@@ -134,26 +134,16 @@ public:
           dout_(random_numbers<BFloat16>(shape.query_rows() * kDim, random())),
           lse_(random_lse(shape.query_rows(), random())),
           delta_(to_floats(random_numbers<BFloat16>(shape.query_rows(), random()))),
-          bands_(random_bands(random)),
-          sorted_(std::vector<ScheduledBand>(kBands)),
-          tiles_(std::vector<ScheduledTile>(num_tiles())),
-          schedule_workspace_(
-              std::vector<uint64_t>(tile_schedule_workspace_words(1, kBands, kKeys, tile().keys))) {
-        must(make_tile_schedule({.bands = bands_.data(),
-                                 .num_masks = 1,
-                                 .capacity = kBands,
-                                 .q_len = kQueries,
-                                 .kv_len = kKeys,
-                                 .own_len = kKeys,
-                                 .by_keys = true,
-                                 .tile_rows = tile().keys,
-                                 .block_keys = tile().rows,
-                                 .sorted = sorted_.data(),
-                                 .tiles = tiles_.data(),
-                                 .workspace = schedule_workspace_.data()},
-                                kStream),
-             "scheduling");
-    }
+          schedule_(random_bands(random),
+                    {.num_masks = 1,
+                     .capacity = kBands,
+                     .q_len = kQueries,
+                     .kv_len = kKeys,
+                     .own_len = kKeys,
+                     .by_keys = true,
+                     .tile_rows = tile().keys,
+                     .block_keys = tile().rows},
+                    kStream) {}
 
     Shape shape() const { return shape_; }
     const Numbers& keys() const { return keys_; }
@@ -168,8 +158,8 @@ public:
         params.q = q_.data();
         params.num_masks = 1;
         params.capacity = kBands;
-        params.bands = sorted_.data();
-        params.tiles = tiles_.data();
+        params.bands = schedule_.sorted();
+        params.tiles = schedule_.tiles();
         params.dout = dout_.data();
         params.lse = lse_.data();
         params.delta = delta_.data();
@@ -196,10 +186,7 @@ private:
     Numbers keys_;
     DeviceArray<uint16_t> q_, dout_;
     DeviceArray<float> lse_, delta_;
-    DeviceArray<int32_t> bands_;
-    DeviceArray<ScheduledBand> sorted_;
-    DeviceArray<ScheduledTile> tiles_;
-    DeviceArray<uint64_t> schedule_workspace_;
+    TileSchedule schedule_;
 };
 
 struct Case {
@@ -240,11 +227,11 @@ public:
 
     // Launches all stages, of which the second has to wait until keys have arrived.
     void launch() {
-        must(run_attention_backward(params_, stages_from(0, flags_.data() + kArrived), kStream), "launching stages");
+        run_stages(0, flags_.data() + kArrived, "launching stages");
     }
     // Launches the stages behind the first one, whose keys have arrived.
     void launch_rest() {
-        must(run_attention_backward(params_, stages_from(1, nullptr), kStream), "launching what is left");
+        run_stages(1, nullptr, "launching what is left");
     }
 
     // Returns what is written when all sums so far are converted, which may be done again later.
@@ -281,7 +268,6 @@ public:
 private:
     size_t num_own_numbers() const { return shape_.key_rows(own_len_) * kDim; }
     int num_first_heads() const { return ceil_div(num_key_heads(params_), 4); }
-    bool has_more_heads() const { return num_first_heads() < num_key_heads(params_); }
 
     static std::vector<uint32_t> flags_before(bool arrived) {
         std::vector<uint32_t> flags(kFlags, 0);
@@ -289,18 +275,10 @@ private:
         return flags;
     }
 
-    BackwardLaunch stages_from(int first, const uint32_t* arrived) const {
-        const int heads = num_key_heads(params_), first_heads = num_first_heads();
-        const BackwardStage stages[] = {{kOwn, {0, first_heads}, has_more_heads() or has_tiles(params_, kOthers)},
-                                        {kOthers, {0, first_heads}, has_more_heads()},
-                                        {kAll, {first_heads, heads}, false}};
-        BackwardLaunch launch{.stages = {},
-                              .num_stages = static_cast<int>(std::size(stages)) - first,
-                              .first_counter = first,
-                              .num_sms = kNumSms,
-                              .arrived = arrived};
-        std::copy(stages + first, std::end(stages), launch.stages);
-        return launch;
+    // Launches the stages from `first` on.
+    void run_stages(int first, const uint32_t* arrived, const char* what) const {
+        const BackwardLaunch launch = staged_launch(params_, num_first_heads(), first, kNumSms, arrived);
+        must(run_attention_backward(params_, launch, kStream), what);
     }
 
     // Returns where the numbers of a key begin in an array with so many keys.

@@ -25,7 +25,7 @@ constexpr uint32_t kPoison = 0xffffffff;
 struct Schedule {
     std::vector<sm90::ScheduledBand> bands;
     std::vector<sm90::ScheduledTile> tiles;
-    std::vector<uint8_t> needed;  // by the dense mask
+    std::vector<uint8_t> needed, sees_received;  // by the dense mask
 };
 
 bool sees(const sm90::ScheduledBand& band, int q, int k) {
@@ -35,7 +35,7 @@ bool sees(const sm90::ScheduledBand& band, int q, int k) {
 // Makes narrow random bands, and finds cell by cell which keys the tiles see.
 Schedule random_schedule(std::mt19937& random) {
     const auto draw = [&](int least, int most) { return std::uniform_int_distribution(least, most)(random); };
-    Schedule schedule{.bands = {}, .tiles = {}, .needed = std::vector<uint8_t>(kBlocks)};
+    Schedule schedule{.bands = {}, .tiles = {}, .needed = std::vector<uint8_t>(kBlocks), .sees_received = {}};
     for (int i = 0; i < kBands; ++i) {
         const int q = draw(0, kTokens - 1), k = draw(0, kTokens + kReceived - 1), offset = draw(-100, 100);
         const Band band = tighten({q, q + draw(1, 80), k, k + draw(1, 80), k - q + offset - 20, k - q + offset + 20},
@@ -49,17 +49,20 @@ Schedule random_schedule(std::mt19937& random) {
                 for (int k = 0; k < kTokens + kReceived; ++k)
                     seen[k] = seen[k] or sees(band, q, k);
         const bool sees_received = std::find(seen.begin() + kTokens, seen.end(), true) != seen.end();
+        schedule.sees_received.push_back(sees_received);
         schedule.tiles.push_back({sees_received ? ~tile : tile, 0, kBands, 1});
         for (int k = 0; sees_received and k < kTokens; ++k)
             schedule.needed[k / kNeededRows] |= seen[k];
     }
+    std::ranges::shuffle(schedule.tiles, random);
     return schedule;
 }
 
-std::vector<uint8_t> find_needed(const Schedule& schedule) {
+void check_needed_keys(Verdict& verdict, const Schedule& schedule) {
     const DeviceArray bands(schedule.bands);
     const DeviceArray tiles(schedule.tiles);
     const DeviceArray needed(std::vector<uint8_t>(kBlocks, 7));
+    const DeviceArray sees_received(std::vector<uint8_t>(schedule.tiles.size(), 7));
     must(sm90::find_needed_keys({.bands = bands.data(),
                                  .tiles = tiles.data(),
                                  .num_tiles = static_cast<int>(schedule.tiles.size()),
@@ -67,10 +70,12 @@ std::vector<uint8_t> find_needed(const Schedule& schedule) {
                                  .q_len = kTokens,
                                  .own_len = kTokens,
                                  .block_keys = kNeededRows,
-                                 .needed = needed.data()},
+                                 .needed = needed.data(),
+                                 .sees_received = sees_received.data()},
                                 cudaStreamPerThread),
          "finding keys");
-    return needed.to_host();
+    verdict.expect("needed keys", needed.to_host() == schedule.needed);
+    verdict.expect("tiles that see received keys", sees_received.to_host() == schedule.sees_received);
 }
 
 // Some rows of each example, and an entry that is not in use.
@@ -211,7 +216,7 @@ int run() {
     Verdict verdict;
     for (int i = 0; i < 5; ++i) {
         const Schedule schedule = random_schedule(random);
-        verdict.expect("needed keys", find_needed(schedule) == schedule.needed);
+        check_needed_keys(verdict, schedule);
         const auto count = std::ranges::count(schedule.needed, 1);
         verdict.expect("some are needed and some are not", 0 < count and count < kBlocks);
         check_copies(verdict, random, &schedule.needed);

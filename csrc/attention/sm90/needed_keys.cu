@@ -14,6 +14,7 @@ __global__ void __launch_bounds__(kThreads) mark_needed(const __grid_constant__ 
     if (rank >= params.num_tiles)
         return;
     const ScheduledTile tile = params.tiles[rank];
+    params.sees_received[tile.index()] = tile.sees_received();
     if (not tile.sees_received())
         return;
     const Range rows = tile_range(tile.index(), params.tile_rows, params.q_len);

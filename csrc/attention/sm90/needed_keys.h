@@ -6,7 +6,7 @@
 
 #include "csrc/attention/sm90/tile_schedule.h"
 
-// Which keys before own_len (tile_schedule.h) the tiles see that also see received ones.
+// Which tiles see keys from own_len on (tile_schedule.h), which are received ones, and which keys before it these see.
 
 namespace jaxmagi::sm90 {
 
@@ -16,7 +16,8 @@ struct NeededKeysParams {
     const ScheduledTile* tiles;  // [num_tiles]
     int num_tiles, tile_rows, q_len, own_len;
     int block_keys;   // keys of a block
-    uint8_t* needed;  // [ceil(own_len / block_keys)]: whether a tile sees keys of the block
+    uint8_t* needed;         // [ceil(own_len / block_keys)]: whether a tile with received keys sees keys of the block
+    uint8_t* sees_received;  // [num_tiles]: whether the tile of these queries sees received keys
 };
 
 cudaError_t find_needed_keys(const NeededKeysParams& params, cudaStream_t stream);

@@ -1,5 +1,8 @@
 #include "csrc/attention/sm90/backward/backward.h"
 
+#include <algorithm>
+#include <iterator>
+
 #include "csrc/attention/sm90/backward/kernels.h"
 #include "csrc/attention/sm90/backward/passes.h"
 #include "csrc/attention/sm90/dispatch.cuh"
@@ -53,6 +56,23 @@ int num_own_tiles(const BackwardParams& params) {
 
 int num_key_heads(const BackwardParams& params) {
     return params.shape.batch / params.num_masks * params.shape.kv_heads;
+}
+
+BackwardLaunch staged_launch(const BackwardParams& params, int num_first_heads, int first_stage, int num_sms,
+                             const uint32_t* arrived) {
+    using enum KeyTiles;
+    const int num_heads = num_key_heads(params);
+    const bool has_more_heads = num_first_heads < num_heads;
+    const BackwardStage stages[] = {{kOwn, {0, num_first_heads}, has_more_heads or has_tiles(params, kOthers)},
+                                    {kOthers, {0, num_first_heads}, has_more_heads},
+                                    {kAll, {num_first_heads, num_heads}, false}};
+    BackwardLaunch launch{.stages = {},
+                          .num_stages = static_cast<int>(std::size(stages)) - first_stage,
+                          .first_counter = first_stage,
+                          .num_sms = num_sms,
+                          .arrived = arrived};
+    std::copy(stages + first_stage, std::end(stages), launch.stages);
+    return launch;
 }
 
 cudaError_t attention_backward(const BackwardParams& params, cudaStream_t stream) {

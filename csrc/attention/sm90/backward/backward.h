@@ -92,6 +92,12 @@ int num_own_tiles(const BackwardParams& params);
 // Returns how many key heads a stage may have.
 int num_key_heads(const BackwardParams& params);
 
+// Returns a launch of three stages, or of those from `first_stage` on: own tiles of the first key heads, of which there
+// are `num_first_heads`, their other tiles, and all tiles of the other key heads. The first stage alone needs no
+// received keys; `arrived` is that of BackwardLaunch.
+BackwardLaunch staged_launch(const BackwardParams& params, int num_first_heads, int first_stage, int num_sms,
+                             const uint32_t* arrived);
+
 // The steps of attention_backward(). With a fixed order of sums, own tiles of a key head must be launched before the
 // others, which then must not begin before no work item of own ones is left to claim. When all launches for some tiles
 // have ended, finish_key_gradients() writes dk and dv of these; when all have, finish_query_gradients() writes dq.

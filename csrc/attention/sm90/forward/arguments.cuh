@@ -8,7 +8,7 @@ namespace jaxmagi::sm90 {
 
 struct ForwardTensorMaps {
     CUtensorMap q;
-    CUtensorMap k[2], v[2];            // of the first work and of what CTAs go on with
+    CUtensorMap k[2], v[2];            // of the first work and, if that is own tiles, of the parts
     CUtensorMap k_part[2], v_part[2];  // kPartKeys at a time
     CUtensorMap out;                   // 64 rows at a time; only where outputs go through shared memory
 };
@@ -22,17 +22,23 @@ struct ForwardWork {
     int first_items;  // that CTAs have without a claim: one for each CTA of attention_forward(), or none
     int keys;         // which of the tensor maps of keys and values
     int* counter;     // number of work items claimed after the first ones
+    // The part, or -1 where CTAs go on with a first one; what comes before its first query head, and before its first
+    // example in the tensor maps of keys and values.
+    int part, first_head, first_example;
+    int kv_heads;  // of the part
 };
 
 // Arguments of a forward kernel other than its tensor maps.
 struct ForwardArguments {
-    // CTAs go on with `next` if the flag is set then; never if it is null. Both cut the same heads alike.
-    ForwardWork first, next;
-    const uint32_t* arrived;
+    // What CTAs begin with, and part 0. They go on with the parts behind that of `first`, each if more parts have
+    // arrived by then than come before it. All cut their heads alike.
+    ForwardWork first, parts;
+    int num_parts, batch;
+    const uint32_t* num_arrived;  // null: all parts have
     const ScheduledBand* bands;
     uint32_t* drained;  // set when no work item of the first work is left to claim, or null
     bool claims_first;  // CTAs also claim their first work items
-    int capacity, q_len, kv_len, row_heads, kv_heads, v_dim;
+    int capacity, q_len, kv_len, row_heads, v_dim;
     int key_begin, key_end;
     const float* sinks;
     const void* previous_out;

@@ -71,9 +71,9 @@ template <typename Config> struct ForwardMemory {
 
     char* base;  // aligned
 
-    // The producer and the scheduler have no register for the base, which is a constant for them.
+    // The scheduler has no register for the base, which is a constant for it.
     __device__ __forceinline__ ForwardMemory() : base(static_cast<char*>(__cvta_shared_to_generic(kBase))) {}
-    // Consumers and the output store would spill for a constant.
+    // Consumers and the output store would spill for a constant, and the producer has 7 instructions more a block.
     __device__ __forceinline__ explicit ForwardMemory(char* raw)
         : base(raw + (-shared_address(raw) & (kAlignment - 1))) {
         if (shared_address(base) != kBase)

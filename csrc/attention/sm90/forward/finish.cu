@@ -23,6 +23,10 @@ struct WithSink {
     }
 };
 
+__device__ __forceinline__ bool is_wanted(const UnfinishedResult& result, int64_t row) {
+    return result.is_wanted == nullptr or result.is_wanted[row % result.q_len / result.tile_rows] != 0;
+}
+
 // A warp finishes one row of one head at a time.
 template <typename Element> __global__ void __launch_bounds__(kThreads)
     finish(const __grid_constant__ UnfinishedResult result) {
@@ -30,6 +34,8 @@ template <typename Element> __global__ void __launch_bounds__(kThreads)
     const int64_t count = result.rows * result.heads, stride = int64_t{gridDim.x} * kWarps;
     for (int64_t i = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; i < count; i += stride) {
         const int64_t row = i / result.heads;
+        if (not is_wanted(result, row))
+            continue;
         const int head = static_cast<int>(i - row * result.heads);
         const int64_t to = row * result.row_heads + head;
         const auto [lse, factor] = WithSink::of(result.lse[i], result.sinks[head]);

@@ -25,41 +25,50 @@ std::optional<TileShape> forward_tile(int dim, int v_dim);
 // schedule must be of one mask unless all are computed.
 enum class Tiles { kAll, kSeeOwn, kSeeReceived };
 
+// How many parts a call may have: a warp looks at them together.
+inline constexpr int kMostForwardParts = 32;
+
 struct ForwardParams {
     DType dtype;  // of q, k, v, and of out unless out_f32
     bool out_f32;
     int batch, q_len, kv_len, heads, kv_heads, dim, v_dim;
     // Heads in a row of q, in one of k and v, and in one of out, lse and the previous result. The pass computes `heads`
-    // of them with `kv_heads`, from the pointers on.
+    // of them with `kv_heads`, from the pointers on, and in further parts the heads that follow.
     int q_row_heads, kv_row_heads, row_heads;
+    // Parts of the heads, which SMs compute one after the other. More than one take claims_all. Part p has the query
+    // heads from p * heads on, kv_heads in arrays of its own, and a counter. An SM that finds no work left in a part
+    // goes on with the next one if its keys have arrived by then, and no other SM of the call has ended, as `drained`
+    // tells. Otherwise it ends, and leaves it to another call, so that no SM waits.
+    int num_parts = 1;
+    const uint32_t* num_arrived = nullptr;  // parts whose keys are there, which may grow; null: all
     int key_begin, key_end;  // only keys in between count
     const void* q;           // [batch, q_len, q_row_heads, dim]
-    const void *k, *v;       // [batch, kv_len, kv_row_heads, dim]
+    const void *k, *v;       // [num_parts, batch, kv_len, kv_row_heads, dim]
     int num_masks, capacity;  // 1 mask, or one for each example; bands of a mask
     const ScheduledBand* bands;
     const ScheduledTile* tiles;
     Tiles subset;
     bool from_last_tile;  // goes through the schedule from the last tile to the first; there must be one mask
-    const float* sinks;  // [heads], -inf for none
+    const float* sinks;  // [num_parts * heads], -inf for none
     // A partial result to merge with, or nullptr. It has the types of the result and may share its memory.
     const void* previous_out;
     const float* previous_lse;
     void* out;     // [batch, q_len, row_heads, v_dim]
     float* lse;    // [batch, q_len, row_heads]
-    int* counter;  // workspace
-    bool counter_is_zero;  // otherwise the call clears it
+    int* counter;  // workspace: one for each part
+    bool counter_is_zero;  // otherwise the call clears them
     bool claims_all;       // also the first work items, which others may have claimed before
-    // Set when no work is left that another SM could begin with, but for what SMs go on with; null if nobody asks.
+    // Set when an SM has no work left to begin with, but for what SMs go on with; null if nobody asks.
     uint32_t* drained;
     float scale, soft_cap;  // scale > 0; soft_cap 0 for none
     int num_sms;
-    // SMs that find no work left go on with this, unless it is null, if the flag is set by then, which says that its
-    // keys are there. Otherwise they end, and leave it to attention_forward(*next). It has other keys and tiles, but the
-    // same queries and heads, and claims all from a counter of its own that is zero before.
+    // What SMs go on with that find no work left, as with further parts: also its first part is only begun with if
+    // next->num_arrived says that its keys are there. It has other keys and tiles, but the same queries and heads, and
+    // claims all from counters of its own that are zero before. The call itself then has one part. Null: nothing.
     const ForwardParams* next;
-    const uint32_t* next_arrived;
 };
 
+// The keys of the first part must be there.
 cudaError_t attention_forward(const ForwardParams& params, cudaStream_t stream);
 
 // Lets `num_sms` more SMs take part in a call of attention_forward() whose counter was zero before, or in what its SMs
@@ -74,7 +83,9 @@ struct UnfinishedResult {
     void* to_out;            // [rows, row_heads, v_dim]
     float* to_lse;           // [rows, row_heads]
     DType dtype;             // of to_out
-    int64_t rows;
+    const uint8_t* is_wanted;  // [ceil(q_len / tile_rows)]: whether the rows of a tile are finished; null: all are
+    int tile_rows, q_len;      // of each example
+    int64_t rows;              // of all
     int heads, row_heads, v_dim;
 };
 

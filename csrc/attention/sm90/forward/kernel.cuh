@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (warpgroup == 0) {
         warpgroup_reg_dealloc<Config::kProducerRegisters>();
         if (thread < 32)
-            ForwardProducer<Config>{ForwardMemory<Config>(), maps, args}.run();
+            ForwardProducer<Config>{memory, maps, args}.run();
         else if (thread < 64)
             ForwardScheduler<Config>{ForwardMemory<Config>(), args}.run();
         else if (Config::kStagesOut and thread == 64 and not args.out_f32)

@@ -20,23 +20,28 @@ inline ForwardWork make_work(const ForwardParams& params, int tile_rows, int key
             .tile_step = params.from_last_tile ? -1 : 1,
             .first_items = params.claims_all ? 0 : std::min(params.num_sms, schedule.num_items),
             .keys = keys,
-            .counter = params.counter};
+            .counter = params.counter,
+            .part = params.next == nullptr ? 0 : -1,
+            .first_head = 0,
+            .first_example = 0,
+            .kv_heads = params.kv_heads};
 }
 
 inline ForwardArguments make_arguments(const ForwardParams& params, int tile_rows, bool helps) {
     const bool capped = params.soft_cap > 0;
     const ForwardParams* const next = params.next;
     return {.first = make_work(params, tile_rows, 0),
-            .next = next == nullptr ? ForwardWork{} : make_work(*next, tile_rows, 1),
-            .arrived = next == nullptr ? nullptr : params.next_arrived,
+            .parts = next == nullptr ? make_work(params, tile_rows, 0) : make_work(*next, tile_rows, 1),
+            .num_parts = next == nullptr ? params.num_parts : next->num_parts,
+            .batch = params.batch,
+            .num_arrived = next == nullptr ? params.num_arrived : next->num_arrived,
             .bands = params.bands,
-            .drained = params.drained,
+            .drained = helps ? nullptr : params.drained,  // helpers may come before the call's own CTAs
             .claims_first = helps or params.claims_all,
             .capacity = params.capacity,
             .q_len = params.q_len,
             .kv_len = next == nullptr ? params.kv_len : std::max(params.kv_len, next->kv_len),
             .row_heads = params.row_heads,
-            .kv_heads = params.kv_heads,
             .v_dim = params.v_dim,
             .key_begin = params.key_begin,
             .key_end = next == nullptr ? params.key_end : std::max(params.key_end, next->key_end),
@@ -59,9 +64,9 @@ template <typename Config> cudaError_t load_forward() {
 template <typename Config>
 cudaError_t encode_key_maps(const ForwardParams& params, int index, ForwardTensorMaps* maps) {
     const CUtensorMapDataType type = tensor_map_type(params.dtype);
-    const int heads = params.kv_heads, row_heads = params.kv_row_heads;
-    const HeadsTensor k{params.k, type, params.batch, params.kv_len, heads, row_heads, params.dim};
-    const HeadsTensor v{params.v, type, params.batch, params.kv_len, heads, row_heads, params.v_dim};
+    const int batch = params.num_parts * params.batch, heads = params.kv_heads, row_heads = params.kv_row_heads;
+    const HeadsTensor k{params.k, type, batch, params.kv_len, heads, row_heads, params.dim};
+    const HeadsTensor v{params.v, type, batch, params.kv_len, heads, row_heads, params.v_dim};
     const struct {
         const HeadsTensor& tensor;
         int keys;
@@ -79,8 +84,9 @@ cudaError_t encode_key_maps(const ForwardParams& params, int index, ForwardTenso
 template <typename Config>
 cudaError_t encode_maps(const ForwardParams& params, int pack, ForwardTensorMaps* maps) {
     const CUtensorMapDataType type = tensor_map_type(params.dtype);
-    const HeadsTensor q{params.q, type, params.batch, params.q_len, params.heads, params.q_row_heads, params.dim};
-    const HeadsTensor out{params.out, type, params.batch, params.q_len, params.heads, params.row_heads, params.v_dim};
+    const int heads = params.num_parts * params.heads;
+    const HeadsTensor q{params.q, type, params.batch, params.q_len, heads, params.q_row_heads, params.dim};
+    const HeadsTensor out{params.out, type, params.batch, params.q_len, heads, params.row_heads, params.v_dim};
     cudaError_t error = encode_panel_map(q, pack, Config::kRows / pack, &maps->q);
     if (error == cudaSuccess)
         error = encode_key_maps<Config>(params, 0, maps);
@@ -91,10 +97,19 @@ cudaError_t encode_maps(const ForwardParams& params, int pack, ForwardTensorMaps
     return error;
 }
 
+inline bool has_valid_parts(const ForwardParams& params) {
+    if (params.next != nullptr and (params.num_parts > 1 or not params.next->claims_all))
+        return false;
+    const int num_parts = params.next == nullptr ? params.num_parts : params.next->num_parts;
+    return num_parts <= kMostForwardParts and (params.num_parts == 1 or params.claims_all);
+}
+
 // num_helpers: 0 for the call itself; otherwise CTAs that help it.
 template <typename Config>
 cudaError_t launch_forward(const ForwardParams& params, int num_helpers, cudaStream_t stream) {
     const bool helps = num_helpers > 0;
+    if (not has_valid_parts(params))
+        return cudaErrorInvalidValue;
     const ForwardArguments args = make_arguments(params, Config::kRows, helps);
     const bool has_claims = args.first.first_items < args.first.schedule.num_items;
     if (helps and not has_claims and params.next == nullptr)
@@ -102,10 +117,10 @@ cudaError_t launch_forward(const ForwardParams& params, int num_helpers, cudaStr
     ForwardTensorMaps maps{};
     cudaError_t error = encode_maps<Config>(params, args.first.schedule.pack, &maps);
     if (error == cudaSuccess and has_claims and not helps and not params.counter_is_zero)
-        error = cudaMemsetAsync(params.counter, 0, sizeof(int), stream);
+        error = cudaMemsetAsync(params.counter, 0, params.num_parts * sizeof(int), stream);
     if (error != cudaSuccess)
         return error;
-    const int most = params.next == nullptr ? args.first.schedule.num_items : params.num_sms;
+    const int most = params.next == nullptr ? params.num_parts * args.first.schedule.num_items : params.num_sms;
     const int grid = helps ? num_helpers : std::min(params.num_sms, most);
     forward_kernel<Config><<<grid, Config::kThreads, ForwardMemory<Config>::kBytes, stream>>>(maps, args);
     return cudaGetLastError();

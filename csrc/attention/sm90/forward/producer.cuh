@@ -54,10 +54,14 @@ private:
     }
 
     __device__ __forceinline__ void produce(unsigned run) {
-        if (elect_lane())
-            produce_blocks(run);
-        __syncwarp();
         const ForwardBandRun& band_run = memory.band_run(run);
+        if (elect_lane()) {
+            if (band_run.head.keys == 0)
+                produce_blocks<0>(run);
+            else
+                produce_blocks<1>(run);
+        }
+        __syncwarp();
         const int size = band_run.keys.end - band_run.keys.begin;
         num_blocks += ceil_div(size - band_run.packed_keys, Config::kKeys);
         pending_key = band_run.keys.begin;
@@ -67,12 +71,12 @@ private:
 
     // Keys of the first block come before the queries, whose place becomes free later, and values come after the keys
     // of the next block, which are needed first. The consumer warps share the issue slots: every instruction in this
-    // loop delays them.
-    __device__ __forceinline__ void produce_blocks(unsigned run) const {
+    // loop delays them. So the tensor maps of keys and values are known here: kKeys says which.
+    template <int kKeys> __device__ __forceinline__ void produce_blocks(unsigned run) const {
         constexpr int kStep = Config::kKeys;
         const ForwardBandRun& band_run = memory.band_run(run);
         const TileBand band = band_run.band;
-        const KeyHead& head = band_run.head;
+        const KeyHead head{band_run.head.head, band_run.head.example, kKeys};
         const int first_key = band_run.keys.begin, end = band_run.keys.end - band_run.packed_keys;
         const int over = (end - first_key) % kStep;
         const int begin = over == 0 or end - first_key < kStep ? 0 : kStep - over;  // the first column that counts

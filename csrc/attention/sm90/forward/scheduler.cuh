@@ -33,21 +33,44 @@ template <typename Config> struct ForwardScheduler {
     }
 
 private:
-    // Goes on with other tiles when no work item is left, if their keys have arrived, and claims the first one.
+    // Goes on with the next part that has arrived and has a work item left, and claims it. Where another CTA of the
+    // launch has ended, this one ends too: the next launch has as many CTAs, and with those that went on they would take
+    // the SMs that are left to transfers.
     __device__ __forceinline__ bool goes_on(int& index) const {
-        bool found = false;
-        if (lane_index() == 0 and args.arrived != nullptr and memory.work().keys == 0)
-            found = load_acquire(args.arrived) != 0;
-        if (__all_sync(~0u, not found))
+        do {
+            if (args.drained != nullptr and load_acquire(args.drained) != 0)
+                return false;
+            const unsigned left = __ballot_sync(~0u, has_work_left(memory.work().part + 1 + lane_index()));
+            if (left == 0)
+                return false;
+            begin_part(memory.work().part + __ffs(left));
+            index = claim_index();
+        } while (index >= memory.work().schedule.num_items);
+        return true;
+    }
+
+    // Returns whether a part has arrived, and may have work items left. So a CTA need not claim from each part in turn
+    // to find out that others have done them all.
+    __device__ __forceinline__ bool has_work_left(int part) const {
+        if (part >= args.num_parts)
             return false;
+        if (args.num_arrived != nullptr and load_acquire(args.num_arrived) <= static_cast<unsigned>(part))
+            return false;
+        fence_global_for_async();  // for the producer's loads
+        return *static_cast<const volatile int*>(args.parts.counter + part) < args.parts.schedule.num_items;
+    }
+
+    __device__ __forceinline__ void begin_part(int part) const {
         __syncwarp();
         if (lane_index() == 0) {
-            fence_global_for_async();  // for the producer's loads
-            memory.work() = args.next;
+            ForwardWork& work = memory.work();
+            work = args.parts;
+            work.part = part;
+            work.counter += part;
+            work.first_head = part * work.kv_heads * work.schedule.group;
+            work.first_example = part * args.batch;
         }
         __syncwarp();
-        index = claim_index();
-        return index < memory.work().schedule.num_items;
     }
 
     // The run of keys in one of 32 bands, each in one lane. The remainders of two neighbours may share a block.
@@ -107,10 +130,10 @@ private:
             work.tiles[static_cast<int64_t>(mask) * work.schedule.num_tiles + rank * work.tile_step];
         const ScheduledBand* bands = args.bands + static_cast<int64_t>(mask) * args.capacity;
         // One mask may serve all examples, whose heads are then counted on, or each example has a mask of its own.
-        const int example = mask + item_head / args.kv_heads, key_head = item_head % args.kv_heads;
+        const int example = mask + item_head / work.kv_heads, key_head = item_head % work.kv_heads;
         const int num_rows = Config::kRows >> work.schedule.pack_shift;
         const int row = tile.index() * Config::kRows + slice * num_rows;
-        const int head = key_head * work.schedule.group + head_in_group;
+        const int head = work.first_head + key_head * work.schedule.group + head_in_group;
         if (row >= args.q_len)
             return;
         const Range rows{row, min(row + num_rows, args.q_len)};
@@ -142,7 +165,7 @@ private:
         const int last_row = min(Config::kRows >> args.first.schedule.pack_shift, args.q_len - work.row) - 1;
         to.band = TileBand::make(run.band, work.row, last_row);
         to.keys = {run.band.k0, run.band.k1};
-        to.head = {work.key_head, work.example, memory.work().keys};
+        to.head = {work.key_head, memory.work().first_example + work.example, memory.work().keys};
         to.item = item;
         to.first = left + run.num_blocks() == work.num_blocks;
         to.last = left == 0;

@@ -1,0 +1,101 @@
+#pragma once
+
+#include <algorithm>
+#include <iterator>
+#include <vector>
+
+#include "csrc/attention/sm90/backward/backward.h"
+
+#include "xla_ffi/context_handler.h"
+
+// The backward pass of context attention. Launches within a host have an order (context_backward_within_host.cc), and
+// those between hosts have another one (context_backward_between_hosts.cc). What both share is in context_backward.cc.
+
+namespace jaxmagi {
+
+struct Backward {
+    static constexpr const char* kTarget = "jaxmagi_context_backward";
+    static constexpr bool kHasPartsWithinHost = false;  // there rows move so fast that parts cost more
+
+    // The flags of a part: those that its launches set (BackwardParams::drained), and whether its keys have arrived.
+    static constexpr int64_t kArrived = sm90::kMostBackwardStages, kFlags = kArrived + 1;
+
+    struct Operands {
+        ffi::AnyBuffer q;
+        KeysValues own;
+        ffi::AnyBuffer sorted, tiles, dout, lse, delta;
+        KeysValues kept;  // received rows, [batch, rows, all key heads, dim]; none where they are to come again
+        ContextTables tables;
+    };
+    struct Results {
+        ffi::AnyBuffer dq;
+        ReturnArrays returns;
+        CastArrays keys;
+        ffi::AnyBuffer workspaces, flags;  // of parts, each with kFlags
+    };
+
+    static sm90::BackwardParams to_params(const ContextAttributes& attributes, const Parts& parts,
+                                          const Operands& operands, const Results& results, int64_t part);
+
+    static const KeysValues& keys(const Results& results) { return results.keys.all; }
+    static size_t shared_bytes(const Results& results) {
+        return std::max(size_bytes(results.keys.all), size_bytes(results.returns.gradients));
+    }
+
+    static cudaError_t preload(const sm90::BackwardParams& params) {
+        return sm90::preload_backward(params.dtype, params.shape.dim, params.shape.v_dim, params.soft_cap > 0);
+    }
+
+    static void launch(const ContextAttributes& attributes, const Parts& parts, const Operands& operands,
+                       const Results& results, ContextFork& fork, ContextTransfers& transfers);
+};
+
+// A call of the pass: its parts, and the steps before and behind launches of attention.
+class BackwardCall {
+public:
+    BackwardCall(const ContextAttributes& attributes, const Parts& parts, const Backward::Operands& operands,
+                 const Backward::Results& results, ContextFork& fork, ContextTransfers& transfers);
+
+    ContextFork& fork() const { return fork_; }
+    int64_t num_parts() const { return std::ssize(parts_); }
+    const sm90::BackwardParams& params(int64_t part) const { return parts_[part].params; }
+    int64_t num_brought() const { return std::ssize(arrivals_); }
+    const Arrival& arrival(int64_t part) const { return arrivals_[part]; }
+
+    // Brings the keys of the next part, or puts those there that have been kept.
+    void bring_next();
+
+    // Lets a stream go on when a part is prepared, which the first such stream does.
+    void prepare(int64_t part, cudaStream_t stream);
+
+    // Finishes gradients, behind what is in the stream of helpers.
+    void finish(int64_t part, sm90::KeyTiles tiles);
+
+private:
+    struct Part {
+        sm90::BackwardParams params;
+        cudaEvent_t prepared = nullptr;
+        int num_finished = 0;  // kinds of tiles
+    };
+
+    const uint8_t* find_needed_keys();
+    int tile_keys() const;
+    sm90::FinalGradients final_gradients(const Parts& parts, int64_t part) const;
+
+    const Backward::Operands& operands_;
+    const Backward::Results& results_;
+    ContextFork& fork_;
+    ContextTransfers& transfers_;
+    std::vector<Part> parts_;
+    const uint8_t* needed_;          // own keys in front of received ones
+    collectives::SentBlocks sent_;   // which own tiles are sent
+    std::vector<Arrival> arrivals_;  // of keys, of parts
+};
+
+// Launch the pass: tiles of own keys, which need no transfer, and the others, whose gradients return behind them. The
+// transfer of the first part's keys has been launched. `reserved` multiprocessors are left free while there is
+// something to transfer, and then help.
+void launch_within_host(BackwardCall& call, int reserved);
+void launch_between_hosts(BackwardCall& call, int reserved);
+
+}  // namespace jaxmagi
