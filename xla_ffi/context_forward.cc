@@ -80,8 +80,6 @@ struct Forward {
         set_tile_schedule(params, inputs, params.batch, ceil_div(params.q_len, tile.rows));
         params.from_last_tile = params.num_masks == 1;
         check_forward(inputs, outputs, ffi::F32);
-        check(parts.count <= sm90::kMostForwardParts, "num_parts must be ", sm90::kMostForwardParts, " at most, got ",
-              parts.count);
         check_buffer("sinks", operands.sinks, {2, parts.heads * parts.count}, ffi::F32);
         check_buffer("counters", results.counters, {2 * (attributes.num_parts + kMoreCounters)}, ffi::S32);
         params.out_f32 = outputs.out.element_type() == ffi::F32;

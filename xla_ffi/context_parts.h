@@ -78,7 +78,6 @@ struct Parts {
         check_rank("keys", keys, 5);
         const Shape shape = shape_of(q);
         const int64_t count = to_int("num_parts", attributes.num_parts, 1), key_heads = keys.dimensions()[3];
-        check(count <= 32, "num_parts must be 32 at most, got ", count);  // that a warp looks at together
         check(shape[2] % count == 0, "num_parts must divide the heads ", shape[2], ", got ", count);
         check_shape("keys", keys, {count, shape[0], attributes.output_rows, key_heads, shape[3]});
         check(shape[1] == attributes.input_rows and attributes.input_rows <= attributes.output_rows,

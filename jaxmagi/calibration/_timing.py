@@ -1,5 +1,6 @@
 """Times work on devices, without the cost of launching it and waiting for it."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,11 +18,15 @@ class Timing:
 
 
 def _in_turns[N](names: Iterable[N], repeats: int) -> Iterator[N]:
-    """Yields all names in each repeat, rotated: whichever runs first finds the device cooler."""
+    """Yields all names in each repeat, in another order that all processes agree on.
+
+    What ran before heats the device: with a fixed order, even if it is rotated, each name would find it as
+    its predecessor leaves it.
+    """
     order = list(names)
-    for i in range(repeats if order else 0):
-        first = i % len(order)
-        yield from order[first:] + order[:first]
+    for repeat in range(repeats):
+        random.Random(repeat).shuffle(order)
+        yield from order
 
 
 def time_in_turns[N](names: Iterable[N], repeats: int, seconds: Callable[[N], float]) -> dict[N, Timing]:

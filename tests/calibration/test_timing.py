@@ -1,5 +1,9 @@
 """Timing of devices by a clock that the tests set."""
 
+import subprocess
+import sys
+from itertools import pairwise, permutations
+
 import pytest
 
 from jaxmagi.calibration import _timing
@@ -67,5 +71,15 @@ def test_memory_for_all_batches_is_allocated_before(monkeypatch: pytest.MonkeyPa
     assert timings == {"some": Timing(2.0, 2.0, 2.0)}
 
 
-def test_each_repeat_begins_with_another() -> None:
-    assert "".join(_timing._in_turns("abc", 4)) == "abcbcacababc"
+def test_each_name_comes_behind_each_other_one() -> None:
+    order = list(_timing._in_turns("abcde", 12))
+    turns = [order[i : i + 5] for i in range(0, len(order), 5)]
+    assert all(sorted(turn) == list("abcde") for turn in turns)
+    assert {pair for turn in turns for pair in pairwise(turn)} == set(permutations("abcde", 2))
+
+
+def test_processes_agree_on_the_order() -> None:
+    """Ranks that are timed together run the same work at the same time."""
+    program = "from jaxmagi.calibration import _timing; print(*_timing._in_turns('abcde', 9), sep='')"
+    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == "".join(_timing._in_turns("abcde", 9))

@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_process")]
 TOKENS, HEADS, KV_HEADS, DIM = 32768, 64, 8, 128
 WINDOW = 4095  # most tiles of queries see keys of their rank alone
 CALLS = 3
-# There is one for own tiles, one on the multiprocessors that casts give back, and one for what is left. In the
-# forward pass there is one for what is left behind the cast of each part.
+# There is one for own tiles, one on the multiprocessors that casts give back, and one for what is left. In
+# the forward pass there is one for what is left behind the cast of each part.
 LAUNCHES_BESIDE_CASTS, BACKWARD_LAUNCHES = 2, 3
 FORWARD, PREPARE, BACKWARD, CONVERT = "forward_kernel", "prepare", "backward_kernel", "convert_all"
 CAST, RETURN, EXCHANGE = "push", "pull", "ncclDevKernel_SendRecv"

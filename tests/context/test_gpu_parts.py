@@ -203,7 +203,7 @@ def test_examples(
 ) -> None:
     """Two sequences with one plan or with one for each, or two sets of sinks of one, in a call for a pass.
 
-    There is a soft cap, and values have another size than keys. Each key head is a part, or there is one part.
+    There is a soft cap, and values have another size than keys. Each key head is a part, or there is one.
     """
     monkeypatch.setattr(_cost, "LEAST_PART_BYTES", least_part_bytes)
     chosen = MASKS if mapped == "plans" else MASKS[:1] * 2

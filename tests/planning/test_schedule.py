@@ -26,8 +26,8 @@ SECONDS = replace(
     network_gb_per_second=1024e-9, memory_gb_per_second=1e9, latency_us=0, network_latency_us=0,
 )  # fmt: skip
 
-# Rank 0 has own tiles for 4 s and others for 3 s, rank 1 for 2 s and 3 s. The others take 3 s and 2 s over own
-# keys alone, and 3 s and 5 s over received ones.
+# Rank 0 has own tiles for 4 s and others for 3 s, rank 1 for 2 s and 3 s. The others take 3 s and 2 s over
+# own keys alone, and 3 s and 5 s over received ones.
 TILES = Tiles(
     own=np.array([[4, 0], [0, 1]]),
     others=np.array([[1, 1], [3, 0]]),
@@ -141,7 +141,7 @@ def test_random_parts_against_closed_forms(seed: int) -> None:
 
 
 def test_forward_pass_within_a_host(small_parts: None) -> None:
-    """Own tiles of all heads come first, beside the transfer of keys, and then the others of part after part."""
+    """Own tiles of all heads come first, beside the transfer of keys, then the others of part after part."""
     work = work_of(TILES, np.array([[8, 0]]), SECONDS, SECONDS.forward)
     others = [(part, [0.75, 0.75]) for part in range(4)]
     assert seconds_of(work) == [(OWN_KEYS, [4, 2]), *others]
