@@ -113,13 +113,10 @@ def work_of(tiles: Tiles, rows: np.ndarray, cost: CostModel, direction: Pass) ->
 
 
 def _forward(tiles: Tiles, parts: int, crosses_hosts: bool, cost: CostModel, direction: Pass) -> list[Launch]:
-    kinds = np.stack([tiles.own, tiles.others, *tiles.halves])
-    own, others, *halves = cost.compute_seconds(kinds, direction) / parts
-    rest = [Launch(part, others) for part in range(1, parts)]
-    if not crosses_hosts:
-        return [Launch(OWN_KEYS, own * parts), Launch(0, others), *rest]
-    before, behind = halves
-    return [Launch(OWN_KEYS, own * parts), Launch(OWN_KEYS, before), Launch(0, behind), *rest]
+    own, *all_parts = cost.compute_seconds(np.stack([tiles.own, tiles.others, *tiles.halves]), direction)
+    others, before, behind = (seconds / parts for seconds in all_parts)
+    first = [Launch(OWN_KEYS, before), Launch(0, behind)] if crosses_hosts else [Launch(0, others)]
+    return [Launch(OWN_KEYS, own), *first, *(Launch(part, others) for part in range(1, parts))]
 
 
 def _backward_within_host(tiles: Tiles, cost: CostModel, direction: Pass) -> list[Launch]:
@@ -131,8 +128,8 @@ def _backward_within_host(tiles: Tiles, cost: CostModel, direction: Pass) -> lis
 
 def _backward_between_hosts(tiles: Tiles, parts: int, cost: CostModel, direction: Pass) -> list[Launch]:
     own, others = cost.compute_seconds(np.stack([tiles.own, tiles.others]), direction) / parts
-    rest = [Launch(part, others) for part in range(parts)]
-    return [Launch(OWN_KEYS, own), *rest, Launch(OWN_KEYS, own * (parts - 1))]
+    received = [Launch(part, others) for part in range(parts)]
+    return [Launch(OWN_KEYS, own), *received, Launch(OWN_KEYS, own * (parts - 1))]
 
 
 def schedule(work: Work) -> Schedule:

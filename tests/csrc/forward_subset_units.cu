@@ -41,7 +41,7 @@ struct DeviceResult {
     Result to_host() const { return {out.to_host(), lse.to_host()}; }
 };
 
-// How a call for parts of the heads begins, and what does the rest when all keys have arrived.
+// A call for parts of the heads begins like this, and this does the rest when all keys have arrived.
 struct Steps {
     int num_parts, num_arrived;  // when the call begins
     bool has_own_tiles;          // before the parts

@@ -6,7 +6,8 @@
 
 #include "csrc/attention/sm90/tile_schedule.h"
 
-// Which tiles see keys from own_len on (tile_schedule.h), which are received ones, and which keys before it these see.
+// find_needed_keys() tells which tiles see received keys, those from own_len on (tile_schedule.h), and which keys
+// before own_len these tiles see.
 
 namespace jaxmagi::sm90 {
 

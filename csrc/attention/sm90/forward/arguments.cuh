@@ -22,21 +22,21 @@ struct ForwardWork {
     int first_items;  // that CTAs have without a claim: one for each CTA of attention_forward(), or none
     int keys;         // which of the tensor maps of keys and values
     int* counter;     // number of work items claimed after the first ones
-    // The part, or -1 where CTAs go on with a first one; what comes before its first query head, and before its first
-    // example in the tensor maps of keys and values.
+    // `part` is the number of the part, or -1 where CTAs go on with a first one. `first_head` query heads come before
+    // it, and `first_example` examples in the tensor maps of keys and values.
     int part, first_head, first_example;
     int kv_heads;  // of the part
 };
 
 // Arguments of a forward kernel other than its tensor maps.
 struct ForwardArguments {
-    // What CTAs begin with, and part 0. They go on with the parts behind that of `first`, each if more parts have
-    // arrived by then than come before it. All cut their heads alike.
+    // CTAs begin with `first`, and go on with the parts behind it, each if more parts have arrived by then than come
+    // before it. `parts` describes part 0, from which the others follow. All cut their heads alike.
     ForwardWork first, parts;
     int num_parts, batch;
     const uint32_t* num_arrived;  // null: all parts have
     const ScheduledBand* bands;
-    uint32_t* drained;  // set when no work item of the first work is left to claim, or null
+    uint32_t* drained;  // set when a CTA ends; null if nobody asks
     bool claims_first;  // CTAs also claim their first work items
     int capacity, q_len, kv_len, row_heads, v_dim;
     int key_begin, key_end;

@@ -25,7 +25,7 @@ std::optional<TileShape> forward_tile(int dim, int v_dim);
 // schedule must be of one mask unless all are computed.
 enum class Tiles { kAll, kSeeOwn, kSeeReceived };
 
-// How many parts a call may have: a warp looks at them together.
+// A call may have this many parts, since a warp looks at all of them together.
 inline constexpr int kMostForwardParts = 32;
 
 struct ForwardParams {
@@ -62,9 +62,10 @@ struct ForwardParams {
     uint32_t* drained;
     float scale, soft_cap;  // scale > 0; soft_cap 0 for none
     int num_sms;
-    // What SMs go on with that find no work left, as with further parts: also its first part is only begun with if
-    // next->num_arrived says that its keys are there. It has other keys and tiles, but the same queries and heads, and
-    // claims all from counters of its own that are zero before. The call itself then has one part. Null: nothing.
+    // SMs that find no work left go on with this, unless it is null, as they do with further parts: also with its
+    // first part only if next->num_arrived says that its keys are there. It has other keys and tiles, but the same
+    // queries and heads, and claims all from counters of its own that are zero before. The call itself then has one
+    // part.
     const ForwardParams* next;
 };
 
