@@ -50,8 +50,9 @@ sm90::BackwardParams Backward::to_params(const ContextAttributes& attributes, co
     params.deterministic = attributes.deterministic;
     const int64_t bytes = sm90::backward_workspace_bytes(params.shape, params.num_masks, params.deterministic);
     const int64_t size = results.workspaces.size_bytes();
-    check(parts.count * bytes <= size, "workspaces must have ", parts.count, " times ", bytes, " bytes, got ", size);
-    params.workspace = data_of<char>("workspaces", results.workspaces, kTensorAlignment) + part * bytes;
+    const int64_t count = std::min(parts.count, int64_t{to_int("num_workspaces", attributes.num_workspaces, 1)});
+    check(count * bytes <= size, "workspaces must have ", count, " times ", bytes, " bytes, got ", size);
+    params.workspace = data_of<char>("workspaces", results.workspaces, kTensorAlignment) + part % count * bytes;
     check_buffer("flags", results.flags, {attributes.num_parts * kFlags}, ffi::S32);
     params.drained = reinterpret_cast<uint32_t*>(data_of<int>("flags", results.flags)) + part * kFlags;
     return params;
@@ -65,33 +66,42 @@ void Backward::launch(const ContextAttributes& attributes, const Parts& parts, c
     clear(results.flags, fork.program());
     fork.begin();
     call.bring_next();
-    if (parts.are_within_host)
+    if (parts.are_within_host and not attributes.shares_workspaces())
         launch_within_host(call, reserved);
     else
-        launch_between_hosts(call, reserved);
+        launch_by_part(call, reserved);
 }
 
 BackwardCall::BackwardCall(const ContextAttributes& attributes, const Parts& parts, const Backward::Operands& operands,
                            const Backward::Results& results, ContextFork& fork, ContextTransfers& transfers)
-    : operands_(operands), results_(results), fork_(fork), transfers_(transfers) {
+    : operands_(operands),
+      results_(results),
+      fork_(fork),
+      transfers_(transfers),
+      num_workspaces_(attributes.num_workspaces) {
     for (int64_t part = 0; part < parts.count; ++part)
         parts_.push_back({Backward::to_params(attributes, parts, operands, results, part)});
-    needed_ = find_needed_keys();
-    sent_ = transfers.find_sent_blocks(num_own_tiles(params(0)), tile_keys());
+    copied_ = find_copied_keys();
+    sent_ = transfers.find_sent_blocks(num_own_tiles(params(0)), tile_keys(), fork.program());
     for (int64_t part = 0; part < parts.count; ++part)
         parts_[part].params.final = final_gradients(parts, part);
 }
 
 void BackwardCall::bring_next() {
     const int64_t part = num_brought();
-    arrivals_.push_back(operands_.kept.k.element_count() > 0
-                            ? transfers_.put_back(part, operands_.own, operands_.kept, results_.keys.all, needed_)
-                            : transfers_.bring(part, operands_.own, results_.keys, needed_));
+    arrivals_.push_back(
+        has_kept_keys() ? transfers_.put_back(part, operands_.own, operands_.kept, results_.keys.all, copied_)
+                        : transfers_.bring(part, operands_.own, results_.keys, copied_));
 }
 
 void BackwardCall::prepare(int64_t number, cudaStream_t stream) {
     Part& part = parts_[number];
     if (part.prepared == nullptr) {
+        if (number >= num_workspaces_) {
+            const cudaEvent_t before = parts_[number - num_workspaces_].finished;
+            check(before != nullptr, "part ", number, " cannot have a workspace that is still in use");
+            fork_.wait(stream, before);
+        }
         check_launch(sm90::prepare_attention_backward(part.params, stream));
         part.prepared = fork_.record(stream);
     }
@@ -109,17 +119,26 @@ void BackwardCall::finish(int64_t number, sm90::KeyTiles tiles) {
         return;
     transfers_.add_own(number, results_.returns, sent_);
     check_launch(sm90::finish_query_gradients(part.params, helpers));
+    part.finished = fork_.record(helpers);
 }
 
-// Returns which own keys are to be copied in front of received ones: those of a tile that has both.
-const uint8_t* BackwardCall::find_needed_keys() {
+// Returns which own keys are copied in front of received ones: those of a tile that has both, and those that are sent.
+const uint8_t* BackwardCall::find_copied_keys() {
     using collectives::kNeededRows;
     const int length = params(0).own.length, blocks = ceil_div(length, kNeededRows);
     const int first = length / tile_keys() * tile_keys() / kNeededRows;
-    auto* const needed = static_cast<uint8_t*>(transfers_.allocate(blocks));
-    check_cuda(cudaMemsetAsync(needed, 0, blocks, fork_.program()), "clearing flags");
-    check_cuda(cudaMemsetAsync(needed + first, 1, blocks - first, fork_.program()), "setting flags");
-    return needed;
+    const cudaStream_t stream = fork_.program();
+    const auto batch = static_cast<size_t>(operands_.own.k.dimensions()[0]);
+    uint8_t* copied;
+    if (has_kept_keys()) {
+        copied = static_cast<uint8_t*>(transfers_.allocate(batch * blocks));
+        check_cuda(cudaMemsetAsync(copied, 0, batch * blocks, stream), "clearing flags");
+    } else {
+        copied = transfers_.find_sent_blocks(blocks, kNeededRows, stream).is_sent;
+    }
+    if (first < blocks)
+        check_cuda(cudaMemset2DAsync(copied + first, blocks, 1, blocks - first, batch, stream), "setting flags");
+    return copied;
 }
 
 int BackwardCall::tile_keys() const {

@@ -9,7 +9,8 @@
 #include "xla_ffi/context_handler.h"
 
 // The backward pass of context attention. Launches within a host have an order (context_backward_within_host.cc), and
-// those between hosts have another one (context_backward_between_hosts.cc). What both share is in context_backward.cc.
+// those between hosts, or of parts that share workspaces, go from part to part (context_backward_by_part.cc). What both
+// share is in context_backward.cc.
 
 namespace jaxmagi {
 
@@ -31,7 +32,8 @@ struct Backward {
         ffi::AnyBuffer dq;
         ReturnArrays returns;
         CastArrays keys;
-        ffi::AnyBuffer workspaces, flags;  // of parts, each with kFlags
+        ffi::AnyBuffer workspaces;  // num_workspaces, with which parts take turns
+        ffi::AnyBuffer flags;       // of parts, each with kFlags
     };
 
     static sm90::BackwardParams to_params(const ContextAttributes& attributes, const Parts& parts,
@@ -58,6 +60,7 @@ public:
 
     ContextFork& fork() const { return fork_; }
     int64_t num_parts() const { return std::ssize(parts_); }
+    bool shares_workspaces() const { return num_workspaces_ < num_parts(); }
     const sm90::BackwardParams& params(int64_t part) const { return parts_[part].params; }
     int64_t num_brought() const { return std::ssize(arrivals_); }
     const Arrival& arrival(int64_t part) const { return arrivals_[part]; }
@@ -65,7 +68,8 @@ public:
     // Brings the keys of the next part, or puts those there that have been kept.
     void bring_next();
 
-    // Lets a stream go on when a part is prepared, which the first such stream does.
+    // Lets a stream go on when a part is prepared, which the first such stream does. A part whose workspace another one
+    // has had before waits until that is finished.
     void prepare(int64_t part, cudaStream_t stream);
 
     // Finishes gradients, behind what is in the stream of helpers.
@@ -74,11 +78,12 @@ public:
 private:
     struct Part {
         sm90::BackwardParams params;
-        cudaEvent_t prepared = nullptr;
+        cudaEvent_t prepared = nullptr, finished = nullptr;
         int num_finished = 0;  // kinds of tiles
     };
 
-    const uint8_t* find_needed_keys();
+    bool has_kept_keys() const { return operands_.kept.k.element_count() > 0; }
+    const uint8_t* find_copied_keys();
     int tile_keys() const;
     sm90::FinalGradients final_gradients(const Parts& parts, int64_t part) const;
 
@@ -86,8 +91,9 @@ private:
     const Backward::Results& results_;
     ContextFork& fork_;
     ContextTransfers& transfers_;
+    const int64_t num_workspaces_;
     std::vector<Part> parts_;
-    const uint8_t* needed_;          // own keys in front of received ones
+    const uint8_t* copied_;          // own keys that are copied in front of received ones (CopiedRowsParams)
     collectives::SentBlocks sent_;   // which own tiles are sent
     std::vector<Arrival> arrivals_;  // of keys, of parts
 };
@@ -96,6 +102,6 @@ private:
 // transfer of the first part's keys has been launched. `reserved` multiprocessors are left free while there is
 // something to transfer, and then help.
 void launch_within_host(BackwardCall& call, int reserved);
-void launch_between_hosts(BackwardCall& call, int reserved);
+void launch_by_part(BackwardCall& call, int reserved);
 
 }  // namespace jaxmagi

@@ -9,10 +9,10 @@
 // Handlers of context attention, one for each pass, which hold transfers and attention. Nothing is under way when a
 // call returns but what the program's stream waits for.
 //
-// Attention is cut into parts of the heads (context_parts.h), but for the backward pass within a host, which has one.
-// The keys of all parts travel from the beginning on, those of the first part first. What needs no received keys is
-// computed before or behind what does (context_forward.cc, context_backward.h), so that there is something to compute
-// while rows travel.
+// Attention is cut into parts of the heads (context_parts.h), but for the backward pass within a host, which has one
+// unless parts share workspaces. The keys of all parts travel from the beginning on, those of the first part first.
+// What needs no received keys is computed before or behind what does (context_forward.h, context_backward.h), so that
+// there is something to compute while rows travel.
 //
 // Attention is launched several times, each time when the launch before has no work left to begin with: streams wait
 // for events, and for flags that kernels of attention set. No kernel of attention waits for a transfer, so that no
@@ -80,7 +80,9 @@ Parts parts_of(const ContextAttributes& attributes, const collectives::Peers& pe
     parts.have_native_peers = attributes.inside_group_size > 1 or
                               (peers.num_slots() > 1 and implementation != Implementation::kNccl and
                                attributes.ranks_per_host != 1);
-    return parts.are_within_host and not Pass::kHasPartsWithinHost ? parts.with_count(1) : parts;
+    const bool has_one_part = parts.are_within_host and not Pass::kHasPartsWithinHost and
+                              not attributes.shares_workspaces();
+    return has_one_part ? parts.with_count(1) : parts;
 }
 
 // Connects the groups of a call, and lets their ranks access each other's arrays.
@@ -157,5 +159,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("middle_rows"), StructMember<int64_t>("output_rows"), StructMember<int64_t>("pair_rows"),
     StructMember<int64_t>("inside_pair_rows"), StructMember<int64_t>("num_sms"),
     StructMember<jaxmagi::Implementation>("implementation"), StructMember<int64_t>("ranks_per_host"),
-    StructMember<int64_t>("timeout_ms"), StructMember<int64_t>("num_parts"), StructMember<int64_t>("reserved_sms"),
-    StructMember<double>("scale"), StructMember<double>("soft_cap"), StructMember<bool>("deterministic"));
+    StructMember<int64_t>("timeout_ms"), StructMember<int64_t>("num_parts"), StructMember<int64_t>("num_workspaces"),
+    StructMember<int64_t>("reserved_sms"), StructMember<double>("scale"), StructMember<double>("soft_cap"),
+    StructMember<bool>("deterministic"));

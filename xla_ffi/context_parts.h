@@ -27,12 +27,14 @@ struct ContextAttributes {
     int64_t pair_rows, inside_pair_rows, num_sms;
     Implementation implementation;
     int64_t ranks_per_host, timeout_ms;
-    int64_t num_parts;     // the most that there may be
+    int64_t num_parts;       // the most that there may be
+    int64_t num_workspaces;  // of parts of a backward pass: fewer than num_parts if these take turns with them
     int64_t reserved_sms;  // the most multiprocessors that attention leaves free while there is something to transfer
     double scale, soft_cap;
     bool deterministic;  // the backward pass
 
     bool has_two_steps() const { return inside_group_size > 0; }
+    bool shares_workspaces() const { return num_workspaces < num_parts; }
     GroupIds across() const { return {groups, group_size}; }
     GroupIds inside() const { return {inside_groups, inside_group_size}; }
 };

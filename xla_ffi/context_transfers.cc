@@ -37,19 +37,19 @@ ContextTransfers::Step ContextTransfers::inside() {
             attributes_.output_rows, attributes_.inside_pair_rows, 0};
 }
 
-Arrival ContextTransfers::bring(int64_t part, const KeysValues& own, const CastArrays& arrays, const uint8_t* needed) {
-    check_cuda(copy_part_rows(own_rows(part, own, arrays.all, needed, true), fork_.transfers()), kCopying);
-    const cudaEvent_t copied = fork_.record(fork_.transfers());
+Arrival ContextTransfers::bring(int64_t part, const KeysValues& own, const CastArrays& arrays, const uint8_t* copied) {
+    check_cuda(copy_part_rows(own_rows(part, own, arrays.all, copied), fork_.transfers()), kCopying);
+    const cudaEvent_t has_own = fork_.record(fork_.transfers());
     cast(part, arrays);
-    return {copied, fork_.record(fork_.transfers())};
+    return {has_own, fork_.record(fork_.transfers())};
 }
 
 Arrival ContextTransfers::put_back(int64_t part, const KeysValues& own, const KeysValues& kept, const KeysValues& all,
-                                   const uint8_t* needed) {
-    check_cuda(copy_part_rows(own_rows(part, own, all, needed, false), fork_.transfers()), kCopying);
-    const cudaEvent_t copied = fork_.record(fork_.transfers());
+                                   const uint8_t* copied) {
+    check_cuda(copy_part_rows(own_rows(part, own, all, copied), fork_.transfers()), kCopying);
+    const cudaEvent_t has_own = fork_.record(fork_.transfers());
     check_cuda(copy_part_rows(received_rows(part, kept, all), fork_.transfers()), kCopying);
-    return {copied, fork_.record(fork_.transfers())};
+    return {has_own, fork_.record(fork_.transfers())};
 }
 
 void ContextTransfers::keep(int64_t part, const KeysValues& all, const KeysValues& kept) {
@@ -60,13 +60,11 @@ void ContextTransfers::keep(int64_t part, const KeysValues& all, const KeysValue
     check_cuda(copy_part_rows(params, fork_.transfers()), kCopying);
 }
 
-// Returns how the rank's own rows get into the part's arrays, as far as they are needed or sent.
+// Returns how blocks of the rank's own rows get into the part's arrays.
 CopiedRowsParams ContextTransfers::own_rows(int64_t part, const KeysValues& own, const KeysValues& all,
-                                            const uint8_t* needed, bool sent) {
+                                            const uint8_t* copied) {
     CopiedRowsParams params = copied_rows(part, own, all, 0, parts_.tokens);
-    params.needed = needed;
-    params.sends = data_of<const Send>("sends", tables_.sends);
-    params.entries = sent ? static_cast<int>(tables_.sends.dimensions()[1]) : 0;
+    params.copied = copied;
     return params;
 }
 
@@ -93,9 +91,7 @@ CopiedRowsParams ContextTransfers::copied_rows(int64_t part, const KeysValues& f
             .count = count,
             .from_rows = count,
             .to_rows = parts_.rows,
-            .needed = nullptr,
-            .sends = nullptr,
-            .entries = 0};
+            .copied = nullptr};
 }
 
 void ContextTransfers::cast(int64_t part, const CastArrays& arrays) {
@@ -114,11 +110,11 @@ bool ContextTransfers::crosses_hosts() const {
     return std::ranges::any_of(transfers_, &Transfer::has_remote_rows);
 }
 
-SentBlocks ContextTransfers::find_sent_blocks(int64_t count, int64_t rows) {
+SentBlocks ContextTransfers::find_sent_blocks(int64_t count, int64_t rows, cudaStream_t stream) {
     const SentBlocks blocks{static_cast<uint8_t*>(allocate(std::max<int64_t>(parts_.batch * count, 1))), count, rows};
     const auto* const sends = data_of<const Send>("sends", tables_.sends);
     const auto entries = static_cast<int>(tables_.sends.dimensions()[1]);
-    check_cuda(collectives::find_sent_blocks(blocks, sends, entries, parts_.batch, fork_.program()),
+    check_cuda(collectives::find_sent_blocks(blocks, sends, entries, parts_.batch, stream),
                "launching the kernel that finds blocks of rows that are sent");
     return blocks;
 }

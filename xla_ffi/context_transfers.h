@@ -32,14 +32,14 @@ public:
                      ContextFork& fork, Scratch& scratch)
         : attributes_(attributes), parts_(parts), tables_(tables), fork_(fork), scratch_(scratch) {}
 
-    // Puts the rank's own keys and values, [batch, tokens, all key heads, dim], into the part's arrays, as far as they
-    // are sent or `needed` there (CopiedRowsParams), and behind them brings those that it receives.
-    Arrival bring(int64_t part, const KeysValues& own, const CastArrays& arrays, const uint8_t* needed);
+    // Copies the rank's own keys and values, [batch, tokens, all key heads, dim], into the part's arrays, those that
+    // are sent or needed there (`copied`: CopiedRowsParams), and behind them brings those that it receives.
+    Arrival bring(int64_t part, const KeysValues& own, const CastArrays& arrays, const uint8_t* copied);
 
-    // Puts the rank's own keys and values there as far as they are needed, and behind them those that have been kept,
+    // Copies the rank's own keys and values that are needed there, and behind them those that have been kept,
     // [batch, received rows, all key heads, dim].
     Arrival put_back(int64_t part, const KeysValues& own, const KeysValues& kept, const KeysValues& all,
-                     const uint8_t* needed);
+                     const uint8_t* copied);
 
     // Keeps what a part has received, in [batch, received rows, all key heads, dim].
     void keep(int64_t part, const KeysValues& all, const KeysValues& kept);
@@ -47,8 +47,8 @@ public:
     // Returns whether any of the casts so far has rows that go over NCCL.
     bool crosses_hosts() const;
 
-    // Finds out, in the program's stream, which of the first `count` blocks of the rank's rows are sent.
-    collectives::SentBlocks find_sent_blocks(int64_t count, int64_t rows);
+    // Finds out which of the first `count` blocks of the rank's rows are sent.
+    collectives::SentBlocks find_sent_blocks(int64_t count, int64_t rows, cudaStream_t stream);
 
     // Returns device memory that stays until the pass has ended.
     void* allocate(size_t bytes) { return scratch_.allocate(bytes); }
@@ -66,7 +66,7 @@ private:
     Step across();
     Step inside();
     collectives::CopiedRowsParams own_rows(int64_t part, const KeysValues& own, const KeysValues& all,
-                                           const uint8_t* needed, bool sent);
+                                           const uint8_t* copied);
     collectives::CopiedRowsParams received_rows(int64_t part, const KeysValues& kept, const KeysValues& all);
     collectives::CopiedRowsParams copied_rows(int64_t part, const KeysValues& from, const KeysValues& all,
                                               int64_t first, int64_t count);

@@ -1,6 +1,7 @@
 #include "csrc/collectives/part_rows.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "csrc/collectives/sent_rows.cuh"
 #include "csrc/common/math.h"
@@ -10,11 +11,21 @@ namespace jaxmagi::collectives {
 namespace {
 
 constexpr int kThreads = 256, kVectorsOfThread = 8, kMaxCtas = 1 << 16;
-constexpr int kRowsOfWarp = 4;
-static_assert(kNeededRows == kSentRows);
+
+// A CTA copies groups of rows one after the other. There are few CTAs, since the copy shares the multiprocessors that
+// attention leaves free.
+constexpr int kCopyCtas = 128, kWarps = kThreads / kWarp;
 
 int num_ctas(int64_t vectors) {
     return static_cast<int>(std::clamp<int64_t>(vectors / (kThreads * kVectorsOfThread), 1, kMaxCtas));
+}
+
+// Returns how many rows a warp copies: a power of two, so that blocks have whole groups, and as many as it can have in
+// flight at once, if a block has them.
+int num_rows_of_warp(int64_t row_bytes) {
+    const int64_t in_flight = int64_t{kWarp} * kVectorsOfThread * 16;
+    const auto fitting = static_cast<uint64_t>(std::max<int64_t>(in_flight / std::max<int64_t>(row_bytes, 1), 1));
+    return static_cast<int>(std::min<uint64_t>(std::bit_floor(fitting), kNeededRows / kWarps));
 }
 
 // Calls `body` with each index below `count` in one thread of the grid.
@@ -25,44 +36,54 @@ template <typename Body> __device__ __forceinline__ void for_each(int64_t count,
         body(i);
 }
 
-// A warp copies rows that are behind each other, kRowsOfWarp at most, and has loads of all of them in flight.
-__device__ void copy_rows(const CopiedRows& array, int64_t row, int64_t to_row, int count) {
-    const int64_t from_vectors = array.from_row_bytes / 16, to_vectors = array.to_row_bytes / 16;
-    const uint4* const from = static_cast<const uint4*>(array.from) + row * from_vectors;
-    uint4* const to = static_cast<uint4*>(array.to) + to_row * to_vectors;
-    for (int vector = threadIdx.x % kWarp; vector < array.bytes / 16; vector += kWarp) {
-        uint4 vectors[kRowsOfWarp];
+// A warp copies rows that are behind each other, and has the loads of kVectorsOfThread vectors a thread in flight.
+__device__ __forceinline__ void copy_rows(const CopiedRows& array, int64_t row, int64_t to_row, int count) {
+    const char* const from = static_cast<const char*>(array.from) + row * array.from_row_bytes;
+    char* const to = static_cast<char*>(array.to) + to_row * array.to_row_bytes;
+    const int vectors = static_cast<int>(array.bytes / 16), lane = threadIdx.x % kWarp;
+    for (int first = lane; first < count * vectors; first += kVectorsOfThread * kWarp) {
+        uint4 loaded[kVectorsOfThread];
 #pragma unroll
-        for (int i = 0; i < kRowsOfWarp; ++i)
-            if (i < count)
-                vectors[i] = from[i * from_vectors + vector];
+        for (int i = 0; i < kVectorsOfThread; ++i) {
+            const int index = first + i * kWarp, in_group = index / vectors;
+            if (in_group < count)
+                loaded[i] = *reinterpret_cast<const uint4*>(from + in_group * array.from_row_bytes +
+                                                            (index - in_group * vectors) * 16);
+        }
 #pragma unroll
-        for (int i = 0; i < kRowsOfWarp; ++i)
-            if (i < count)
-                to[i * to_vectors + vector] = vectors[i];
+        for (int i = 0; i < kVectorsOfThread; ++i) {
+            const int index = first + i * kWarp, in_group = index / vectors;
+            if (in_group < count)
+                *reinterpret_cast<uint4*>(to + in_group * array.to_row_bytes + (index - in_group * vectors) * 16) =
+                    loaded[i];
+        }
     }
 }
 
-// A CTA copies a block of an example, or those of its rows that are sent.
-__global__ void __launch_bounds__(kSentThreads) copy_part(const __grid_constant__ CopiedRowsParams params) {
-    __shared__ bool is_sent[kSentRows];
-    const int64_t blocks = ceil_div(params.count, kSentRows), example = blockIdx.x / blocks;
-    const int64_t block = blockIdx.x - example * blocks, begin = block * kSentRows;
-    const int64_t end = min(begin + kSentRows, params.count);
-    const bool is_needed = params.needed == nullptr or params.needed[block];
-    if (not is_needed)
-        find_sent_rows(params.sends + example * params.entries, params.entries, begin, end, is_sent);
-    const int64_t first = begin + threadIdx.x / kWarp * kRowsOfWarp;
-    for (int64_t row = first; row < end; row += kSentThreads / kWarp * kRowsOfWarp) {
-        const int count = static_cast<int>(min(end - row, int64_t{kRowsOfWarp}));
-        for (const CopiedRows& array : params.arrays) {
-            const int64_t from_row = example * params.from_rows + row, to_row = example * params.to_rows + row;
-            if (is_needed)
-                copy_rows(array, from_row, to_row, count);
-            else
-                for (int i = 0; i < count; ++i)
-                    if (is_sent[row - begin + i])
-                        copy_rows(array, from_row + i, to_row + i, 1);
+// Copies a group of rows of an example, from `first` on, so many by each warp.
+__device__ void copy_group(const CopiedRowsParams& params, int64_t example, int64_t first, int rows_of_warp) {
+    const int64_t row = first + threadIdx.x / kWarp * rows_of_warp;
+    const int count = static_cast<int>(min(params.count - row, int64_t{rows_of_warp}));
+    for (const CopiedRows& array : params.arrays)
+        copy_rows(array, example * params.from_rows + row, example * params.to_rows + row, count);
+}
+
+// Each lane finds out about one of the CTA's groups, so that those which are not copied cost little.
+__global__ void __launch_bounds__(kThreads)
+    copy_part(const __grid_constant__ CopiedRowsParams params, int rows_of_warp) {
+    const int group_rows = kWarps * rows_of_warp;
+    const int64_t groups = ceil_div(params.count, int64_t{group_rows}), blocks = ceil_div(params.count, kNeededRows);
+    const int64_t of_all = params.batch * groups;
+    const auto example_of = [&](int64_t group) { return group / groups; };
+    const auto row_of = [&](int64_t group) { return group % groups * group_rows; };
+    for (int64_t begin = blockIdx.x; begin < of_all; begin += int64_t{kWarp} * gridDim.x) {
+        const int64_t mine = begin + threadIdx.x % kWarp * int64_t{gridDim.x};
+        const bool is_copied =
+            mine < of_all and
+            (params.copied == nullptr or params.copied[example_of(mine) * blocks + row_of(mine) / kNeededRows]);
+        for (unsigned left = __ballot_sync(~0u, is_copied); left != 0; left &= left - 1) {
+            const int64_t group = begin + (__ffs(left) - 1) * int64_t{gridDim.x};
+            copy_group(params, example_of(group), row_of(group), rows_of_warp);
         }
     }
 }
@@ -152,10 +173,12 @@ __global__ void __launch_bounds__(kThreads) round_all(const __grid_constant__ Ro
 }  // namespace
 
 cudaError_t copy_part_rows(const CopiedRowsParams& params, cudaStream_t stream) {
-    const int64_t ctas = params.batch * ceil_div(params.count, kSentRows);
-    if (ctas == 0)
+    const int rows_of_warp = num_rows_of_warp(std::max(params.arrays[0].bytes, params.arrays[1].bytes));
+    const int64_t groups = params.batch * ceil_div(params.count, int64_t{kWarps} * rows_of_warp);
+    if (groups == 0)
         return cudaSuccess;
-    copy_part<<<static_cast<unsigned>(ctas), kSentThreads, 0, stream>>>(params);
+    const auto ctas = static_cast<unsigned>(std::min<int64_t>(groups, kCopyCtas));
+    copy_part<<<ctas, kThreads, 0, stream>>>(params, rows_of_warp);
     return cudaGetLastError();
 }
 

@@ -11,7 +11,7 @@
 
 namespace jaxmagi::collectives {
 
-// Rows are needed or not in blocks of so many.
+// Rows are copied or not in blocks of so many.
 constexpr int kNeededRows = 64;
 
 // Heads of rows, `bytes` in each, and where they go. The pointers are to the first heads of the first row. All numbers
@@ -24,13 +24,9 @@ struct CopiedRows {
 
 struct CopiedRowsParams {
     CopiedRows arrays[2];  // keys and values
-    int64_t batch, count;         // count: of rows that are copied, of an example
+    int64_t batch, count;        // count: of an example's rows, of which blocks are copied
     int64_t from_rows, to_rows;  // that an example has
-    // It says for each block of kNeededRows rows whether the block is needed; null says so for all. Of a block that
-    // is not needed, rows are copied if an entry of `sends` has them.
-    const uint8_t* needed;
-    const Send* sends;  // [batch, entries]
-    int entries;
+    const uint8_t* copied;       // [batch, ceil(count / kNeededRows)]: which blocks are copied; null: all
 };
 
 cudaError_t copy_part_rows(const CopiedRowsParams& params, cudaStream_t stream);

@@ -4,7 +4,7 @@ Heads are cut into parts, whose keys travel one after the other while attention 
 do their gradients. A part has the keys and values of its key heads in arrays of its own,
 [parts, G, rows, K / parts, D]. The call puts received rows there, and in front of them those of the rank's
 own rows that it sends or reads there; the others it reads where they are. The backward pass has one part
-within a host.
+within a host, unless so much is received that parts take turns with two workspaces.
 """
 
 from collections.abc import Sequence
@@ -28,6 +28,9 @@ type Steps = Sequence[tuple[Route, np.ndarray]]
 
 _BACKWARD_FLAGS = 4  # of a part
 _MOST_TRANSFER_SMS = 32  # multiprocessors, of which attention leaves most free while rows travel
+# Where so many keys are received that the workspaces of all parts take more memory than so many times the
+# sums of dQ, parts take turns with two. Attention to so many keys takes long: ends of parts hardly count.
+_MOST_SUMS, _SHARED_WORKSPACES = 2.5, 2
 
 
 def split_received(
@@ -104,8 +107,14 @@ def backward(
 
     def workspace_bytes(parts: int) -> int:
         shape = batch, tokens, sizes.rows, heads // parts, key.shape[2] // parts, *dims
-        size = attention_cuda._compiled().backward_workspace_bytes(*shape, bands.shape[0], deterministic)
-        return parts * size
+        return attention_cuda._compiled().backward_workspace_bytes(*shape, bands.shape[0], deterministic)
+
+    # Within a host the pass has one part, unless parts share workspaces.
+    of_part = {count: workspace_bytes(count) for count in sorted({1, sizes.parts})}
+    sums_bytes = query.size * jnp.dtype(jnp.float32).itemsize
+    shares = sizes.parts > _SHARED_WORKSPACES and sizes.parts * of_part[sizes.parts] > _MOST_SUMS * sums_bytes
+    num_workspaces = _SHARED_WORKSPACES if shares else sizes.parts
+    most_bytes = max(num_workspaces * of_part[sizes.parts], 0 if shares else of_part[1])
 
     wire = steps[0][0].wire_dtype
     is_rounded = wire is not None and jnp.dtype(wire) != jnp.float32
@@ -119,11 +128,11 @@ def backward(
         *sizes.arrays(key, value, sizes.middle_rows * is_rounded, wire),
         *sizes.arrays(key, value, sizes.rows),
         *sizes.arrays(key, value, sizes.middle_rows),
-        jax.ShapeDtypeStruct((max(map(workspace_bytes, sizes.numbers_of_parts())) // 16, 4), jnp.int32),
+        jax.ShapeDtypeStruct((most_bytes // 16, 4), jnp.int32),
         jax.ShapeDtypeStruct((_BACKWARD_FLAGS * sizes.parts,), jnp.int32),
     )
     schedule = attention_cuda.tile_schedule(bands, tokens, sizes.rows, dims, by_keys=True)
-    attributes = _attributes(steps, sizes, scale, soft_cap, deterministic)
+    attributes = _attributes(steps, sizes, scale, soft_cap, deterministic, num_workspaces)
     call = jax.ffi.ffi_call(BACKWARD, results)
     kept = received or (key[:, :0], value[:, :0])
     kept = (attention_cuda._pad_dim(x, d) for x, d in zip(kept, dims, strict=True))
@@ -135,7 +144,7 @@ def backward(
 class _Sizes(NamedTuple):
     """The sizes of a call that its operands do not show."""
 
-    parts: int  # but for backward passes within a host, which have one
+    parts: int  # but for backward passes within a host, which have one unless parts share workspaces
     rows: int  # of keys: those of the rank, and those that it receives
     middle_rows: int  # that the first of two steps brings
 
@@ -145,10 +154,6 @@ class _Sizes(NamedTuple):
         row_bytes = key.shape[2] * (key.shape[3] + value.shape[3]) * key.dtype.itemsize
         parts = num_parts(key.shape[2], key.shape[0] * last.output_rows * row_bytes)
         return cls(parts, first.input_rows + last.output_rows, first.output_rows * (len(steps) == 2))
-
-    def numbers_of_parts(self) -> list[int]:
-        """Returns how many parts a backward pass may have: within a host it has one."""
-        return sorted({1, self.parts})
 
     def arrays(
         self, key: jax.Array, value: jax.Array, rows: int, dtype: jnp.dtype | None = None
@@ -181,7 +186,12 @@ def _add_rows(table: jax.Array, column: int, rows: int) -> jax.Array:
 
 
 def _attributes(
-    steps: Steps, sizes: _Sizes, scale: float, soft_cap: float, deterministic: bool = False
+    steps: Steps,
+    sizes: _Sizes,
+    scale: float,
+    soft_cap: float,
+    deterministic: bool = False,
+    num_workspaces: int | None = None,
 ) -> dict[str, Any]:
     (route, groups), *inside = steps
     inside_route, inside_groups = inside[0] if inside else (None, groups)
@@ -199,6 +209,7 @@ def _attributes(
         "ranks_per_host": route.ranks_per_host or 0,
         "timeout_ms": timeout_ms(route.timeout),
         "num_parts": sizes.parts,
+        "num_workspaces": num_workspaces or sizes.parts,
         "reserved_sms": num_sms,
     }
     return {name: np.int64(number) for name, number in numbers.items()} | {

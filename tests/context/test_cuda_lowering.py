@@ -22,6 +22,7 @@ from jaxmagi import (
 )
 from jaxmagi.attention import _cuda as attention_calls
 from jaxmagi.collectives._support import CAST, REDUCE
+from jaxmagi.context import _custom_call
 from jaxmagi.context._custom_call import BACKWARD, FORWARD
 from jaxmagi.planning import _cost
 
@@ -244,6 +245,7 @@ NUMBERS = {
     "implementation": 0,
     "timeout_ms": 300_000,
     "num_parts": 2,
+    "num_workspaces": 2,
     "scale": 0.125,
     "soft_cap": 0,
 }
@@ -369,6 +371,20 @@ def test_parts_of_calls(
         (1, TOKENS, rows, 3 * kv_heads // n, kv_heads // n, 64, 32, 1, False) for n in sorted({1, parts})
     ]
     assert workspaces == sizes
+
+
+@pytest.mark.parametrize(("kv_heads", "most_sums", "count"), [(8, 0, 2), (2, 0, 2), (8, 1e9, 8)])
+def test_parts_that_share_workspaces(
+    kv_heads: int, most_sums: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do where all workspaces would take much more memory than the sums of dQ: two for all parts."""
+    monkeypatch.setattr(_cost, "LEAST_PART_BYTES", 1)
+    monkeypatch.setattr(_custom_call, "_MOST_SUMS", most_sums)
+    _, forward, _, backward = calls_of(PLAN, Shape(3 * kv_heads, kv_heads))
+    assert backward.attributes["num_workspaces"] == count
+    assert backward.results[-2] == f"{count * WORKSPACE // 16}x4xi32"
+    numbers = forward.attributes["num_parts"], backward.attributes["num_parts"]
+    assert numbers == (kv_heads, kv_heads) and forward.attributes["num_workspaces"] == kv_heads
 
 
 def test_head_dimensions_become_multiples_of_eight() -> None:

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxmagi import AttnMask, ContextPlan, attention, context_attention, dispatch, masks, plan_context
+from jaxmagi.context import _custom_call
 from jaxmagi.planning import _cost
 
 from ..collectives.groups import Group, assert_close, place, require_devices, require_one_host
@@ -102,6 +103,33 @@ def test_numbers_of_parts(
             np.testing.assert_array_equal(solution.out, solutions[0].out)
             np.testing.assert_array_equal(solution.lse, solutions[0].lse)
         np.testing.assert_allclose(solution.lse, solutions[0].lse, rtol=0, atol=1e-5)
+
+
+@ON_GROUPS
+@pytest.mark.parametrize("kv_heads", [4, 8])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_parts_that_share_workspaces(
+    group: Group,
+    two_levels: bool,
+    kv_heads: int,
+    deterministic: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    rng: np.random.Generator,
+) -> None:
+    """They take turns with two, and have the gradients of one GPU."""
+    monkeypatch.setattr(_custom_call, "_MOST_SUMS", 0)
+    plan = make_plan(MASKS[0], group, two_levels)
+    cut_in_parts(monkeypatch, plan, kv_heads, kv_heads)
+    problem = harness.random_problem(
+        rng, LENGTH, jnp.bfloat16, heads=3 * kv_heads, kv_heads=kv_heads, dim=DIM, v_dim=DIM
+    )
+    # The cache may have a program whose parts have workspaces of their own.
+    run = harness.distributed.__wrapped__(group.size, collectives=group.options, deterministic=deterministic)
+    placed = harness.dispatch_problem(problem, plan)
+    solutions = [harness.undispatch_solution(run(placed, plan), plan) for _ in range(2)]
+    check_close(solutions[0], harness.solve_alone(problem, MASKS[0]))
+    if deterministic:
+        jax.tree.map(np.testing.assert_array_equal, *solutions)
 
 
 @ON_GROUPS

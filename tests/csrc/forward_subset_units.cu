@@ -22,6 +22,7 @@ constexpr int kHeads = 8, kKeyHeads = 4, kDim = 128;
 constexpr size_t kRows = size_t{kBatch} * kQueries * kHeads;
 constexpr uint16_t kPoison = 0xffff;
 constexpr float kPoisonLse = 1e30f;
+constexpr int kManySms = 1000;  // more than there are work items
 const cudaStream_t kStream = cudaStreamPerThread;
 
 using Numbers = std::vector<uint16_t>;
@@ -120,6 +121,17 @@ public:
         must(attention_forward(params, kStream), "attending");
         if (counters.to_host()[1] != 1)
             must(cudaErrorUnknown, "setting the flag");
+        return result.to_host();
+    }
+
+    // Attends with one SM for each work item, which has it without a claim: the counter is neither cleared nor read.
+    Result attend_without_claims(Tiles subset) const {
+        const DeviceResult result;
+        const DeviceArray<int> counter(std::vector<int>(1, 0));
+        ForwardParams params = to_params(subset, result, counter.data());
+        params.counter_is_zero = false;
+        params.num_sms = kManySms;
+        must(attention_forward(params, kStream), "attending without claims");
         return result.to_host();
     }
 
@@ -222,6 +234,7 @@ Result rows_of(const Result& all, auto is_wanted) {
 
 void check_subsets(Verdict& verdict, const std::string& name, const Problem& problem, const Result& all,
                    const std::vector<bool>& sees) {
+    verdict.expect(name + ": without claims", problem.attend_without_claims(Tiles::kAll) == all);
     verdict.expect(name + ": own",
                    problem.attend(Tiles::kSeeOwn) == rows_of(all, [&](size_t query, int) { return not sees[query]; }));
     verdict.expect(name + ": others", problem.attend(Tiles::kSeeReceived) ==

@@ -1,5 +1,5 @@
-// Tests which own keys context attention copies into the arrays of its parts: those that tiles with received keys see,
-// by a dense mask, and rows that are sent. The places of all others stay as they were. Also to which gradients of own
+// Tests which own keys tiles with received keys see, by a dense mask; that context attention copies blocks of own keys
+// into the arrays of its parts, where the places of all others stay as they were. Also to which gradients of own
 // keys it adds those of other ranks, and which it leaves alone, since they have been stored before.
 
 #include <algorithm>
@@ -20,6 +20,7 @@ constexpr int kTokens = 1000, kReceived = 300, kTileRows = 96, kBands = 40, kBat
 constexpr int kBlocks = (kTokens + kNeededRows - 1) / kNeededRows;
 constexpr int kWords = 12, kParts = 3;  // words of a row of a part, and parts of a whole row
 constexpr int kPart = 1;                // the part that is taken
+constexpr int kRowWords[] = {4, 12, 128, 256, 512, 1000};  // of a row of a part, where rows are copied to parts
 constexpr uint32_t kPoison = 0xffffffff;
 
 struct Schedule {
@@ -61,7 +62,7 @@ Schedule random_schedule(std::mt19937& random) {
 void check_needed_keys(Verdict& verdict, const Schedule& schedule) {
     const DeviceArray bands(schedule.bands);
     const DeviceArray tiles(schedule.tiles);
-    const DeviceArray needed(std::vector<uint8_t>(kBlocks, 7));
+    const DeviceArray needed(std::vector<uint8_t>(size_t{kBatch} * kBlocks, 7));
     const DeviceArray sees_received(std::vector<uint8_t>(schedule.tiles.size(), 7));
     must(sm90::find_needed_keys({.bands = bands.data(),
                                  .tiles = tiles.data(),
@@ -70,11 +71,16 @@ void check_needed_keys(Verdict& verdict, const Schedule& schedule) {
                                  .q_len = kTokens,
                                  .own_len = kTokens,
                                  .block_keys = kNeededRows,
+                                 .batch = kBatch,
                                  .needed = needed.data(),
                                  .sees_received = sees_received.data()},
                                 cudaStreamPerThread),
          "finding keys");
-    verdict.expect("needed keys", needed.to_host() == schedule.needed);
+    std::vector<uint8_t> want(size_t{kBatch} * kBlocks, 7);
+    for (size_t i = 0; i < want.size(); ++i)
+        if (schedule.needed[i % kBlocks])
+            want[i] = 1;
+    verdict.expect("needed keys", needed.to_host() == want);
     verdict.expect("tiles that see received keys", sees_received.to_host() == schedule.sees_received);
 }
 
@@ -88,38 +94,61 @@ std::vector<Send> random_sends(std::mt19937& random, int entries) {
     return sends;
 }
 
-bool is_copied(const std::vector<uint8_t>* needed, const std::vector<Send>& sends, int entries, int example, int row) {
-    if (needed == nullptr or (*needed)[row / kNeededRows])
-        return true;
+bool is_sent(const std::vector<Send>& sends, int entries, int example, int row) {
     return std::any_of(sends.begin() + example * entries, sends.begin() + (example + 1) * entries,
                        [&](const Send& send) { return send.row <= row and row < send.row + send.length; });
 }
 
-void check_copies(Verdict& verdict, std::mt19937& random, const std::vector<uint8_t>* needed) {
-    constexpr int kRows = kTokens + kReceived, kEntries = 9;
-    std::vector<uint32_t> from(size_t{kBatch} * kTokens * kParts * kWords);
-    std::ranges::generate(from, [&] { return static_cast<uint32_t>(random() >> 1); });
-    const std::vector<uint32_t> poison(size_t{kBatch} * kRows * kWords, kPoison);
-    const std::vector<Send> sends = random_sends(random, kEntries);
-    const DeviceArray own(from), keys(poison), values(poison);
-    const DeviceArray table(sends);
-    const DeviceArray flags(needed == nullptr ? std::vector<uint8_t>(1) : *needed);
-    const int64_t part_bytes = kWords * sizeof(uint32_t);
-    const char* const part = reinterpret_cast<const char*>(own.data()) + kPart * part_bytes;
-    const CopiedRowsParams params{{{part, keys.data(), kParts * part_bytes, part_bytes, part_bytes},
-                                   {part, values.data(), kParts * part_bytes, part_bytes, part_bytes}},
-                                  kBatch, kTokens, kTokens, kRows, needed == nullptr ? nullptr : flags.data(),
-                                  table.data(), kEntries};
+// Rows of all heads, and where those of a part go: behind each other, in front of rows that are not copied.
+class RowsToParts {
+public:
+    // words: of a row of a part.
+    RowsToParts(std::mt19937& random, int tokens, int words)
+        : tokens_(tokens), words_(words), from_(random_words(random, size_t{kBatch} * tokens * kParts * words)),
+          to_(std::vector<uint32_t>(size_t{kBatch} * rows() * words, kPoison)), all_(from_.to_host()) {}
+
+    CopiedRows array() const {
+        const int64_t bytes = words_ * sizeof(uint32_t);
+        return {reinterpret_cast<const char*>(from_.data()) + kPart * bytes, to_.data(), kParts * bytes, bytes, bytes};
+    }
+    int rows() const { return tokens_ + kReceived; }
+
+    // copied: flags of blocks; null: all are copied.
+    bool is_right(const std::vector<uint8_t>* copied) const {
+        std::vector<uint32_t> want(size_t{kBatch} * rows() * words_, kPoison);
+        const int blocks = (tokens_ + kNeededRows - 1) / kNeededRows;
+        for (int example = 0; example < kBatch; ++example)
+            for (int row = 0; row < tokens_; ++row)
+                if (copied == nullptr or (*copied)[example * blocks + row / kNeededRows])
+                    std::copy_n(all_.data() + ((size_t{1} * tokens_ * example + row) * kParts + kPart) * words_, words_,
+                                want.data() + (size_t{1} * rows() * example + row) * words_);
+        return to_.to_host() == want;
+    }
+
+private:
+    static std::vector<uint32_t> random_words(std::mt19937& random, size_t count) {
+        std::vector<uint32_t> words(count);
+        std::ranges::generate(words, [&] { return static_cast<uint32_t>(random() >> 1); });
+        return words;
+    }
+
+    int tokens_, words_;
+    DeviceArray<uint32_t> from_, to_;
+    std::vector<uint32_t> all_;
+};
+
+void check_copies(Verdict& verdict, std::mt19937& random, int tokens, int key_words, int value_words, bool all) {
+    const RowsToParts keys(random, tokens, key_words), values(random, tokens, value_words);
+    std::vector<uint8_t> copied(size_t{kBatch} * ((tokens + kNeededRows - 1) / kNeededRows));
+    std::ranges::generate(copied, [&] { return static_cast<uint8_t>(random() % 2); });
+    const DeviceArray flags(copied);
+    const CopiedRowsParams params{{keys.array(), values.array()}, kBatch, tokens, tokens, keys.rows(),
+                                  all ? nullptr : flags.data()};
     must(copy_part_rows(params, cudaStreamPerThread), "copying rows");
-    std::vector<uint32_t> want = poison;
-    for (int example = 0; example < kBatch; ++example)
-        for (int row = 0; row < kTokens; ++row)
-            if (is_copied(needed, sends, kEntries, example, row))
-                std::copy_n(from.data() + ((size_t{kTokens} * example + row) * kParts + kPart) * kWords, kWords,
-                            want.data() + (size_t{kRows} * example + row) * kWords);
-    const std::string name = needed == nullptr ? "all rows" : "rows that are needed or sent";
-    verdict.expect(name + " of keys", keys.to_host() == want);
-    verdict.expect(name + " of values", values.to_host() == want);
+    const std::string name = (all ? "all of " : "some blocks of ") + std::to_string(tokens) + " rows of " +
+                             std::to_string(key_words) + " and " + std::to_string(value_words) + " words";
+    verdict.expect(name + ", keys", keys.is_right(all ? nullptr : &copied));
+    verdict.expect(name + ", values", values.is_right(all ? nullptr : &copied));
 }
 
 // Copies rows behind the first kTokens ones of a part into whole rows, as those are that are kept.
@@ -135,8 +164,8 @@ void check_copies_of_a_part(Verdict& verdict, std::mt19937& random) {
         return {part.data() + kTokens * kWords, to.data() + kPart * kWords, part_bytes, kParts * part_bytes,
                 part_bytes};
     };
-    const CopiedRowsParams params{{array(keys), array(values)}, kBatch,  kReceived, kRows, kReceived,
-                                  nullptr,                      nullptr, 0};
+    const CopiedRowsParams params{
+        {array(keys), array(values)}, kBatch, kReceived, kRows, kReceived, nullptr};
     must(copy_part_rows(params, cudaStreamPerThread), "copying rows of a part");
     std::vector<uint32_t> want = poison;
     for (int example = 0; example < kBatch; ++example)
@@ -153,10 +182,9 @@ constexpr uint16_t kBefore = 0x7f80;  // infinity in bfloat16, which no sum is
 // Returns which of the first blocks have a row that is sent, row by row.
 std::vector<uint8_t> sent_blocks(const std::vector<Send>& sends, int count, int rows) {
     std::vector<uint8_t> found(size_t{kBatch} * count);
-    const std::vector<uint8_t> none(kBlocks);
     for (int example = 0; example < kBatch; ++example)
         for (int row = 0; row < count * rows; ++row)
-            found[example * count + row / rows] |= is_copied(&none, sends, kEntries, example, row);
+            found[example * count + row / rows] |= is_sent(sends, kEntries, example, row);
     return found;
 }
 
@@ -174,7 +202,7 @@ void check_sums(Verdict& verdict, std::mt19937& random, int rows) {
     constexpr int kRows = kTokens + kReceived;
     const int count = (kTokens - 30) / rows;
     const std::vector<Send> sends = random_sends(random, kEntries);
-    const std::vector<uint8_t> expected = sent_blocks(sends, count, rows), none(kBlocks);
+    const std::vector<uint8_t> expected = sent_blocks(sends, count, rows);
     const auto num_sent = std::ranges::count(expected, 1);
     verdict.expect("some blocks are sent and some are not", 0 < num_sent and num_sent < std::ssize(expected));
     std::vector<float> own(size_t{kBatch} * kRows * kWidth), others(size_t{kBatch} * kTokens * kWidth);
@@ -200,10 +228,10 @@ void check_sums(Verdict& verdict, std::mt19937& random, int rows) {
             const int block = row / rows;
             if (block < count and not expected[example * count + block])
                 continue;
-            const bool is_sent = is_copied(&none, sends, kEntries, example, row);
             for (int i = 0; i < kWidth; ++i) {
                 const size_t at = (size_t{kTokens} * example + row) * kWidth + i;
-                const float sum = own[(size_t{kRows} * example + row) * kWidth + i] + (is_sent ? others[at] : 0.f);
+                const float more = is_sent(sends, kEntries, example, row) ? others[at] : 0.f;
+                const float sum = own[(size_t{kRows} * example + row) * kWidth + i] + more;
                 want[(size_t{kTokens} * example + row) * kRowWidth + kPart * kWidth + i] = to_bf16(sum);
             }
         }
@@ -219,9 +247,13 @@ int run() {
         check_needed_keys(verdict, schedule);
         const auto count = std::ranges::count(schedule.needed, 1);
         verdict.expect("some are needed and some are not", 0 < count and count < kBlocks);
-        check_copies(verdict, random, &schedule.needed);
     }
-    check_copies(verdict, random, nullptr);
+    for (const bool all : {false, true}) {
+        for (const int words : kRowWords)
+            check_copies(verdict, random, kTokens, words, words, all);
+        check_copies(verdict, random, kTokens, 48, 256, all);
+        check_copies(verdict, random, 50'000, 512, 4, all);  // more groups of rows than lanes of all CTAs
+    }
     check_copies_of_a_part(verdict, random);
     for (const int rows : {64, 96, 128})
         check_sums(verdict, random, rows);

@@ -18,6 +18,7 @@ __global__ void __launch_bounds__(kThreads) mark_needed(const __grid_constant__ 
     if (not tile.sees_received())
         return;
     const Range rows = tile_range(tile.index(), params.tile_rows, params.q_len);
+    const int64_t blocks = ceil_div(params.own_len, params.block_keys);
     for (int i = tile.first_band; i < tile.end_band; ++i) {
         const ScheduledBand band = params.bands[i];
         Range keys = keys_of_rows({band.q0, band.q1, band.k0, band.k1, band.lo, band.hi}, rows);
@@ -26,16 +27,14 @@ __global__ void __launch_bounds__(kThreads) mark_needed(const __grid_constant__ 
             continue;
         const int end = ceil_div(keys.end, params.block_keys);
         for (int block = keys.begin / params.block_keys + threadIdx.x % kWarpSize; block < end; block += kWarpSize)
-            params.needed[block] = 1;
+            for (int example = 0; example < params.batch; ++example)
+                params.needed[example * blocks + block] = 1;
     }
 }
 
 }  // namespace
 
 cudaError_t find_needed_keys(const NeededKeysParams& params, cudaStream_t stream) {
-    const size_t blocks = ceil_div(params.own_len, params.block_keys);
-    if (const cudaError_t error = cudaMemsetAsync(params.needed, 0, blocks, stream); error != cudaSuccess)
-        return error;
     mark_needed<<<ceil_div(params.num_tiles, kTilesOfCta), kThreads, 0, stream>>>(params);
     return cudaGetLastError();
 }

@@ -11,13 +11,14 @@
 
 namespace jaxmagi::sm90 {
 
-// The schedule is of one mask, by queries.
+// The schedule is of one mask, which all examples of the batch have, by queries.
 struct NeededKeysParams {
     const ScheduledBand* bands;
     const ScheduledTile* tiles;  // [num_tiles]
     int num_tiles, tile_rows, q_len, own_len;
-    int block_keys;   // keys of a block
-    uint8_t* needed;         // [ceil(own_len / block_keys)]: whether a tile with received keys sees keys of the block
+    int block_keys, batch;   // block_keys: keys of a block
+    uint8_t* needed;         // [batch, ceil(own_len / block_keys)]: 1 where a tile with received keys sees keys of the
+                             // block; others stay as they are
     uint8_t* sees_received;  // [num_tiles]: whether the tile of these queries sees received keys
 };
 

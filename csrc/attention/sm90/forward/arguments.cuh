@@ -19,24 +19,29 @@ struct ForwardWork {
     Tiles subset;
     const ScheduledTile* tiles;
     int tile_step;  // 1, or -1 where `tiles` points to the last tile
-    int first_items;  // that CTAs have without a claim: one for each CTA of attention_forward(), or none
-    int keys;         // which of the tensor maps of keys and values
-    int* counter;     // number of work items claimed after the first ones
+    // Work items that CTAs claim. Those before them they have without a claim: one for each CTA of attention_forward(),
+    // or none.
+    int claimed_items;
+    int keys;      // which of the tensor maps of keys and values
+    int* counter;  // number of work items claimed
     // `part` is the number of the part, or -1 where CTAs go on with a first one. `first_head` query heads come before
     // it, and `first_example` examples in the tensor maps of keys and values.
     int part, first_head, first_example;
     int kv_heads;  // of the part
+    bool asks_for_parts;  // whether the CTA does so behind the work item that it has claimed last
 };
 
 // Arguments of a forward kernel other than its tensor maps.
 struct ForwardArguments {
     // CTAs begin with `first`, and go on with the parts behind it, each if more parts have arrived by then than come
-    // before it. `parts` describes part 0, from which the others follow. All cut their heads alike.
+    // before it. From `first` they go to parts also before its end, and return. `parts` describes part 0, from which
+    // the others follow. All cut their heads alike.
     ForwardWork first, parts;
     int num_parts, batch;
     const uint32_t* num_arrived;  // null: all parts have
     const ScheduledBand* bands;
     uint32_t* drained;  // set when a CTA ends; null if nobody asks
+    int num_ctas;  // but for helpers
     bool claims_first;  // CTAs also claim their first work items
     int capacity, q_len, kv_len, row_heads, v_dim;
     int key_begin, key_end;

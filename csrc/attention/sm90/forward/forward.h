@@ -37,8 +37,8 @@ struct ForwardParams {
     int q_row_heads, kv_row_heads, row_heads;
     // Parts of the heads, which SMs compute one after the other. More than one take claims_all. Part p has the query
     // heads from p * heads on, kv_heads in arrays of its own, and a counter. An SM that finds no work left in a part
-    // goes on with the next one if its keys have arrived by then, and no other SM of the call has ended, as `drained`
-    // tells. Otherwise it ends, and leaves it to another call, so that no SM waits.
+    // goes on with the first one that has arrived by then and has work left, if no other SM of the call has ended, as
+    // `drained` tells. Otherwise it ends, and leaves the rest to another call, so that no SM waits.
     int num_parts = 1;
     const uint32_t* num_arrived = nullptr;  // parts whose keys are there, which may grow; null: all
     int key_begin, key_end;  // only keys in between count
@@ -62,10 +62,10 @@ struct ForwardParams {
     uint32_t* drained;
     float scale, soft_cap;  // scale > 0; soft_cap 0 for none
     int num_sms;
-    // SMs that find no work left go on with this, unless it is null, as they do with further parts: also with its
-    // first part only if next->num_arrived says that its keys are there. It has other keys and tiles, but the same
-    // queries and heads, and claims all from counters of its own that are zero before. The call itself then has one
-    // part.
+    // Unless it is null, SMs go on with this as they do with further parts, and also when they have begun with a
+    // section of the call's own work (schedule.cuh), to which they return behind it. They go on with its first part,
+    // too, only if next->num_arrived says that its keys are there. It has other keys and tiles, but the same queries
+    // and heads, and claims all from counters of its own that are zero before. The call itself then has one part.
     const ForwardParams* next;
 };
 

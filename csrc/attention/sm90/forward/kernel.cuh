@@ -61,7 +61,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         prefetch_tensor_map(maps.k_part[0]);
         prefetch_tensor_map(maps.v_part[0]);
         memory.init_barriers();
-        memory.work() = args.first;
     }
     __syncthreads();
     if (warpgroup == 0) {

@@ -14,37 +14,45 @@ namespace jaxmagi::sm90 {
 // keys: which tensor maps.
 inline ForwardWork make_work(const ForwardParams& params, int tile_rows, int keys) {
     const ForwardSchedule schedule = make_schedule(params, tile_rows);
+    const int first_items = params.claims_all ? 0 : std::min(params.num_sms, schedule.num_items);
     return {.schedule = schedule,
             .subset = params.subset,
             .tiles = params.tiles + (params.from_last_tile ? schedule.num_tiles - 1 : 0),
             .tile_step = params.from_last_tile ? -1 : 1,
-            .first_items = params.claims_all ? 0 : std::min(params.num_sms, schedule.num_items),
+            .claimed_items = schedule.num_items - first_items,
             .keys = keys,
             .counter = params.counter,
             .part = params.next == nullptr ? 0 : -1,
             .first_head = 0,
             .first_example = 0,
-            .kv_heads = params.kv_heads};
+            .kv_heads = params.kv_heads,
+            .asks_for_parts = false};
+}
+
+// Returns the call with the parts, which is the call itself unless it goes on with another one.
+inline const ForwardParams& parts_of(const ForwardParams& params) {
+    return params.next == nullptr ? params : *params.next;
 }
 
 inline ForwardArguments make_arguments(const ForwardParams& params, int tile_rows, bool helps) {
     const bool capped = params.soft_cap > 0;
-    const ForwardParams* const next = params.next;
+    const ForwardParams& parts = parts_of(params);
     return {.first = make_work(params, tile_rows, 0),
-            .parts = next == nullptr ? make_work(params, tile_rows, 0) : make_work(*next, tile_rows, 1),
-            .num_parts = next == nullptr ? params.num_parts : next->num_parts,
+            .parts = make_work(parts, tile_rows, params.next != nullptr),
+            .num_parts = parts.num_parts,
             .batch = params.batch,
-            .num_arrived = next == nullptr ? params.num_arrived : next->num_arrived,
+            .num_arrived = parts.num_arrived,
             .bands = params.bands,
             .drained = helps ? nullptr : params.drained,  // helpers may come before the call's own CTAs
+            .num_ctas = params.num_sms,
             .claims_first = helps or params.claims_all,
             .capacity = params.capacity,
             .q_len = params.q_len,
-            .kv_len = next == nullptr ? params.kv_len : std::max(params.kv_len, next->kv_len),
+            .kv_len = std::max(params.kv_len, parts.kv_len),
             .row_heads = params.row_heads,
             .v_dim = params.v_dim,
             .key_begin = params.key_begin,
-            .key_end = next == nullptr ? params.key_end : std::max(params.key_end, next->key_end),
+            .key_end = std::max(params.key_end, parts.key_end),
             .sinks = params.sinks,
             .previous_out = params.previous_out,
             .previous_lse = params.previous_lse,
@@ -100,8 +108,7 @@ cudaError_t encode_maps(const ForwardParams& params, int pack, ForwardTensorMaps
 inline bool has_valid_parts(const ForwardParams& params) {
     if (params.next != nullptr and (params.num_parts > 1 or not params.next->claims_all))
         return false;
-    const int num_parts = params.next == nullptr ? params.num_parts : params.next->num_parts;
-    return num_parts <= kMostForwardParts and (params.num_parts == 1 or params.claims_all);
+    return parts_of(params).num_parts <= kMostForwardParts and (params.num_parts == 1 or params.claims_all);
 }
 
 // num_helpers: 0 for the call itself; otherwise CTAs that help it.
@@ -111,7 +118,7 @@ cudaError_t launch_forward(const ForwardParams& params, int num_helpers, cudaStr
     if (not has_valid_parts(params))
         return cudaErrorInvalidValue;
     const ForwardArguments args = make_arguments(params, Config::kRows, helps);
-    const bool has_claims = args.first.first_items < args.first.schedule.num_items;
+    const bool has_claims = args.first.claimed_items > 0;
     if (helps and not has_claims and params.next == nullptr)
         return cudaSuccess;
     ForwardTensorMaps maps{};

@@ -17,14 +17,21 @@ template <typename Config> struct ForwardScheduler {
     unsigned num_runs = 0;  // written so far
 
     __device__ __forceinline__ void run() {
+        begin(args.first);
         int item = 0, index = args.claims_first ? claim_index() : blockIdx.x;
 #pragma unroll 1
-        while (index < memory.work().schedule.num_items or goes_on(index)) {
-            if (is_wanted(index))
-                schedule(item_at(memory.work().schedule, index), item);
-            else
-                skip_section(index);
-            index = claim_index();
+        for (;; index = claim_index()) {
+            if (index < memory.work().schedule.num_items) {
+                note_whether_to_ask(index);
+                if (is_wanted(index))
+                    schedule(item_at(memory.work().schedule, index), item);
+                else
+                    skip_section(index);
+                if (memory.work().asks_for_parts)
+                    begin_next();
+            } else if (not begin_next()) {
+                break;
+            }
         }
         if (args.drained != nullptr and lane_index() == 0)
             store_release(args.drained, 1);
@@ -33,38 +40,63 @@ template <typename Config> struct ForwardScheduler {
     }
 
 private:
-    // Goes on with the next part that has arrived and has a work item left, and claims it. Where another CTA of the
-    // launch has ended, this one ends too: the next launch has as many CTAs, and with those that went on they would take
-    // the SMs that are left to transfers.
-    __device__ __forceinline__ bool goes_on(int& index) const {
-        do {
-            if (args.drained != nullptr and load_acquire(args.drained) != 0)
-                return false;
-            const unsigned left = __ballot_sync(~0u, has_work_left(memory.work().part + 1 + lane_index()));
-            if (left == 0)
-                return false;
-            begin_part(memory.work().part + __ffs(left));
-            index = claim_index();
-        } while (index >= memory.work().schedule.num_items);
+    // Parts that have arrived come before further sections of the first work, so that the last section of all has many
+    // work items, the shortest ones last, which all CTAs share evenly. So CTAs ask for them behind the first work items
+    // of a section, as many as there are CTAs. It is noted in shared memory, since the warp has no register left for it
+    // while it schedules the work item.
+    __device__ __forceinline__ void note_whether_to_ask(int index) const {
+        ForwardWork& work = memory.work();
+        if (lane_index() == 0)
+            work.asks_for_parts = args.first.part < 0 and index % work.schedule.per_section < args.num_ctas;
+        __syncwarp();
+    }
+
+    // Begins with the first part that has arrived and has work items left, otherwise with the first work, and returns
+    // whether there is one. Where another CTA of the launch has ended, this one does not go on: the next launch has as
+    // many CTAs, and with those that went on they would take the SMs that are left to transfers.
+    __device__ __forceinline__ bool begin_next() const {
+        if (args.drained != nullptr and load_acquire(args.drained) != 0)
+            return false;
+        const unsigned parts = __ballot_sync(~0u, has_part_left(lane_index()));
+        if (parts != 0)
+            begin_part(__ffs(parts) - 1);
+        else if (args.first.part < 0 and has_items_left(args.first, 0))
+            begin(args.first);
+        else
+            return false;
         return true;
     }
 
-    // Returns whether a part has arrived, and may have work items left. So a CTA need not claim from each part in turn
-    // to find out that others have done them all.
-    __device__ __forceinline__ bool has_work_left(int part) const {
+    // Returns whether there may be work items of a part that no CTA has claimed or had from the beginning. So a CTA
+    // need not claim from each part in turn to find out that others have done them all.
+    __device__ __forceinline__ static bool has_items_left(const ForwardWork& work, int part) {
+        return work.claimed_items > 0 and
+               *static_cast<const volatile int*>(work.counter + part) < work.claimed_items;
+    }
+
+    // Returns whether a part has arrived, and may have work items left.
+    __device__ __forceinline__ bool has_part_left(int part) const {
         if (part >= args.num_parts)
             return false;
         if (args.num_arrived != nullptr and load_acquire(args.num_arrived) <= static_cast<unsigned>(part))
             return false;
         fence_global_for_async();  // for the producer's loads
-        return *static_cast<const volatile int*>(args.parts.counter + part) < args.parts.schedule.num_items;
+        return has_items_left(args.parts, part);
+    }
+
+    __device__ __forceinline__ void begin(const ForwardWork& work) const {
+        constexpr int kWords = sizeof(ForwardWork) / sizeof(int);
+        static_assert(kWords <= 32 and sizeof(ForwardWork) % sizeof(int) == 0);
+        __syncwarp();
+        if (lane_index() < kWords)
+            reinterpret_cast<int*>(&memory.work())[lane_index()] = reinterpret_cast<const int*>(&work)[lane_index()];
+        __syncwarp();
     }
 
     __device__ __forceinline__ void begin_part(int part) const {
-        __syncwarp();
+        begin(args.parts);
         if (lane_index() == 0) {
             ForwardWork& work = memory.work();
-            work = args.parts;
             work.part = part;
             work.counter += part;
             work.first_head = part * work.kv_heads * work.schedule.group;
@@ -96,12 +128,16 @@ private:
         memory.run_empty(run).wait(memory.run_parity(run));
     }
 
+    __device__ __forceinline__ static int first_claimed(const ForwardWork& work) {
+        return work.schedule.num_items - work.claimed_items;
+    }
+
     __device__ __forceinline__ int claim_index() const {
         const ForwardWork& work = memory.work();
         int claimed = work.schedule.num_items;
-        if (lane_index() == 0 and work.first_items < work.schedule.num_items)
+        if (lane_index() == 0 and work.claimed_items > 0)
             asm volatile("atom.global.add.u32 %0, [%1], 1;" : "=r"(claimed) : "l"(work.counter) : "memory");
-        return work.first_items + __shfl_sync(~0u, claimed, 0);
+        return first_claimed(work) + __shfl_sync(~0u, claimed, 0);
     }
 
     // Returns whether the tile of a work item is to be computed.
@@ -117,7 +153,7 @@ private:
     // mask then.
     __device__ __forceinline__ void skip_section(int index) const {
         const ForwardWork& work = memory.work();
-        const int end = (index / work.schedule.per_section + 1) * work.schedule.per_section - work.first_items;
+        const int end = (index / work.schedule.per_section + 1) * work.schedule.per_section - first_claimed(work);
         if (lane_index() == 0)
             asm volatile("red.global.max.s32 [%0], %1;" ::"l"(work.counter), "r"(end) : "memory");
     }

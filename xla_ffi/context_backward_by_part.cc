@@ -15,10 +15,11 @@ int counter_of(sm90::KeyTiles tiles) {
 //   own tiles of the first part         while keys come
 //   received tiles of part after part   while keys of later parts come, and gradients of earlier ones return
 //   own tiles of the other parts        while gradients return
-// With a fixed order of sums, the own tiles of a part come right before its received ones.
-class LaunchesBetweenHosts {
+// With a fixed order of sums, and where parts share workspaces, the own tiles of a part come right before its received
+// ones.
+class LaunchesByPart {
 public:
-    LaunchesBetweenHosts(BackwardCall& call, int reserved)
+    LaunchesByPart(BackwardCall& call, int reserved)
         : call_(call), fork_(call.fork()), reserved_(reserved), launches_(ordered_launches(call)) {}
 
     void launch() {
@@ -45,13 +46,13 @@ private:
 
     static std::vector<Launch> ordered_launches(const BackwardCall& call) {
         std::vector<Launch> launches;
-        const bool deterministic = call.params(0).deterministic;
+        const bool by_part = call.params(0).deterministic or call.shares_workspaces();
         for (int64_t part = 0; part < call.num_parts(); ++part) {
-            if (part == 0 or deterministic)
+            if (part == 0 or by_part)
                 launches.push_back({part, kOwn});
             launches.push_back({part, kOthers});
         }
-        for (int64_t part = 1; part < call.num_parts() and not deterministic; ++part)
+        for (int64_t part = 1; part < call.num_parts() and not by_part; ++part)
             launches.push_back({part, kOwn});
         for (Launch& one : std::views::reverse(launches)) {
             one.is_followed = false;
@@ -106,8 +107,8 @@ private:
 
 }  // namespace
 
-void launch_between_hosts(BackwardCall& call, int reserved) {
-    LaunchesBetweenHosts(call, reserved).launch();
+void launch_by_part(BackwardCall& call, int reserved) {
+    LaunchesByPart(call, reserved).launch();
 }
 
 }  // namespace jaxmagi
