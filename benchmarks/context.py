@@ -10,11 +10,14 @@ pass five.
 
 The peers (ring, all-gather, Ulysses) run on our own local kernel, so that what differs is how attention is
 spread. "kernel alone" is that kernel on the queries that ours gives to a GPU which has all keys already:
-nothing is sent. The backward pass is measured alone, from what the forward pass saved.
+nothing is sent. "kernel alone, links awake" sends 1 MiB behind each pass, by which GPUs at their power limit
+lose the clock that they lose in any program that sends something. The backward pass is measured alone, from
+what the forward pass saved.
 
 Times are those of the device: several layers run in one program, each waiting for the last, so that no
-transfer hides behind another layer; what launching the program and waiting for it cost is subtracted.
-Planning is done before.
+transfer hides behind another layer. Programs run one behind the other without a pause, in turns of half a
+second each, of which the last two thirds are measured: GPUs at their power limit need a while to find the
+clock that they can hold. Planning is done before.
 
 With --out, writes context_CARD.json there (context_backward_CARD.json), where CARD is h200 for instance,
 after each row, and at the end the .png beside it, which --plot draws again.
@@ -48,7 +51,7 @@ from benchmarks._workloads import (
     Workload,
 )
 from jaxmagi.calibration._chain import AXIS, chain, chain_backward, draw_normal, mesh_of
-from jaxmagi.calibration._timing import DeviceWork, Timing, time_on_device
+from jaxmagi.calibration._timing import DeviceWork, Timing, time_sustained
 from tests.cases import document_lengths
 
 NAMES: dict[Direction, str] = {"forward": "context", "backward": "context_backward"}
@@ -61,6 +64,7 @@ MASKS: dict[str, Callable[[int], Pattern]] = {
     "video": lambda length: Video(4, length // 4),
 }
 PROGRAM_SECONDS = 30e-3  # of the layers of one program
+TURN_SECONDS = 0.5  # in which such programs run one behind the other
 
 
 def workloads(tokens: int, num_ranks: int) -> list[Workload]:
@@ -106,7 +110,7 @@ def measure(
         if re.search(chosen, name)
     }
     works, failures = make_each(workload.name, direction, makers)
-    timings = time_on_device(works, repeats, batches=1)
+    timings = time_sustained(works, repeats, TURN_SECONDS)
     return [*to_rows(workload, direction, mesh.size, timings), *failures]
 
 

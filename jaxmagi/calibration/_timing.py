@@ -59,6 +59,38 @@ class DeviceWork:
         return time.perf_counter() - start
 
 
+_SETTLING = 1 / 3  # of the time that a turn takes is not measured
+
+
+def time_sustained(works: dict[str, DeviceWork], repeats: int, seconds: float) -> dict[str, Timing]:
+    """Times a pass of each work while it runs without a pause, in turns of at least so many seconds.
+
+    A device at its power limit needs about a tenth of a second to find the clock at which it can run a work
+    on and on, so the first third of a turn is not measured. As the queue always holds another batch, neither
+    launching nor waiting counts, unless they take longer than a batch. A turn ends by the clock of this
+    process, so one process must run the work of all devices.
+    """
+    for work in works.values():
+        work.seconds(2)  # enqueueing two batches for the first time takes longer
+
+    return time_in_turns(works, repeats, lambda name: _sustained_seconds(works[name], seconds))
+
+
+def _sustained_seconds(work: DeviceWork, seconds: float) -> float:
+    begin, settled, batches = time.perf_counter(), None, 0
+    queued = work.enqueue()
+    while settled is None or time.perf_counter() < begin + seconds:
+        following = work.enqueue()
+        work.wait(queued)
+        queued = following
+        if settled is not None:
+            batches += 1
+        elif time.perf_counter() >= begin + _SETTLING * seconds:
+            settled = time.perf_counter()
+    work.wait(queued)
+    return (time.perf_counter() - settled) / ((batches + 1) * work.passes)
+
+
 def time_on_device(works: dict[str, DeviceWork], repeats: int, batches: int) -> dict[str, Timing]:
     """Times a pass of each work on the device, in turns, so that throttling affects all of them alike.
 

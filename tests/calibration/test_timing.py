@@ -7,7 +7,7 @@ from itertools import pairwise, permutations
 import pytest
 
 from jaxmagi.calibration import _timing
-from jaxmagi.calibration._timing import DeviceWork, Timing, time_on_device
+from jaxmagi.calibration._timing import DeviceWork, Timing, time_on_device, time_sustained
 
 LAUNCH, WAIT = 3.0, 50.0
 
@@ -39,6 +39,36 @@ def test_launching_and_waiting_drop_out(batches: int, monkeypatch: pytest.Monkey
     works = {"long": clock.work(70.0, passes=2), "short": clock.work(1.0, passes=4)}
     timings = time_on_device(works, repeats=3, batches=batches)
     assert timings == {"long": Timing(70.0, 70.0, 70.0), "short": Timing(1.0, 1.0, 1.0)}
+
+
+def test_sustained_work_without_launching_and_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    works = {"long": clock.work(70.0, passes=2), "short": clock.work(25.0, passes=8)}
+    timings = time_sustained(works, repeats=3, seconds=4000.0)
+    assert {name: timing.median for name, timing in timings.items()} == {
+        "long": pytest.approx(70.0, rel=0.02),
+        "short": pytest.approx(25.0, rel=0.02),
+    }
+
+
+def test_a_device_that_slows_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    fast, slow = clock.work(100.0), clock.work(200.0)
+    batches = 0
+
+    def enqueue() -> float:
+        nonlocal batches
+        batches += 1
+        return (fast if batches < 20 else slow).enqueue()
+
+    timings = time_sustained({"some": DeviceWork(enqueue, slow.wait, 1)}, repeats=1, seconds=9000.0)
+    assert timings["some"].median == pytest.approx(200.0, rel=0.02)
+
+
+def test_a_batch_that_takes_longer_than_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    timings = time_sustained({"some": clock.work(9000.0)}, repeats=1, seconds=4000.0)
+    assert timings["some"].median == pytest.approx(9000.0, rel=0.02)
 
 
 def test_median_of_the_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
