@@ -183,14 +183,11 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "one_part": Case(1),
-    "padded_heads": Case(2, dim=5, v_dim=11, plans=BATCH),
-    "negative_scale": Case(3, scale=-0.3),
-    "no_scale_and_a_cap": Case(4, scale=0.0, soft_cap=2.0),
+    "one_part_and_a_negative_scale": Case(1, scale=-0.3),
+    "padded_heads_and_f16_on_the_wire": Case(2, dim=5, v_dim=11, wire=jnp.float16, plans=BATCH),
+    "no_scale_a_cap_and_f32_on_the_wire": Case(3, scale=0.0, soft_cap=2.0, wire=jnp.float32),
     "bf16_on_the_wire": Case(8, wire=jnp.bfloat16),
-    "f16_on_the_wire": Case(16, v_dim=4, wire=jnp.float16, plans=BATCH),
-    "f32_on_the_wire": Case(2, wire=jnp.float32),
-    "kept_rows": Case(8, dim=5, v_dim=11, plans=BATCH, keeps=True),
+    "kept_rows": Case(16, dim=5, v_dim=4, plans=BATCH, keeps=True),
 }
 
 
