@@ -12,7 +12,9 @@ Within a host the backward pass has one part:
     backward    own tiles of a quarter of the key heads, while keys come; all that is left
 
 Gradients of a part return when all ranks have computed its tiles of received keys: within a host those of all
-heads, behind all attention.
+heads, behind all attention. Parts that take turns with two workspaces (`jaxmagi/context/_custom_call.py`),
+whose own tiles come right before the others, are not modelled: their ranks receive so many keys that
+attention takes much longer than transfers.
 """
 
 from typing import NamedTuple
