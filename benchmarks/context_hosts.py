@@ -17,10 +17,10 @@ What takes longest bounds a pass, if the rest hides behind it: the kernel alone,
 one network. The forward pass has a cast. The backward pass has a cast too, as keys are sent again, and then a
 reduce; where they are kept it has the reduce alone. "ours / bound" is the ratio of the medians.
 
-A time is that of two programs in the devices' queues, by the clock of the host, divided by the calls in them:
-launching them and waiting for them takes some tenths of a percent. In a program each call waits for the last,
-so that no transfer hides behind another call. All that a mask compares is measured in turns. Ranks begin each
-turn together, and the slowest one counts. Planning is done before.
+In a program each call waits for the last, so that no transfer hides behind another call. Programs run one
+behind the other without a pause, in turns of half a second each, of which the last two thirds are measured:
+GPUs at their power limit need a while to find the clock that they can hold. Ranks begin each turn together,
+and the slowest one counts. Planning is done before.
 
 With --out, writes context_hosts_2x1.json (hosts x ranks of a host), or context_hosts_2x1_memory.json, there
 after each mask.
@@ -39,12 +39,12 @@ from jax.sharding import Mesh
 
 from benchmarks import context
 from benchmarks._context_peers import ALONE, OURS, Maker, kernel_alone, ours
-from benchmarks._hosts import PATTERNS, begin_report, run_on_hosts, seconds_of_call, sized, transfer_work
+from benchmarks._hosts import PATTERNS, begin_report, run_on_hosts, sized, transfer_work
 from benchmarks._report import Check, Result, check, in_unit
 from benchmarks._workloads import Direction, Workload
 from jaxmagi import GroupCastSpec, plan_context
 from jaxmagi.calibration._chain import mesh_of
-from jaxmagi.calibration._timing import DeviceWork, Timing, time_in_turns
+from jaxmagi.calibration._timing import DeviceWork, Timing, time_sustained
 
 CAST, RETURN = "cast", "reduce f32"
 KEPT = f"{OURS}, keys kept"
@@ -109,16 +109,14 @@ def make_works(workload: Workload, mesh: Mesh, arguments: argparse.Namespace) ->
     return works
 
 
-def seconds_of_slowest(work: DeviceWork) -> float:
-    """Returns the time of a call on the slowest rank, and has all ranks end together."""
-    return float(np.max(process_allgather(np.float64(seconds_of_call(work)))))
+def of_slowest(seconds: float) -> float:
+    """Returns the time of the slowest rank, when all have one."""
+    return float(np.max(process_allgather(np.float64(seconds))))
 
 
 def measure(workload: Workload, mesh: Mesh, arguments: argparse.Namespace) -> list[Row]:
     works = make_works(workload, mesh, arguments)
-    for work in works.values():
-        seconds_of_slowest(work)  # the first time takes longer
-    timings = time_in_turns(works, arguments.repeats, lambda each: seconds_of_slowest(works[each]))
+    timings = time_sustained(works, arguments.repeats, context.TURN_SECONDS, of_slowest)
     return to_rows(workload.name, timings)
 
 

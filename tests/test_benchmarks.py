@@ -118,6 +118,7 @@ def test_context(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, direction: _workloads.Direction
 ) -> None:
     monkeypatch.setattr(context, "PROGRAM_SECONDS", 1e-12)
+    monkeypatch.setattr(context, "TURN_SECONDS", 1e-3)
     options = f"--pass {direction} --tokens 32 --ranks 4 --rows documents --methods ours|ring --repeats 2 OUT"
     name = context.NAMES[direction]
     ours, ring, check = run(context, f"{name}_cpu", options, committed=f"{name}_h200")
@@ -174,6 +175,7 @@ run_rank = hosts.run
 def run_context_on_hosts(arguments: argparse.Namespace) -> None:
     """Runs a rank of `context_hosts` with less work."""
     _hosts.PROGRAM_SECONDS = context.PROGRAM_SECONDS = 1e-12
+    context.TURN_SECONDS = 1e-3
     run_context_rank(arguments)
 
 

@@ -1,5 +1,6 @@
 """Times work on devices, without the cost of launching it and waiting for it."""
 
+import math
 import random
 import statistics
 import time
@@ -58,37 +59,44 @@ class DeviceWork:
         self.wait(self.enqueue())
         return time.perf_counter() - start
 
+    def sustained_seconds(self, batches: int) -> float:
+        """Returns the time of a pass while so many batches run, behind half as many that are not measured.
 
-_SETTLING = 1 / 3  # of the time that a turn takes is not measured
+        As the queue always holds another batch, neither launching nor waiting counts, unless they take
+        longer than a batch.
+        """
+        queued = self.enqueue()
+
+        def advance(count: int) -> None:
+            nonlocal queued
+            for _ in range(count):
+                following = self.enqueue()
+                self.wait(queued)
+                queued = following
+
+        advance(math.ceil(batches / 2))
+        start = time.perf_counter()
+        advance(batches - 1)
+        self.wait(queued)
+        return (time.perf_counter() - start) / (batches * self.passes)
 
 
-def time_sustained(works: dict[str, DeviceWork], repeats: int, seconds: float) -> dict[str, Timing]:
-    """Times a pass of each work while it runs without a pause, in turns of at least so many seconds.
+def time_sustained[N](
+    works: dict[N, DeviceWork], repeats: int, seconds: float, slowest: Callable[[float], float] = float
+) -> dict[N, Timing]:
+    """Times a pass of each work while it runs without a pause, in turns of about so many seconds.
 
     A device at its power limit needs about a tenth of a second to find the clock at which it can run a work
-    on and on, so the first third of a turn is not measured. As the queue always holds another batch, neither
-    launching nor waiting counts, unless they take longer than a batch. A turn ends by the clock of this
-    process, so one process must run the work of all devices.
+    on and on, so the first third of a turn is not measured. ``slowest`` takes the seconds of this process and
+    returns those of the slowest one; with it all processes begin a turn together and run the same batches.
     """
-    for work in works.values():
+
+    def measured_batches(work: DeviceWork) -> int:
         work.seconds(2)  # enqueueing two batches for the first time takes longer
+        return math.ceil(2 / 3 * seconds / slowest(work.seconds(2) / 2))
 
-    return time_in_turns(works, repeats, lambda name: _sustained_seconds(works[name], seconds))
-
-
-def _sustained_seconds(work: DeviceWork, seconds: float) -> float:
-    begin, settled, batches = time.perf_counter(), None, 0
-    queued = work.enqueue()
-    while settled is None or time.perf_counter() < begin + seconds:
-        following = work.enqueue()
-        work.wait(queued)
-        queued = following
-        if settled is not None:
-            batches += 1
-        elif time.perf_counter() >= begin + _SETTLING * seconds:
-            settled = time.perf_counter()
-    work.wait(queued)
-    return (time.perf_counter() - settled) / ((batches + 1) * work.passes)
+    batches = {name: measured_batches(work) for name, work in works.items()}
+    return time_in_turns(works, repeats, lambda name: slowest(works[name].sustained_seconds(batches[name])))
 
 
 def time_on_device(works: dict[str, DeviceWork], repeats: int, batches: int) -> dict[str, Timing]:

@@ -44,7 +44,7 @@ def test_launching_and_waiting_drop_out(batches: int, monkeypatch: pytest.Monkey
 def test_sustained_work_without_launching_and_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     works = {"long": clock.work(70.0, passes=2), "short": clock.work(25.0, passes=8)}
-    timings = time_sustained(works, repeats=3, seconds=4000.0)
+    timings = time_sustained(works, repeats=3, seconds=9000.0)
     assert {name: timing.median for name, timing in timings.items()} == {
         "long": pytest.approx(70.0, rel=0.02),
         "short": pytest.approx(25.0, rel=0.02),
@@ -52,6 +52,7 @@ def test_sustained_work_without_launching_and_waiting(monkeypatch: pytest.Monkey
 
 
 def test_a_device_that_slows_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has time to settle."""
     clock = Clock(monkeypatch)
     fast, slow = clock.work(100.0), clock.work(200.0)
     batches = 0
@@ -69,6 +70,23 @@ def test_a_batch_that_takes_longer_than_a_turn(monkeypatch: pytest.MonkeyPatch) 
     clock = Clock(monkeypatch)
     timings = time_sustained({"some": clock.work(9000.0)}, repeats=1, seconds=4000.0)
     assert timings["some"].median == pytest.approx(9000.0, rel=0.02)
+
+
+def test_the_slowest_process_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time counts, also for the number of batches."""
+    clock, enqueued = Clock(monkeypatch), 0
+
+    def enqueue() -> float:
+        nonlocal enqueued
+        enqueued += 1
+        return work.enqueue()
+
+    work = clock.work(100.0)
+    counted = {"some": DeviceWork(enqueue, work.wait, 1)}
+    timings = time_sustained(counted, 1, seconds=9000.0, slowest=lambda seconds: 4 * seconds)
+    assert timings["some"].median == pytest.approx(400.0, rel=0.02)
+    estimate = 4 * (100.0 + LAUNCH + WAIT / 2)  # of a batch, from two in the queue
+    assert enqueued - 4 == pytest.approx(1.5 * 6000.0 / estimate, abs=1)
 
 
 def test_median_of_the_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
