@@ -89,11 +89,17 @@ def _work(prepare: Callable[[], Callable[[], None]], layers: int, *, captured: b
     """
     import torch
 
-    def wait(_: None) -> None:
-        torch.cuda.synchronize()
+    def in_queue(run: Callable[[], None]) -> DeviceWork:
+        def enqueue() -> torch.cuda.Event:
+            run()
+            event = torch.cuda.Event()
+            event.record()
+            return event
+
+        return DeviceWork(enqueue, lambda event: event.synchronize(), layers)
 
     if not captured:
-        return DeviceWork(prepare(), wait, layers)
+        return in_queue(prepare())
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -108,7 +114,7 @@ def _work(prepare: Callable[[], Callable[[], None]], layers: int, *, captured: b
         """Replays the graph; ``held`` has the tensors that it reads."""
         graph.replay()
 
-    return DeviceWork(replay, wait, layers)
+    return in_queue(replay)
 
 
 def _heads_first(x: Any) -> Any:

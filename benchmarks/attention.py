@@ -12,12 +12,14 @@ pass five.
 The backward pass is measured alone, from outputs that were made before, and ours also with sums in a fixed
 order ("deterministic").
 
-Times are those of the device: several layers, each with its own query, are launched one after another, and
-what launching and waiting cost is subtracted. JAX, so ours too, runs without CUDA graphs. The layers of
+Times are those of the device: several layers, each with its own query, are launched one after another, again
+and again without a pause, in turns of 0.3 s of which the last two thirds are measured: GPUs at their power
+limit need a while to find the clock that they can hold. What launching and waiting cost is hidden by the next
+layers in the queue and, on short rows, subtracted. JAX, so ours too, runs without CUDA graphs. The layers of
 PyTorch's short rows are launched as one graph, for Python would take longer than they do. Ours makes one tile
 schedule for all layers; on the short rows, where that counts, it is also measured with a schedule for each
-layer ("own plans"), and that is what the peers are compared with. --repeats is the least; what takes little
-time is repeated more often.
+layer ("own plans"), and that is what the peers are compared with. --repeats is the least; short rows are
+repeated more often.
 
 With --out, writes attention_CARD.json there (attention_backward_CARD.json), where CARD is h200 for instance,
 after each row, and at the end the .png beside it, which --plot draws again.
@@ -38,16 +40,16 @@ from benchmarks._plot import plot
 from benchmarks._report import Failure, Report, Row, argument_parser, in_unit, make_each
 from benchmarks._requirements import checks
 from benchmarks._workloads import Direction, Workload, held_against, workloads
-from jaxmagi.calibration._timing import DeviceWork, Timing, time_on_device
+from jaxmagi.calibration._timing import DeviceWork, Timing, time_on_device, time_sustained
 
 NAMES: dict[Direction, str] = {"forward": "attention", "backward": "attention_backward"}
 PLAN = "plan of 4096 bands, 2048 tiles"
 # The time that the layers of one program take; its one tile schedule is about 0.2 % of a backward one.
 BATCH_SECONDS: dict[Direction, float] = {"forward": 8e-3, "backward": 20e-3}
 MAX_LAYERS, MAX_QUERY_BYTES = 32, 4e9  # of the layers: the peers hold as much once more
-MEASURED_SECONDS = 20e-3  # at least, so that the clock's errors do not matter
+TURN_SECONDS = 0.3
 MEASURED_SECONDS_SHORT = 100e-3  # of short rows, where the host's noise shows
-REPEATED_SECONDS = 1.0  # of each implementation in a row, for the clock wanders by 10 % within a second
+REPEATED_SECONDS = 1.0  # of each implementation in a short row, for the clock wanders by 10 % within a second
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,10 @@ def time_layers(
     direction: Direction, workload: Workload, works: dict[str, DeviceWork], repeats: int
 ) -> dict[str, Timing]:
     """Times works of `num_layers` layers, in turns and for long enough."""
+    if not workload.is_short:
+        return time_sustained(works, repeats, TURN_SECONDS)
     program = num_layers(direction, workload) * estimated_seconds(direction, workload)
-    seconds = MEASURED_SECONDS_SHORT if workload.is_short else MEASURED_SECONDS
-    batches = math.ceil(seconds / program)
+    batches = math.ceil(MEASURED_SECONDS_SHORT / program)
     return time_on_device(works, enough_repeats(repeats, batches * program), batches)
 
 
