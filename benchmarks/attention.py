@@ -12,14 +12,14 @@ pass five.
 The backward pass is measured alone, from outputs that were made before, and ours also with sums in a fixed
 order ("deterministic").
 
-Times are those of the device: several layers, each with its own query, are launched one after another, again
-and again without a pause, in turns of 0.3 s of which the last two thirds are measured: GPUs at their power
-limit need a while to find the clock that they can hold. What launching and waiting cost is hidden by the next
-layers in the queue and, on short rows, subtracted. JAX, so ours too, runs without CUDA graphs. The layers of
-PyTorch's short rows are launched as one graph, for Python would take longer than they do. Ours makes one tile
-schedule for all layers; on the short rows, where that counts, it is also measured with a schedule for each
-layer ("own plans"), and that is what the peers are compared with. --repeats is the least; short rows are
-repeated more often.
+Times are those of the device: several layers, each with its own query, are launched one after another. On
+long rows this is done again and again without a pause, in turns of 0.3 s of which the last two thirds are
+measured: GPUs at their power limit need a while to find the clock that they can hold. The next layers are in
+the queue by then, so that launching and waiting cost nothing; on short rows their cost is subtracted. JAX, so
+ours too, runs without CUDA graphs. The layers of PyTorch's short rows are launched as one graph, for Python
+would take longer than they do. Ours makes one tile schedule for all layers; on the short rows, where that
+counts, it is also measured with a schedule for each layer ("own plans"), and that is what the peers are
+compared with. --repeats is the least; short rows are repeated more often.
 
 With --out, writes attention_CARD.json there (attention_backward_CARD.json), where CARD is h200 for instance,
 after each row, and at the end the .png beside it, which --plot draws again.

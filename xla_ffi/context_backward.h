@@ -8,9 +8,9 @@
 
 #include "xla_ffi/context_handler.h"
 
-// The backward pass of context attention. Launches within a host have an order (context_backward_within_host.cc), and
-// those between hosts, or of parts that share workspaces, go from part to part (context_backward_by_part.cc). What both
-// share is in context_backward.cc.
+// This is the backward pass of context attention. Launches within a host have an order
+// (context_backward_within_host.cc), and those between hosts, or of parts that share workspaces, go from part to part
+// (context_backward_by_part.cc). What both share is in context_backward.cc.
 
 namespace jaxmagi {
 

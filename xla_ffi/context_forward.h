@@ -7,8 +7,9 @@
 
 #include "xla_ffi/context_handler.h"
 
-// The forward pass of context attention. Launches within a host have an order (context_forward_within_host.cc), and
-// those between hosts have another one (context_forward_between_hosts.cc). What both share is in context_forward.cc.
+// This is the forward pass of context attention. Launches within a host have an order (context_forward_within_host.cc),
+// and those between hosts have another one (context_forward_between_hosts.cc). What both share is in
+// context_forward.cc.
 
 namespace jaxmagi {
 
@@ -45,7 +46,7 @@ struct Forward {
                        const Results& results, ContextFork& fork, ContextTransfers& transfers);
 };
 
-// A call of the pass: its parameters, and the steps beside launches of attention.
+// Holds a call of the pass: it makes parameters of launches, and takes the steps beside these.
 class ForwardCall {
 public:
     ForwardCall(const ContextAttributes& attributes, const Parts& parts, const Forward::Operands& operands,

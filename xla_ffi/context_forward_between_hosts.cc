@@ -73,7 +73,8 @@ private:
         cudaEvent_t done;
     };
 
-    // The multiprocessors that help a part when nothing is to be transferred. The last one has them from the beginning.
+    // Returns how many multiprocessors help a part when nothing is left to transfer. The last part has them from the
+    // beginning.
     int helpers(int64_t part) const { return part + 1 < parts_.count ? reserved_ : 0; }
 
     void launch_own_tiles(const sm90::ForwardParams& first) {

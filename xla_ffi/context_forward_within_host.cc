@@ -32,13 +32,13 @@ void bring_next(ForwardCall& call, uint32_t* num_arrived) {
 
 }  // namespace
 
-// CTAs go through stages:
+// CTAs have two kinds of work:
 //   own tiles      of all heads, which see no received keys, from where the rank has its keys
-//   first part     the other tiles of its heads, if its keys have come by then
-//   other parts    the same, one after the other
-// A CTA ends where keys have not come. Another launch begins with the first part when its keys have come, for masks
-// under which every tile sees received ones. When all keys have come, a last one does what is left. With several masks
-// there are no own tiles, and parts have all tiles.
+//   parts          the other tiles of the heads of a part, if its keys have come by then, one part after the other
+// They begin with own tiles, go to parts that have come when they begin with another section of these, and return. A
+// CTA ends where no own tile is left and keys have not come. Another launch begins with the first part when its keys
+// have come, for masks under which every tile sees received ones. When all keys have come, a last one does what is
+// left. With several masks there are no own tiles, and parts have all tiles.
 void launch_within_host(ForwardCall& call, int reserved) {
     ContextFork& fork = call.fork();
     const int64_t num_parts = call.parts().count;

@@ -11,8 +11,8 @@
 //
 // Attention is cut into parts of the heads (context_parts.h), but for the backward pass within a host, which has one
 // unless parts share workspaces. The keys of all parts travel from the beginning on, those of the first part first.
-// What needs no received keys is computed before or behind what does (context_forward.h, context_backward.h), so that
-// there is something to compute while rows travel.
+// Tiles that need no received keys are computed before or behind those that do (context_forward.h, context_backward.h),
+// so that there is something to compute while rows travel.
 //
 // Attention is launched several times, each time when the launch before has no work left to begin with: streams wait
 // for events, and for flags that kernels of attention set. No kernel of attention waits for a transfer, so that no

@@ -109,13 +109,9 @@ def backward(
         shape = batch, tokens, sizes.rows, heads // parts, key.shape[2] // parts, *dims
         return attention_cuda._compiled().backward_workspace_bytes(*shape, bands.shape[0], deterministic)
 
-    # Within a host the pass has one part, unless parts share workspaces.
-    of_part = {count: workspace_bytes(count) for count in sorted({1, sizes.parts})}
+    bytes_of_part = {count: workspace_bytes(count) for count in sorted({1, sizes.parts})}
     sums_bytes = query.size * jnp.dtype(jnp.float32).itemsize
-    shares = sizes.parts > _SHARED_WORKSPACES and sizes.parts * of_part[sizes.parts] > _MOST_SUMS * sums_bytes
-    num_workspaces = _SHARED_WORKSPACES if shares else sizes.parts
-    most_bytes = max(num_workspaces * of_part[sizes.parts], 0 if shares else of_part[1])
-
+    num_workspaces, all_bytes = _workspaces(sizes.parts, bytes_of_part, sums_bytes)
     wire = steps[0][0].wire_dtype
     is_rounded = wire is not None and jnp.dtype(wire) != jnp.float32
     wire, single = (jnp.dtype(wire) if is_rounded else key.dtype), jnp.dtype(jnp.float32)
@@ -128,7 +124,7 @@ def backward(
         *sizes.arrays(key, value, sizes.middle_rows * is_rounded, wire),
         *sizes.arrays(key, value, sizes.rows),
         *sizes.arrays(key, value, sizes.middle_rows),
-        jax.ShapeDtypeStruct((most_bytes // 16, 4), jnp.int32),
+        jax.ShapeDtypeStruct((all_bytes // 16, 4), jnp.int32),
         jax.ShapeDtypeStruct((_BACKWARD_FLAGS * sizes.parts,), jnp.int32),
     )
     schedule = attention_cuda.tile_schedule(bands, tokens, sizes.rows, dims, by_keys=True)
@@ -139,6 +135,20 @@ def backward(
     operands = query, key, value, *schedule, dout, lse, delta, *kept, *_moved(tables, steps)
     dq, dk, dv, *_ = call(*operands, **attributes)
     return [attention_cuda._flip(dq, scale)[..., :dim], dk[..., :dim], dv[..., :v_dim]]
+
+
+def _workspaces(parts: int, bytes_of_part: dict[int, int], sums_bytes: int) -> tuple[int, int]:
+    """Returns how many workspaces a backward pass has, and the bytes that it may need for them.
+
+    Args:
+        bytes_of_part: of the workspace of one of so many parts, for 1 and for ``parts``.
+        sums_bytes: of the sums of dQ of all heads.
+    """
+    bytes_of_all = parts * bytes_of_part[parts]
+    if parts > _SHARED_WORKSPACES and bytes_of_all > _MOST_SUMS * sums_bytes:
+        return _SHARED_WORKSPACES, _SHARED_WORKSPACES * bytes_of_part[parts]
+    # Which host a rank is on is known when the program runs: within one host the pass has one part.
+    return parts, max(bytes_of_all, bytes_of_part[1])
 
 
 class _Sizes(NamedTuple):

@@ -52,7 +52,7 @@ def test_sustained_work_without_launching_and_waiting(monkeypatch: pytest.Monkey
 
 
 def test_a_device_that_slows_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has time to settle."""
+    """The device has time to settle before anything is measured."""
     clock = Clock(monkeypatch)
     fast, slow = clock.work(100.0), clock.work(200.0)
     batches = 0
@@ -73,7 +73,7 @@ def test_a_batch_that_takes_longer_than_a_turn(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_slowest_process_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its time counts, also for the number of batches."""
+    """The time of the slowest process counts, also for the number of batches."""
     clock, enqueued = Clock(monkeypatch), 0
 
     def enqueue() -> float:

@@ -377,7 +377,7 @@ def test_parts_of_calls(
 def test_parts_that_share_workspaces(
     kv_heads: int, most_sums: float, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They do where all workspaces would take much more memory than the sums of dQ: two for all parts."""
+    """Parts have two for all where their workspaces would take much more memory than the sums of dQ."""
     monkeypatch.setattr(_cost, "LEAST_PART_BYTES", 1)
     monkeypatch.setattr(_custom_call, "_MOST_SUMS", most_sums)
     _, forward, _, backward = calls_of(PLAN, Shape(3 * kv_heads, kv_heads))

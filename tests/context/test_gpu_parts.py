@@ -116,7 +116,7 @@ def test_parts_that_share_workspaces(
     monkeypatch: pytest.MonkeyPatch,
     rng: np.random.Generator,
 ) -> None:
-    """They take turns with two, and have the gradients of one GPU."""
+    """Parts take turns with two workspaces, and have the gradients of one GPU."""
     monkeypatch.setattr(_custom_call, "_MOST_SUMS", 0)
     plan = make_plan(MASKS[0], group, two_levels)
     cut_in_parts(monkeypatch, plan, kv_heads, kv_heads)

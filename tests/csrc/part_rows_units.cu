@@ -99,7 +99,8 @@ bool is_sent(const std::vector<Send>& sends, int entries, int example, int row) 
                        [&](const Send& send) { return send.row <= row and row < send.row + send.length; });
 }
 
-// Rows of all heads, and where those of a part go: behind each other, in front of rows that are not copied.
+// Holds rows of all heads, and the place where those of a part go: behind each other, in front of rows that are not
+// copied.
 class RowsToParts {
 public:
     // words: of a row of a part.

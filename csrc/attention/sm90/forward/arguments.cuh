@@ -33,9 +33,9 @@ struct ForwardWork {
 
 // Arguments of a forward kernel other than its tensor maps.
 struct ForwardArguments {
-    // CTAs begin with `first`, and go on with the parts behind it, each if more parts have arrived by then than come
-    // before it. From `first` they go to parts also before its end, and return. `parts` describes part 0, from which
-    // the others follow. All cut their heads alike.
+    // CTAs begin with `first`, and go on with the first part that has arrived and has work items left. From `first`
+    // they go to parts also before its end, and return. `parts` describes part 0, from which the others follow. All cut
+    // their heads alike.
     ForwardWork first, parts;
     int num_parts, batch;
     const uint32_t* num_arrived;  // null: all parts have

@@ -84,6 +84,7 @@ private:
         return has_items_left(args.parts, part);
     }
 
+    // Each lane copies a word: in one lane, all of them would take registers that the warp does not have.
     __device__ __forceinline__ void begin(const ForwardWork& work) const {
         constexpr int kWords = sizeof(ForwardWork) / sizeof(int);
         static_assert(kWords <= 32 and sizeof(ForwardWork) % sizeof(int) == 0);
