@@ -132,6 +132,7 @@ std::optional<RemoteRows> remote_rows(TransferParams& params, bool compares_tabl
                                       Scratch& scratch) {
     if (std::popcount(params.native) == peers.size)
         return std::nullopt;
+    check(params.input_pitch == 1, "rows that lie apart cannot go over NCCL");
     const auto is_remote = [&](int peer) { return not params.is_native(peers.slots[peer]); };
     const std::string call = std::string(name_of(params.kind)) + ", call " + std::to_string(peers.calls) + " of " +
                              peers.name_of(peers.rank);
@@ -159,6 +160,7 @@ Transfer::Transfer(Kind kind, const Buffers& buffers, const TransferAttributes& 
     TransferParams params = to_params(kind, buffers, attributes, peers, scratch);
     if (placement.input_stride > 0)
         params.input_stride = placement.input_stride;
+    params.input_pitch = placement.input_pitch;
     params.first_output_row = placement.first_output_row;
     params.keeps_empty_sums = placement.keeps_empty_sums;
     std::optional<RemoteRows> remote = remote_rows(params, placement.compares_tables, peers, program, scratch);

@@ -10,6 +10,7 @@ namespace jaxmagi {
 // Where the arrays of a transfer are in larger ones.
 struct Placement {
     int input_stride = 0;      // input rows from one transfer of the batch to the next; 0: that of dense arrays
+    int input_pitch = 1;       // of a group cast by kernels alone: widths of a row from one input row to the next
     int first_output_row = 0;  // of a group cast: nothing is written to the output rows before it
     bool compares_tables = true;    // between hosts; false if an earlier transfer has done so with these tables
     bool keeps_empty_sums = false;  // of a group reduce: nothing is written to rows that nobody has sums for

@@ -191,6 +191,7 @@ TransferParams to_params(Kind kind, const Buffers& buffers, const TransferAttrib
     params.output_rows = static_cast<int>(attributes.output_rows);
     params.pair_rows = static_cast<int>(attributes.pair_rows);
     params.input_stride = params.input_rows;
+    params.input_pitch = 1;
     params.call_hash = hash_of(kind, buffers, attributes);
     params.timeout_ns = static_cast<uint64_t>(to_int("timeout_ms", attributes.timeout_ms, 1)) * 1'000'000;
     params.call = peers.calls;

@@ -122,20 +122,15 @@ void BackwardCall::finish(int64_t number, sm90::KeyTiles tiles) {
     part.finished = fork_.record(helpers);
 }
 
-// Returns which own keys are copied in front of received ones: those of a tile that has both, and those that are sent.
+// Returns which own keys are copied in front of received ones: those of a tile that has both, and between hosts those
+// that are sent.
 const uint8_t* BackwardCall::find_copied_keys() {
     using collectives::kNeededRows;
     const int length = params(0).own.length, blocks = ceil_div(length, kNeededRows);
     const int first = length / tile_keys() * tile_keys() / kNeededRows;
     const cudaStream_t stream = fork_.program();
     const auto batch = static_cast<size_t>(operands_.own.k.dimensions()[0]);
-    uint8_t* copied;
-    if (has_kept_keys()) {
-        copied = static_cast<uint8_t*>(transfers_.allocate(batch * blocks));
-        check_cuda(cudaMemsetAsync(copied, 0, batch * blocks, stream), "clearing flags");
-    } else {
-        copied = transfers_.find_sent_blocks(blocks, kNeededRows, stream).is_sent;
-    }
+    uint8_t* const copied = transfers_.begin_copied_blocks(not has_kept_keys(), stream);
     if (first < blocks)
         check_cuda(cudaMemset2DAsync(copied + first, blocks, 1, blocks - first, batch, stream), "setting flags");
     return copied;

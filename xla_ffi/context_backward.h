@@ -16,7 +16,6 @@ namespace jaxmagi {
 
 struct Backward {
     static constexpr const char* kTarget = "jaxmagi_context_backward";
-    static constexpr bool kHasPartsWithinHost = false;  // there rows move so fast that parts cost more
 
     // The flags of a part: those that its launches set (BackwardParams::drained), and whether its keys have arrived.
     static constexpr int64_t kArrived = sm90::kMostBackwardStages, kFlags = kArrived + 1;

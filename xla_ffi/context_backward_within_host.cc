@@ -31,7 +31,6 @@ void launch_within_host(BackwardCall& call, int reserved) {
     uint32_t* const arrived = params.drained + Backward::kArrived;
     fork.set(fork.transfers(), arrived);
     const cudaEvent_t brought = fork.record(fork.transfers());
-    fork.wait(program, call.arrival(0).own);  // to prepare beside the copy of own keys would delay the transfer
     call.prepare(0, program);
     run_stages(params, 0, params.num_sms - reserved, arrived, program);
     for (const cudaStream_t stream : {rest, helpers}) {

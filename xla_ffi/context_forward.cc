@@ -88,8 +88,7 @@ int ForwardCall::tile_rows(const sm90::ForwardParams& params) {
 
 const uint8_t* ForwardCall::find_needed_keys(const sm90::ForwardParams& params) {
     const int tokens = params.q_len, num_tiles = ceil_div(tokens, tile_rows(params));
-    const int blocks = ceil_div(tokens, collectives::kNeededRows);
-    copied_ = transfers_.find_sent_blocks(blocks, collectives::kNeededRows, fork_.transfers()).is_sent;
+    copied_ = transfers_.begin_copied_blocks(true, fork_.copies());
     auto* const sees_received = static_cast<uint8_t*>(transfers_.allocate(num_tiles));
     const sm90::NeededKeysParams needs{.bands = params.bands,
                                        .tiles = params.tiles,
@@ -101,7 +100,7 @@ const uint8_t* ForwardCall::find_needed_keys(const sm90::ForwardParams& params) 
                                        .batch = static_cast<int>(parts_.batch),
                                        .needed = copied_,
                                        .sees_received = sees_received};
-    check_launch(sm90::find_needed_keys(needs, fork_.transfers()));
+    check_launch(sm90::find_needed_keys(needs, fork_.copies()));
     return sees_received;
 }
 

@@ -15,7 +15,6 @@ namespace jaxmagi {
 
 struct Forward {
     static constexpr const char* kTarget = "jaxmagi_context_forward";
-    static constexpr bool kHasPartsWithinHost = true;  // CTAs go from part to part, so that parts cost no launches
 
     struct Operands {
         ffi::AnyBuffer q;
@@ -68,8 +67,9 @@ public:
 
     static int tile_rows(const sm90::ForwardParams& params);
 
-    // Finds out which tiles see received keys, and which own keys these need: of the others, those are copied that are
-    // sent. Without it, as with several masks, all are copied. Returns whether each tile sees received keys.
+    // Finds out which tiles see received keys, and which own keys these need: between hosts, of the others those are
+    // copied that are sent. Without it, as with several masks, all are copied. Returns whether each tile sees received
+    // keys.
     const uint8_t* find_needed_keys(const sm90::ForwardParams& params);
 
     // Brings the keys of the next part.

@@ -21,8 +21,8 @@
 // computes.
 //
 // The stages are those of other collectives (collectives_cuda.cc). Prepare requests communicators, Initialize connects
-// peers, and Execute launches. `Pass` has the target's name, whether it has parts within a host, its buffers, the
-// kernels' parameters for a part, and the functions that load and launch the kernels.
+// peers, and Execute launches. `Pass` has the target's name, its buffers, the kernels' parameters for a part, and the
+// functions that load and launch the kernels.
 
 namespace jaxmagi {
 
@@ -48,9 +48,9 @@ struct KernelAttributes {
     }
 };
 
-// Returns how many multiprocessors attention leaves free while there is something to transfer.
+// Returns how many multiprocessors attention leaves free while there is something to transfer: those of transfers.
 inline int reserved_sms(const ContextAttributes& attributes) {
-    return to_int("reserved_sms", attributes.reserved_sms, 1, hopper_device().num_sms - 1);
+    return to_int("num_sms", attributes.num_sms, 1, hopper_device().num_sms - 1);
 }
 
 // Returns the groups in which a call transfers.
@@ -80,9 +80,7 @@ Parts parts_of(const ContextAttributes& attributes, const collectives::Peers& pe
     parts.have_native_peers = attributes.inside_group_size > 1 or
                               (peers.num_slots() > 1 and implementation != Implementation::kNccl and
                                attributes.ranks_per_host != 1);
-    const bool has_one_part = parts.are_within_host and not Pass::kHasPartsWithinHost and
-                              not attributes.shares_workspaces();
-    return has_one_part ? parts.with_count(1) : parts;
+    return parts.are_within_host ? parts.with_count(attributes.num_parts_within_host) : parts;
 }
 
 // Connects the groups of a call, and lets their ranks access each other's arrays.
@@ -159,6 +157,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("middle_rows"), StructMember<int64_t>("output_rows"), StructMember<int64_t>("pair_rows"),
     StructMember<int64_t>("inside_pair_rows"), StructMember<int64_t>("num_sms"),
     StructMember<jaxmagi::Implementation>("implementation"), StructMember<int64_t>("ranks_per_host"),
-    StructMember<int64_t>("timeout_ms"), StructMember<int64_t>("num_parts"), StructMember<int64_t>("num_workspaces"),
-    StructMember<int64_t>("reserved_sms"), StructMember<double>("scale"), StructMember<double>("soft_cap"),
-    StructMember<bool>("deterministic"));
+    StructMember<int64_t>("timeout_ms"), StructMember<int64_t>("num_parts"),
+    StructMember<int64_t>("num_parts_within_host"), StructMember<int64_t>("num_workspaces"),
+    StructMember<double>("scale"), StructMember<double>("soft_cap"), StructMember<bool>("deterministic"));

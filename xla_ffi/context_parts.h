@@ -10,9 +10,9 @@
 #include "xla_ffi/collectives_params.h"
 
 // A pass of context attention is cut into parts of the heads. A part has keys and values in arrays of its own, [parts,
-// batch, rows, key heads of a part, dim]: in front those of the rank that it sends or reads there, and behind them
-// those that it receives. XLA knows these arrays with as many parts as there may be. If a call has fewer, it uses their
-// memory in another way.
+// batch, rows, key heads of a part, dim]: in front those of the rank that it reads or, over NCCL, sends there, and
+// behind them those that it receives. XLA knows these arrays with as many parts as there may be. If a call has fewer,
+// it uses their memory in another way.
 
 namespace jaxmagi {
 
@@ -27,9 +27,9 @@ struct ContextAttributes {
     int64_t pair_rows, inside_pair_rows, num_sms;
     Implementation implementation;
     int64_t ranks_per_host, timeout_ms;
-    int64_t num_parts;       // the most that there may be
+    int64_t num_parts;              // the most that there may be
+    int64_t num_parts_within_host;  // where no keys come over NCCL
     int64_t num_workspaces;  // of parts of a backward pass: fewer than num_parts if these take turns with them
-    int64_t reserved_sms;  // the most multiprocessors that attention leaves free while there is something to transfer
     double scale, soft_cap;
     bool deterministic;  // the backward pass
 
@@ -88,8 +88,10 @@ struct Parts {
         return {count, shape[0], shape[1], attributes.output_rows, shape[2] / count, key_heads};
     }
 
-    // Returns as many parts or fewer, whose number divides that of these.
+    // Returns as many parts or fewer, whose number divides that of the heads.
     Parts with_count(int64_t fewer) const {
+        check(1 <= fewer and fewer <= count and key_heads * count % fewer == 0, "there must be 1 to ", count,
+              " parts, whose number divides ", key_heads * count, " key heads, got ", fewer);
         return {fewer, batch, tokens, rows, heads * count / fewer, key_heads * count / fewer, are_within_host,
                 have_native_peers};
     }
@@ -111,7 +113,13 @@ struct Parts {
         check_buffer(name, own, {batch, tokens, key_heads * count, dim}, all.element_type());
         return data_of<const char>(name, own, 16) + part * key_heads * dim * element_bytes;
     }
-    // Returns it as rows that travel, or its first rows.
+    // Returns the heads of a part of the rank's own keys, [batch, tokens, all key heads, dim], as rows that travel. They
+    // lie apart, with the other heads between them: it is a view for casts whose input_pitch is the number of parts.
+    ffi::AnyBuffer of_own_rows(Views& views, const ffi::AnyBuffer& own, int64_t part) const {
+        const int64_t width = key_heads * shape_of(own)[3];
+        return views.add(own, part * width, {batch, tokens, width});
+    }
+    // Returns a part of an array of all parts as rows that travel, or its first rows.
     ffi::AnyBuffer of_rows(Views& views, const ffi::AnyBuffer& whole, int64_t part) const {
         return of_rows(views, whole, part, shape_of(whole)[2]);
     }

@@ -23,7 +23,7 @@ ContextStreams::ContextStreams() {
     int lowest, highest;
     check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for the priorities of streams");
     // SMs that become free go to transfers before computations, and the host does not wait behind these.
-    for (cudaStream_t* const stream : {&transfers_, &setup_})
+    for (cudaStream_t* const stream : {&transfers_, &copies_, &setup_})
         check_cuda(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, highest), "making a stream");
     for (cudaStream_t* const stream : {&side_, &helpers_})
         check_cuda(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "making a stream");
@@ -46,7 +46,7 @@ ContextFork::ContextFork(std::span<collectives::TransferOrder* const> orders, cu
 
 void ContextFork::begin() {
     const cudaEvent_t begin = record(program_);
-    for (const cudaStream_t stream : {streams_.transfers(), streams_.side(), streams_.helpers(), streams_.setup()})
+    for (const cudaStream_t stream : {transfers(), copies(), streams_.side(), helpers(), setup()})
         wait(stream, begin);
 }
 
@@ -62,7 +62,7 @@ ContextFork::~ContextFork() {
 void ContextFork::join() {
     is_joined_ = true;
     // The program's stream waits for one event: each costs a microsecond before its next kernel can begin.
-    for (const cudaStream_t stream : {streams_.transfers(), streams_.helpers()})
+    for (const cudaStream_t stream : {transfers(), copies(), helpers()})
         wait(streams_.side(), record(stream));
     wait(program_, record(streams_.side()));
     for (collectives::TransferOrder* const order : orders_)

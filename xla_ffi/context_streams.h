@@ -21,13 +21,14 @@ public:
     cudaStream_t transfers() const { return transfers_; }
     cudaStream_t side() const { return side_; }
     cudaStream_t helpers() const { return helpers_; }
+    cudaStream_t copies() const { return copies_; }
     cudaStream_t setup() const { return setup_; }
     cudaEvent_t event(size_t index);
 
 private:
     ContextStreams();
 
-    cudaStream_t transfers_, side_, helpers_, setup_;
+    cudaStream_t transfers_, side_, helpers_, copies_, setup_;
     std::vector<cudaEvent_t> events_;
 };
 
@@ -46,6 +47,8 @@ public:
 
     cudaStream_t program() const { return program_; }
     cudaStream_t transfers() const { return streams_.transfers(); }
+    // For copies of own keys, those of a part beside the transfer of the part before.
+    cudaStream_t copies() const { return streams_.copies(); }
     // For what the host does before a transfer. Nothing else is in it, so that the host waits for nothing else.
     cudaStream_t setup() const { return streams_.setup(); }
     cudaStream_t helpers() const { return streams_.helpers(); }

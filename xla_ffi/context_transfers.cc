@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "csrc/common/math.h"
+
 namespace jaxmagi {
 
 using namespace collectives;
@@ -38,16 +40,18 @@ ContextTransfers::Step ContextTransfers::inside() {
 }
 
 Arrival ContextTransfers::bring(int64_t part, const KeysValues& own, const CastArrays& arrays, const uint8_t* copied) {
-    check_cuda(copy_part_rows(own_rows(part, own, arrays.all, copied), fork_.transfers()), kCopying);
-    const cudaEvent_t has_own = fork_.record(fork_.transfers());
-    cast(part, arrays);
+    const cudaEvent_t has_own = copy_own(part, own, arrays.all, copied);
+    if (sends_copies())
+        fork_.wait(fork_.transfers(), has_own);
+    cast(part, own, arrays);
+    fork_.wait(fork_.transfers(), has_own);
     return {has_own, fork_.record(fork_.transfers())};
 }
 
 Arrival ContextTransfers::put_back(int64_t part, const KeysValues& own, const KeysValues& kept, const KeysValues& all,
                                    const uint8_t* copied) {
-    check_cuda(copy_part_rows(own_rows(part, own, all, copied), fork_.transfers()), kCopying);
-    const cudaEvent_t has_own = fork_.record(fork_.transfers());
+    const cudaEvent_t has_own = copy_own(part, own, all, copied);
+    fork_.wait(fork_.transfers(), has_own);
     check_cuda(copy_part_rows(received_rows(part, kept, all), fork_.transfers()), kCopying);
     return {has_own, fork_.record(fork_.transfers())};
 }
@@ -60,12 +64,13 @@ void ContextTransfers::keep(int64_t part, const KeysValues& all, const KeysValue
     check_cuda(copy_part_rows(params, fork_.transfers()), kCopying);
 }
 
-// Returns how blocks of the rank's own rows get into the part's arrays.
-CopiedRowsParams ContextTransfers::own_rows(int64_t part, const KeysValues& own, const KeysValues& all,
-                                            const uint8_t* copied) {
+// Copies blocks of the rank's own rows into the part's arrays, and returns the moment when they are there.
+cudaEvent_t ContextTransfers::copy_own(int64_t part, const KeysValues& own, const KeysValues& all,
+                                       const uint8_t* copied) {
     CopiedRowsParams params = copied_rows(part, own, all, 0, parts_.tokens);
     params.copied = copied;
-    return params;
+    check_cuda(copy_part_rows(params, fork_.copies()), kCopying);
+    return fork_.record(fork_.copies());
 }
 
 // Returns how kept rows get there.
@@ -94,15 +99,20 @@ CopiedRowsParams ContextTransfers::copied_rows(int64_t part, const KeysValues& f
             .copied = nullptr};
 }
 
-void ContextTransfers::cast(int64_t part, const CastArrays& arrays) {
-    const int stride = static_cast<int>(parts_.rows), tokens = static_cast<int>(parts_.tokens);
-    const std::vector own{parts_.of_rows(views_, arrays.all.k, part, tokens),
-                          parts_.of_rows(views_, arrays.all.v, part, tokens)};
+void ContextTransfers::cast(int64_t part, const KeysValues& own, const CastArrays& arrays) {
+    const int tokens = static_cast<int>(parts_.tokens), stride = static_cast<int>(parts_.rows);
     const std::vector all = rows(arrays.all, part);
+    if (not sends_copies()) {
+        const std::vector sent{parts_.of_own_rows(views_, own.k, part), parts_.of_own_rows(views_, own.v, part)};
+        return launch(Kind::kCast, part, across(), sent, all,
+                      {.input_pitch = static_cast<int>(parts_.count), .first_output_row = tokens});
+    }
+    const std::vector sent{parts_.of_rows(views_, arrays.all.k, part, tokens),
+                           parts_.of_rows(views_, arrays.all.v, part, tokens)};
     if (not attributes_.has_two_steps())
-        return launch(Kind::kCast, part, across(), own, all, {.input_stride = stride, .first_output_row = tokens});
+        return launch(Kind::kCast, part, across(), sent, all, {.input_stride = stride, .first_output_row = tokens});
     const std::vector middle = rows(arrays.middle, part);
-    launch(Kind::kCast, part, across(), own, middle, {.input_stride = stride});
+    launch(Kind::kCast, part, across(), sent, middle, {.input_stride = stride});
     launch(Kind::kCast, part, inside(), middle, all, {.first_output_row = tokens});
 }
 
@@ -117,6 +127,15 @@ SentBlocks ContextTransfers::find_sent_blocks(int64_t count, int64_t rows, cudaS
     check_cuda(collectives::find_sent_blocks(blocks, sends, entries, parts_.batch, stream),
                "launching the kernel that finds blocks of rows that are sent");
     return blocks;
+}
+
+uint8_t* ContextTransfers::begin_copied_blocks(bool are_sent, cudaStream_t stream) {
+    const int64_t blocks = ceil_div(parts_.tokens, int64_t{kNeededRows});
+    if (are_sent and sends_copies())
+        return find_sent_blocks(blocks, kNeededRows, stream).is_sent;
+    void* const flags = allocate(parts_.batch * blocks);
+    check_cuda(cudaMemsetAsync(flags, 0, parts_.batch * blocks, stream), "clearing flags");
+    return static_cast<uint8_t*>(flags);
 }
 
 void ContextTransfers::give_back(int64_t part, const ReturnArrays& arrays) {

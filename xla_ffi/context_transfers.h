@@ -32,8 +32,12 @@ public:
                      ContextFork& fork, Scratch& scratch)
         : attributes_(attributes), parts_(parts), tables_(tables), fork_(fork), scratch_(scratch) {}
 
+    // Whether own keys and values are sent from the part's arrays. Kernels send them from where the rank has them; for
+    // NCCL they have to lie behind each other.
+    bool sends_copies() const { return not parts_.are_within_host; }
+
     // Copies the rank's own keys and values, [batch, tokens, all key heads, dim], into the part's arrays, those that
-    // are sent or needed there (`copied`: CopiedRowsParams), and behind them brings those that it receives.
+    // are needed or, if sends_copies(), sent there (`copied`: CopiedRowsParams), and brings those that it receives.
     Arrival bring(int64_t part, const KeysValues& own, const CastArrays& arrays, const uint8_t* copied);
 
     // Copies the rank's own keys and values that are needed there, and behind them those that have been kept,
@@ -50,6 +54,9 @@ public:
     // Finds out which of the first `count` blocks of the rank's rows are sent.
     collectives::SentBlocks find_sent_blocks(int64_t count, int64_t rows, cudaStream_t stream);
 
+    // Returns a flag for each block of own rows, of which those are set that are copied to be sent.
+    uint8_t* begin_copied_blocks(bool are_sent, cudaStream_t stream);
+
     // Returns device memory that stays until the pass has ended.
     void* allocate(size_t bytes) { return scratch_.allocate(bytes); }
 
@@ -65,12 +72,11 @@ private:
 
     Step across();
     Step inside();
-    collectives::CopiedRowsParams own_rows(int64_t part, const KeysValues& own, const KeysValues& all,
-                                           const uint8_t* copied);
+    cudaEvent_t copy_own(int64_t part, const KeysValues& own, const KeysValues& all, const uint8_t* copied);
     collectives::CopiedRowsParams received_rows(int64_t part, const KeysValues& kept, const KeysValues& all);
     collectives::CopiedRowsParams copied_rows(int64_t part, const KeysValues& from, const KeysValues& all,
                                               int64_t first, int64_t count);
-    void cast(int64_t part, const CastArrays& arrays);
+    void cast(int64_t part, const KeysValues& own, const CastArrays& arrays);
     void launch(Kind kind, int64_t part, const Step& step, const std::vector<ffi::AnyBuffer>& from,
                 const std::vector<ffi::AnyBuffer>& to, Placement placement);
     std::vector<ffi::AnyBuffer> rows(const KeysValues& arrays, int64_t part);

@@ -18,9 +18,9 @@ struct Chunk {
     int bytes;
 };
 
-// Returns the byte of its array at which a chunk begins.
+// Returns the byte of its array, of dense rows, at which the rows of a transfer of the batch begin.
 __device__ __forceinline__ int64_t first_byte(const TransferParams& params, const Chunk& chunk) {
-    return int64_t{chunk.index} * params.input_stride * params.arrays[chunk.array].row_bytes + chunk.begin;
+    return int64_t{chunk.index} * params.input_stride * params.arrays[chunk.array].row_bytes;
 }
 
 // The order of chunks. Consecutive ones are `stride` apart, so that at any time warps work far from each other, and

@@ -31,16 +31,29 @@ struct ByteRange {
     int begin, end;
 };
 
+// Where the bytes of a chunk are. Its rows lie behind each other, or apart, with heads of other parts between them.
+struct Source {
+    const char* rows;  // the first row of the transfer
+    int64_t begin;     // the first byte of the chunk, without those between rows
+    int row_bytes, pitch;
+
+    __device__ Source(const TransferParams& params, const Chunk& chunk)
+        : rows(params.arrays[chunk.array].from + first_byte(params, chunk) * params.input_pitch),
+          begin(chunk.begin),
+          row_bytes(params.arrays[chunk.array].row_bytes),
+          pitch(params.input_pitch) {}
+};
+
 class Pusher {
 public:
     __device__ explicit Pusher(PushStorage& storage) : storage_(storage) { storage.init_barriers(); }
 
-    __device__ void push(const char* from, int bytes, int num_segments) {
+    __device__ void push(const Source& source, int bytes, int num_segments) {
         const uint32_t needed = needed_pieces(num_segments);
         uint32_t to_load = needed, to_store = needed;
         while (to_store) {
             for (; to_load and loaded_ - stored_ < kAhead; to_load &= to_load - 1)
-                load(from, piece(__ffs(to_load) - 1, bytes));
+                load(source, piece(__ffs(to_load) - 1, bytes));
             store(piece(__ffs(to_store) - 1, bytes), num_segments);
             to_store &= to_store - 1;
         }
@@ -61,12 +74,27 @@ private:
     }
 
     // Waits first until each lane's bulk stores have read the buffer that the load overwrites.
-    __device__ void load(const char* from, ByteRange range) {
+    __device__ void load(const Source& source, ByteRange range) {
         sm90::bulk_wait_read<kStages - kAhead>();
         __syncwarp();
-        const unsigned n = loaded_++;
+        if (source.pitch > 1)
+            load_rows(source, range);
+        else if (lane_ == 0)
+            storage_.load(loaded_, 0, source.rows + source.begin + range.begin, range.end - range.begin);
+        ++loaded_;
+    }
+
+    // Loads rows that lie apart, one in each lane.
+    __device__ void load_rows(const Source& source, ByteRange range) {
         if (lane_ == 0)
-            storage_.load(n, 0, from + range.begin, range.end - range.begin);
+            storage_.expect(loaded_, range.end - range.begin);
+        __syncwarp();
+        const int64_t begin = source.begin + range.begin, end = source.begin + range.end, bytes = source.row_bytes;
+        for (int64_t row = begin / bytes + lane_; row * bytes < end; row += kWarp) {
+            const int64_t first = max(row * bytes, begin), last = min((row + 1) * bytes, end);
+            storage_.load_piece(loaded_, static_cast<int>(first - begin),
+                                source.rows + row * bytes * (source.pitch - 1) + first, static_cast<int>(last - first));
+        }
     }
 
     __device__ void store(ByteRange range, int num_segments) {
@@ -92,8 +120,7 @@ __device__ void push_chunks(const TransferParams& params, const ChunkSchedule& s
     Pusher pusher(storage);
     for (ChunkIterator chunks(params, schedule, call, storage.segments); chunks.next();) {
         const Chunk& chunk = chunks.chunk();
-        const char* const from = params.arrays[chunk.array].from + first_byte(params, chunk);
-        pusher.push(from, chunk.bytes, chunks.num_segments());
+        pusher.push({params, chunk}, chunk.bytes, chunks.num_segments());
     }
     sm90::bulk_wait();
 }

@@ -25,7 +25,13 @@ template <int kStages, int kPieceBytes> struct WarpStorage {
 
     // For one lane, when all lanes have read the stage: starts load n, of `bytes` at `offset` in its stage.
     __device__ void load(unsigned n, int offset, const char* from, int bytes) {
-        barrier(n % kStages).arrive_and_expect(bytes);
+        expect(n, bytes);
+        load_piece(n, offset, from, bytes);
+    }
+
+    // The same in steps: one lane says how many bytes load n has, and then lanes load pieces of it.
+    __device__ void expect(unsigned n, int bytes) { barrier(n % kStages).arrive_and_expect(bytes); }
+    __device__ void load_piece(unsigned n, int offset, const char* from, int bytes) {
         sm90::bulk_load(sm90::shared_address(stages[n % kStages]) + offset, from, bytes, barrier(n % kStages));
     }
 

@@ -44,6 +44,7 @@ struct TransferParams {
     int batch, entries;
     int input_rows, output_rows, pair_rows;
     int input_stride;      // input rows from one transfer of the batch to the next
+    int input_pitch;       // of a group cast without remote peers: widths of a row from one input row to the next
     int first_output_row;  // of a group cast: nothing is written to the output rows before it
     bool keeps_empty_sums;  // of a group reduce: nothing is written to rows that nobody has sums for
     int num_arrays;

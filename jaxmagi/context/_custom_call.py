@@ -3,8 +3,9 @@
 Heads are cut into parts, whose keys travel one after the other while attention to others computes, and so
 do their gradients. A part has the keys and values of its key heads in arrays of its own,
 [parts, G, rows, K / parts, D]. The call puts received rows there, and in front of them those of the rank's
-own rows that it sends or reads there; the others it reads where they are. The backward pass has one part
-within a host, unless so much is received that parts take turns with two workspaces.
+own rows that it reads there or, between hosts, sends from there; the others it reads and sends where they
+are. The backward pass has one part within a host, unless so much is received that parts take turns with two
+workspaces.
 """
 
 from collections.abc import Sequence
@@ -112,6 +113,9 @@ def backward(
     bytes_of_part = {count: workspace_bytes(count) for count in sorted({1, sizes.parts})}
     sums_bytes = query.size * jnp.dtype(jnp.float32).itemsize
     num_workspaces, all_bytes = _workspaces(sizes.parts, bytes_of_part, sums_bytes)
+    # Within a host rows move so fast that parts cost more than they hide, unless they take turns.
+    take_turns = num_workspaces < sizes.parts
+    sizes = sizes._replace(parts_within_host=sizes.parts if take_turns else 1)
     wire = steps[0][0].wire_dtype
     is_rounded = wire is not None and jnp.dtype(wire) != jnp.float32
     wire, single = (jnp.dtype(wire) if is_rounded else key.dtype), jnp.dtype(jnp.float32)
@@ -154,7 +158,8 @@ def _workspaces(parts: int, bytes_of_part: dict[int, int], sums_bytes: int) -> t
 class _Sizes(NamedTuple):
     """The sizes of a call that its operands do not show."""
 
-    parts: int  # but for backward passes within a host, which have one unless parts share workspaces
+    parts: int  # between hosts, and of the arrays of all parts
+    parts_within_host: int
     rows: int  # of keys: those of the rank, and those that it receives
     middle_rows: int  # that the first of two steps brings
 
@@ -162,8 +167,12 @@ class _Sizes(NamedTuple):
     def of(cls, key: jax.Array, value: jax.Array, steps: Steps) -> "_Sizes":
         first, last = steps[0][0], steps[-1][0]
         row_bytes = key.shape[2] * (key.shape[3] + value.shape[3]) * key.dtype.itemsize
-        parts = num_parts(key.shape[2], key.shape[0] * last.output_rows * row_bytes)
-        return cls(parts, first.input_rows + last.output_rows, first.output_rows * (len(steps) == 2))
+        parts, within_host = (
+            num_parts(key.shape[2], key.shape[0] * last.output_rows * row_bytes, within_host=within)
+            for within in (False, True)
+        )
+        rows, middle_rows = first.input_rows + last.output_rows, first.output_rows * (len(steps) == 2)
+        return cls(parts, within_host, rows, middle_rows)
 
     def arrays(
         self, key: jax.Array, value: jax.Array, rows: int, dtype: jnp.dtype | None = None
@@ -219,8 +228,8 @@ def _attributes(
         "ranks_per_host": route.ranks_per_host or 0,
         "timeout_ms": timeout_ms(route.timeout),
         "num_parts": sizes.parts,
+        "num_parts_within_host": sizes.parts_within_host,
         "num_workspaces": num_workspaces or sizes.parts,
-        "reserved_sms": num_sms,
     }
     return {name: np.int64(number) for name, number in numbers.items()} | {
         "groups": groups.reshape(-1),

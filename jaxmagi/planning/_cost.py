@@ -11,7 +11,9 @@ _MAY_BE_ZERO = ("latency_us", "network_latency_us")
 _MOST_PACKED_HEADS = 16
 
 MOST_PARTS = 8
-LEAST_PART_BYTES = 2**22  # that a rank receives for a part of the heads
+# That a rank receives for a part of the heads. Within a host so many take as long as a transfer's kernel and
+# its barriers do, and all parts leave multiprocessors to transfers, until the last of them has come.
+LEAST_PART_BYTES, LEAST_PART_BYTES_WITHIN_HOST = 2**22, 2**24
 
 
 class Tile(NamedTuple):
@@ -45,15 +47,16 @@ _FORWARD_TILES = {64: (192, 128), 96: (192, 112), 128: (192, 80), 192: (128, 112
 _BACKWARD_TILES = {64: (128, 128), 96: (64, 128), 128: (80, 128), 192: (64, 96), 256: (64, 64)}
 
 
-def num_parts(num_kv_heads: int, received_bytes: float) -> int:
+def num_parts(num_kv_heads: int, received_bytes: float, *, within_host: bool = False) -> int:
     """Returns into how many parts the heads are cut, of which one computes while rows of others travel.
 
     The more there are, the sooner attention to received keys begins, and the less is left to return behind
     the last of it. They divide the key heads, are at most 8, and a rank receives 4 MiB at least for each, of
-    all examples: each costs a launch, and between hosts some tenths of a millisecond. Within a host the
-    backward pass has one.
+    all examples, and 16 MiB within a host: each costs some tenths of a millisecond between hosts, where the
+    host waits for its transfer, and some hundredths within one. There the backward pass has one.
     """
-    most = max(1, min(MOST_PARTS, received_bytes // LEAST_PART_BYTES))
+    least = LEAST_PART_BYTES_WITHIN_HOST if within_host else LEAST_PART_BYTES
+    most = max(1, min(MOST_PARTS, received_bytes // least))
     return max(parts for parts in range(1, MOST_PARTS + 1) if num_kv_heads % parts == 0 and parts <= most)
 
 

@@ -96,8 +96,10 @@ def work_of(tiles: Tiles, rows: np.ndarray, cost: CostModel, direction: Pass) ->
         cost: the machine.
         direction: the pass.
     """
-    has_one_part = direction.by_keys and len(rows) == 1 and len(tiles.own) <= cost.ranks_per_host
-    parts = 1 if has_one_part else num_parts(cost.num_kv_heads, float(rows[-1].sum()) * cost.row_bytes)
+    within_host = len(rows) == 1 and len(tiles.own) <= cost.ranks_per_host
+    has_one_part = direction.by_keys and within_host
+    received_bytes = float(rows[-1].sum()) * cost.row_bytes
+    parts = 1 if has_one_part else num_parts(cost.num_kv_heads, received_bytes, within_host=within_host)
     fetch = float(cost.transfer_seconds(rows, cost.row_bytes / parts).sum())
     # Gradients take the same links in the other direction, which is as fast.
     give_back = float(cost.reduction_seconds(rows, cost.gradient_row_bytes / parts).sum())

@@ -51,6 +51,20 @@ def test_sustained_work_without_launching_and_waiting(monkeypatch: pytest.Monkey
     }
 
 
+def test_work_for_which_the_host_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch is nearly done when it has been enqueued, as with transfers between hosts."""
+    clock = Clock(monkeypatch)
+    work = clock.work(100.0, passes=5)
+
+    def enqueue() -> float:
+        end = work.enqueue()
+        clock.host = end - 100.0
+        return end
+
+    timings = time_sustained({"some": DeviceWork(enqueue, work.wait, 5)}, repeats=1, seconds=1500.0)
+    assert timings["some"].median == pytest.approx(100.0, rel=0.02)
+
+
 def test_a_device_that_slows_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device has time to settle before anything is measured."""
     clock = Clock(monkeypatch)
@@ -86,7 +100,7 @@ def test_the_slowest_process_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     timings = time_sustained(counted, 1, seconds=9000.0, slowest=lambda seconds: 4 * seconds)
     assert timings["some"].median == pytest.approx(400.0, rel=0.02)
     estimate = 4 * (100.0 + LAUNCH + WAIT / 2)  # of a batch, from two in the queue
-    assert enqueued - 4 == pytest.approx(1.5 * 6000.0 / estimate, abs=1)
+    assert enqueued - 5 == pytest.approx(1.5 * 6000.0 / estimate, abs=1)  # and one behind them
 
 
 def test_median_of_the_repeats(monkeypatch: pytest.MonkeyPatch) -> None:

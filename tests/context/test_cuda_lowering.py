@@ -24,9 +24,9 @@ from jaxmagi.attention import _cuda as attention_calls
 from jaxmagi.collectives._support import CAST, REDUCE
 from jaxmagi.context import _custom_call
 from jaxmagi.context._custom_call import BACKWARD, FORWARD
-from jaxmagi.planning import _cost
 
 from ..custom_calls import Call, custom_calls, lower
+from ..parts import let_parts_receive
 from .harness import AXIS, make_mesh
 
 RANKS, LENGTH, HOST = 4, 1024, 2
@@ -91,7 +91,7 @@ def workspaces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts the key heads of the operands in two."""
     received = PLAN.transfer.output_rows * SHAPE.kv_heads * (SHAPE.dim + SHAPE.v_dim) * 2
-    monkeypatch.setattr(_cost, "LEAST_PART_BYTES", received // 2)
+    let_parts_receive(monkeypatch, received // 2)
 
 
 def program(
@@ -241,7 +241,6 @@ def test_kept_keys(plan: ContextPlan, two_parts: None) -> None:
 
 NUMBERS = {
     "num_sms": 16,
-    "reserved_sms": 16,
     "implementation": 0,
     "timeout_ms": 300_000,
     "num_parts": 2,
@@ -266,8 +265,8 @@ def test_attributes(plan: ContextPlan, two_parts: None) -> None:
         "pair_rows": (sizes.across or sizes).pair_rows,
         "inside_pair_rows": sizes.pair_rows if plan.two_levels else 0,
     }
-    for call in (forward, backward):
-        assert call.attributes == wanted
+    for call, parts_within_host in ((forward, 2), (backward, 1)):
+        assert call.attributes == wanted | {"num_parts_within_host": parts_within_host}
         assert call.arrays["groups"] == [0, 1, 2, 3]
         assert not plan.two_levels or call.arrays["inside_groups"] == [0, 1, 2, 3]
         assert not call.has_side_effect  # so that XLA drops passes that nothing needs, as remat relies on
@@ -282,7 +281,6 @@ def test_options(plan: ContextPlan) -> None:
     numbers = {
         "implementation": 2,
         "num_sms": 7,
-        "reserved_sms": 7,
         "ranks_per_host": HOST,
         "timeout_ms": 1500,
         "scale": 0.25,  # the query has the sign
@@ -297,7 +295,7 @@ def test_attention_keeps_most_multiprocessors() -> None:
     """However many are allowed for transfers."""
     _, forward, _, backward = calls_of(PLAN, collectives=CollectiveOptions(num_sms=132))
     for call in (forward, backward):
-        assert (call.attributes["num_sms"], call.attributes["reserved_sms"]) == (32, 32)
+        assert call.attributes["num_sms"] == 32
 
 
 def test_native_transfers() -> None:
@@ -349,7 +347,7 @@ def test_parts_have_a_least_size(
     examples = shape.examples or 1
     received = examples * plan.transfer.output_rows * shape.kv_heads * (shape.dim + shape.v_dim) * 2
     for least, wanted in ((received // most, parts), (received + 1, 1)):
-        monkeypatch.setattr(_cost, "LEAST_PART_BYTES", least)
+        let_parts_receive(monkeypatch, least)
         _, forward, _, backward = calls_of(plan, shape)
         assert forward.attributes["num_parts"] == backward.attributes["num_parts"] == wanted
 
@@ -359,7 +357,7 @@ def test_parts_of_calls(
     kv_heads: int, parts: int, monkeypatch: pytest.MonkeyPatch, workspaces: list[Any]
 ) -> None:
     """Each part has a workspace. Within a host there is one part of the backward pass."""
-    monkeypatch.setattr(_cost, "LEAST_PART_BYTES", 1)
+    let_parts_receive(monkeypatch, 1)
     _, forward, _, backward = calls_of(PLAN, Shape(3 * kv_heads, kv_heads))
     rows, _ = row_counts(PLAN)
     key = f"{parts}x1x{rows}x{kv_heads // parts}x64"
@@ -378,13 +376,15 @@ def test_parts_that_share_workspaces(
     kv_heads: int, most_sums: float, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts have two for all where their workspaces would take much more memory than the sums of dQ."""
-    monkeypatch.setattr(_cost, "LEAST_PART_BYTES", 1)
+    let_parts_receive(monkeypatch, 1)
     monkeypatch.setattr(_custom_call, "_MOST_SUMS", most_sums)
     _, forward, _, backward = calls_of(PLAN, Shape(3 * kv_heads, kv_heads))
     assert backward.attributes["num_workspaces"] == count
     assert backward.results[-2] == f"{count * WORKSPACE // 16}x4xi32"
     numbers = forward.attributes["num_parts"], backward.attributes["num_parts"]
     assert numbers == (kv_heads, kv_heads) and forward.attributes["num_workspaces"] == kv_heads
+    within_host = kv_heads if count < kv_heads else 1
+    assert backward.attributes["num_parts_within_host"] == within_host
 
 
 def test_head_dimensions_become_multiples_of_eight() -> None:

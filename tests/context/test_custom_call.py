@@ -20,9 +20,9 @@ from jaxmagi.collectives import group_cast_p, group_reduce_p, on_this_rank
 from jaxmagi.collectives._route import Route
 from jaxmagi.context import _custom_call, _primitives
 from jaxmagi.context._passes import ContextOptions, _steps
-from jaxmagi.planning import _cost
 
 from ..cases import FP32_TOLERANCE
+from ..parts import let_parts_receive
 from .harness import AXIS, make_mesh
 
 RANKS, LENGTH, HOST, BATCH = 4, 64, 2, 2
@@ -166,7 +166,7 @@ def models(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", stand_in)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(jax.ffi, "ffi_call", model_of)
-    monkeypatch.setattr(_cost, "LEAST_PART_BYTES", 1)
+    let_parts_receive(monkeypatch, 1)
 
 
 class Case(NamedTuple):

@@ -20,9 +20,10 @@ from jaxmagi import (
     plan_context,
     undispatch,
 )
-from jaxmagi.planning import _cost, num_parts
+from jaxmagi.planning import num_parts
 
 from ..cases import MaskCase, mask_cases
+from ..parts import let_parts_receive
 from . import harness
 from .harness import AXIS, LARGE, Problem, check_solution, dispatch_problem, make_mesh, make_plan, whole
 
@@ -87,7 +88,7 @@ def test_without_jit(cp_size: int, rng: np.random.Generator) -> None:
 def cut_in_parts(monkeypatch: pytest.MonkeyPatch, plan: ContextPlan, kv_heads: int, parts: int) -> None:
     """Has programs that are lowered from now on cut 16-bit keys and values of `DIM` into so many parts."""
     received = plan.transfer.output_rows * kv_heads * 2 * DIM * 2
-    monkeypatch.setattr(_cost, "LEAST_PART_BYTES", received // parts)
+    let_parts_receive(monkeypatch, received // parts)
     assert num_parts(kv_heads, received) == parts
 
 

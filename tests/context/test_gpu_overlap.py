@@ -9,12 +9,14 @@ import pytest
 from benchmarks._profile import divide, profile
 from jaxmagi import AttnMask, CollectiveOptions, masks, plan_context
 
+from ..parts import let_parts_receive
 from .passes import Passes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_process")]
 
 TOKENS, HEADS, KV_HEADS, DIM = 32768, 64, 8, 128
 WINDOW = 4095  # most tiles of queries see keys of their rank alone
+PART_BYTES = 2**22  # so that what a rank receives for the window is cut in parts within a host too
 CALLS = 3
 # There is one for own tiles, one on the multiprocessors that casts give back, and one for what is left. In
 # the forward pass there is one more where there are several casts, behind the first.
@@ -98,7 +100,7 @@ def assert_in_some_call(check: Callable[[Kernels], None], calls: list[list[Kerne
 
 
 @pytest.mark.parametrize("cp_size", [2], indirect=True)
-def test_within_a_host(cp_size: int, tmp_path: Path) -> None:
+def test_within_a_host(cp_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys come beside attention to own ones, or while the backward pass prepares.
 
     CTAs go on with tiles that need received keys, so that launches for what is left have next to nothing to
@@ -114,6 +116,7 @@ def test_within_a_host(cp_size: int, tmp_path: Path) -> None:
             assert len(found[name]) == count and all(x.length < 0.2 * first.length for x in others)
         assert gradients.meets(found[CONVERT][-1])
 
+    let_parts_receive(monkeypatch, PART_BYTES)
     mask = masks.sliding_window(TOKENS, WINDOW)
     assert_in_some_call(check, profile_passes(cp_size, "native", tmp_path, mask))
 

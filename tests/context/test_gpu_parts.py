@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmagi import AttnMask, ContextPlan, attention, context_attention, dispatch, masks, plan_context
 from jaxmagi.context import _custom_call
-from jaxmagi.planning import _cost
 
 from ..collectives.groups import Group, assert_close, place, require_devices, require_one_host
+from ..parts import let_parts_receive
 from . import harness
 from .harness import AXIS, Solution, check_solution
 from .test_gpu import BF16_TOLERANCE, CHUNK, DIM, cut_in_parts
@@ -220,7 +220,7 @@ def gradients(attend: Any, *given: Any) -> Any:
 
 @ON_GROUPS
 @pytest.mark.parametrize("mapped", ["sequences", "plans", "sinks"])
-@pytest.mark.parametrize("least_part_bytes", [1, _cost.LEAST_PART_BYTES])
+@pytest.mark.parametrize("least_part_bytes", [1, 2**30])
 def test_examples(
     group: Group,
     two_levels: bool,
@@ -233,7 +233,7 @@ def test_examples(
 
     There is a soft cap, and values have another size than keys. Each key head is a part, or there is one.
     """
-    monkeypatch.setattr(_cost, "LEAST_PART_BYTES", least_part_bytes)
+    let_parts_receive(monkeypatch, least_part_bytes)
     chosen = MASKS if mapped == "plans" else MASKS[:1] * 2
     first = make_plan(chosen[0], group, two_levels)
     plan = ContextPlan.stack([first, make_plan(chosen[1], group, two_levels, first.token_order)])

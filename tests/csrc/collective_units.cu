@@ -19,6 +19,7 @@ constexpr int kSendingRows = 150;     // at either end of the input: so few that
 constexpr int kIdleTransfer = 1;      // of the batch: nobody sends anything
 constexpr int kWidths[] = {16, 520};  // numbers in a row of each array
 constexpr int kArrays = std::size(kWidths);
+constexpr int kPitch = 3, kPart = 1;  // of arrays whose rows lie apart
 constexpr char kPoison = -1;          // NaN in all types
 const cudaStream_t kStream = cudaStreamPerThread;  // synchronizes with cudaMemcpy
 
@@ -97,6 +98,7 @@ public:
                               .output_rows = kOutputRows,
                               .pair_rows = kPairRows,
                               .input_stride = kInputRows,
+                              .input_pitch = 1,
                               .num_arrays = kArrays,
                               .dtype = kDType<T>,
                               .sum_dtype = kDType<Sum>,
@@ -170,6 +172,27 @@ template <typename T> std::vector<std::vector<T>> small_numbers(int rows, std::m
     return arrays;
 }
 
+// Returns arrays whose rows have kPitch parts, of which the part kPart has these numbers.
+template <typename T> Arrays<T> among_parts(const std::vector<std::vector<T>>& numbers) {
+    std::vector<std::vector<T>> wide;
+    for (int array = 0; array < kArrays; ++array) {
+        const int width = kWidths[array];
+        std::vector<T>& parts = wide.emplace_back(numbers[array].size() * kPitch);
+        std::fill_n(reinterpret_cast<char*>(parts.data()), parts.size() * sizeof(T), kPoison);
+        for (size_t row = 0; row < numbers[array].size() / width; ++row)
+            std::copy_n(numbers[array].begin() + row * width, width, parts.begin() + (row * kPitch + kPart) * width);
+    }
+    return on_device(wide);
+}
+
+// Lets the kernel of a group cast read rows that lie apart.
+template <typename T> TransferParams from_parts(TransferParams params, const Arrays<T>& wide) {
+    params.input_pitch = kPitch;
+    for (int i = 0; i < kArrays; ++i)
+        params.arrays[i].from = reinterpret_cast<const char*>(wide[i]->data() + kPart * kWidths[i]);
+    return params;
+}
+
 template <typename T> std::vector<double> widened(const std::vector<T>& numbers) {
     std::vector<double> wide(numbers.size());
     std::ranges::transform(numbers, wide.begin(), to_double<T>);
@@ -177,11 +200,12 @@ template <typename T> std::vector<double> widened(const std::vector<T>& numbers)
 }
 
 template <bool kIsCast, typename T, typename Sum = T>
-void check(const std::string& name, const Tables& tables, Rank (&ranks)[kRanks], Verdict& verdict) {
+void check(const std::string& name, const Tables& tables, Rank (&ranks)[kRanks], Verdict& verdict,
+           bool lie_apart = false) {
     constexpr int kFromRows = kIsCast ? kInputRows : kOutputRows, kToRows = kIsCast ? kOutputRows : kInputRows;
     std::mt19937 random(1);
     std::vector<std::vector<T>> numbers[kRanks];
-    Arrays<T> from[kRanks];
+    Arrays<T> from[kRanks], wide[kRanks];
     Arrays<Sum> to[kRanks];
     TransferParams params[kRanks];
     std::vector<RemoteRows> rows;
@@ -192,8 +216,10 @@ void check(const std::string& name, const Tables& tables, Rank (&ranks)[kRanks],
         params[rank] = ranks[rank].params(from[rank], to[rank], kIsCast);
         rows.push_back(ranks[rank].remote_rows(params[rank]));
         rows[rank].add_to(params[rank]);
+        if (lie_apart)
+            wide[rank] = among_parts(numbers[rank]);
         if (kIsCast)
-            must(push_rows(params[rank], kStream), "pushing");
+            must(push_rows(lie_apart ? from_parts(params[rank], wide[rank]) : params[rank], kStream), "pushing");
         rows[rank].pack(kStream);
     }
     exchange(rows);
@@ -233,6 +259,8 @@ int run() {
     Verdict verdict;
     check<true, __nv_bfloat16>("bf16", tables, ranks, verdict);
     check<true, double>("f64", tables, ranks, verdict);
+    check<true, __nv_bfloat16>("bf16, rows that lie apart", tables, ranks, verdict, true);
+    check<true, double>("f64, rows that lie apart", tables, ranks, verdict, true);
     check<false, __nv_bfloat16>("bf16", tables, ranks, verdict);
     check<false, __nv_bfloat16, float>("bf16 to f32", tables, ranks, verdict);
     check<false, __half>("f16", tables, ranks, verdict);

@@ -2,10 +2,10 @@
 
 import pytest
 
-from jaxmagi.planning import _cost
+from ..parts import let_parts_receive
 
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets transfers of a few rows be cut into as many parts as large ones are."""
-    monkeypatch.setattr(_cost, "LEAST_PART_BYTES", 1)
+    let_parts_receive(monkeypatch, 1)

@@ -118,6 +118,7 @@ def test_parts_have_enough_rows() -> None:
     sizes = (0, 4 * mib, 8 * mib - 1, 8 * mib, 15.6 * mib, 16 * mib, 28 * mib, 32 * mib)
     assert [num_parts(8, size) for size in sizes] == [1, 1, 1, 2, 2, 4, 4, 8]
     assert [num_parts(6, size) for size in sizes] == [1, 1, 1, 2, 3, 3, 6, 6]
+    assert [num_parts(8, 4 * size, within_host=True) for size in sizes] == [1, 1, 1, 2, 2, 4, 4, 8]
 
 
 def test_predicted_seconds_of_a_known_plan() -> None:
