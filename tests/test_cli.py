@@ -221,7 +221,7 @@ def test_pictures_are_written(
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "ranks_per_host", "parts"), [(1, 2, 1), (2, 2, 2), (4, 2, 4), (4, 4, 4)]
+    ("kv_heads", "ranks_per_host", "parts"), [(1, 2, 1), (2, 2, 2), (4, 2, 4), (4, 4, 2)]
 )
 def test_schedule_waits_for_keys_and_ends_with_the_prediction(
     kv_heads: int, ranks_per_host: int, parts: int

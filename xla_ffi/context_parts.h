@@ -10,9 +10,9 @@
 #include "xla_ffi/collectives_params.h"
 
 // A pass of context attention is cut into parts of the heads. A part has keys and values in arrays of its own, [parts,
-// batch, rows, key heads of a part, dim]: in front those of the rank that it reads or, over NCCL, sends there, and
-// behind them those that it receives. XLA knows these arrays with as many parts as there may be. If a call has fewer,
-// it uses their memory in another way.
+// batch, rows, key heads of a part, dim]: in front those of the rank that it reads there or, unless ranks are within a
+// host, sends from there, and behind them those that it receives. XLA knows these arrays with as many parts as there may
+// be. If a call has fewer, it uses their memory in another way.
 
 namespace jaxmagi {
 
@@ -28,7 +28,7 @@ struct ContextAttributes {
     Implementation implementation;
     int64_t ranks_per_host, timeout_ms;
     int64_t num_parts;              // the most that there may be
-    int64_t num_parts_within_host;  // where no keys come over NCCL
+    int64_t num_parts_within_host;  // of calls whose ranks are within a host (Parts)
     int64_t num_workspaces;  // of parts of a backward pass: fewer than num_parts if these take turns with them
     double scale, soft_cap;
     bool deterministic;  // the backward pass
@@ -70,7 +70,7 @@ private:
 // The sizes of a call, by which its buffers are cut.
 struct Parts {
     int64_t count, batch, tokens, rows, heads, key_heads;  // heads of a part
-    bool are_within_host = false;                          // no keys come over NCCL
+    bool are_within_host = false;                          // all keys come by kernels, in one step
     bool have_native_peers = false;                        // some may come by kernels from other ranks
 
     // Returns as many parts as there may be. q: [batch, tokens, all heads, dim], keys: [parts, batch, rows, key heads

@@ -22,7 +22,7 @@ ContextStreams& ContextStreams::of_current_device() {
 ContextStreams::ContextStreams() {
     int lowest, highest;
     check_cuda(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for the priorities of streams");
-    // SMs that become free go to transfers before computations, and the host does not wait behind these.
+    // SMs that become free go to transfers and copies before computations, and the host does not wait behind these.
     for (cudaStream_t* const stream : {&transfers_, &copies_, &setup_})
         check_cuda(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, highest), "making a stream");
     for (cudaStream_t* const stream : {&side_, &helpers_})

@@ -8,8 +8,9 @@
 
 #include "csrc/collectives/transfer_order.h"
 
-// The streams in which a pass of context attention runs: transfers in one, and consecutive launches of attention in two
-// others, so that one begins on multiprocessors that have nothing left to do for the one before.
+// The streams in which a pass of context attention runs: transfers in one, copies of own keys in another, and consecutive
+// launches of attention in two more, so that one begins on multiprocessors that have nothing left to do for the one
+// before.
 
 namespace jaxmagi {
 
@@ -61,7 +62,7 @@ public:
     // Lets a stream wait until a kernel that was launched before has set a flag, which no multiprocessor does.
     static void wait_until_set(cudaStream_t stream, const uint32_t* flag);
 
-    // Lets a stream set a flag. Who reads it by an acquiring load sees what the stream has written before.
+    // Lets a stream set a flag. Who reads it by an acquiring load sees what the stream has written or waited for before.
     static void set(cudaStream_t stream, uint32_t* flag, uint32_t value = 1);
 
 private:

@@ -18,7 +18,7 @@ struct Chunk {
     int bytes;
 };
 
-// Returns the byte of its array, of dense rows, at which the rows of a transfer of the batch begin.
+// Returns the byte of a chunk's array, if rows are dense, at which the rows of its transfer begin.
 __device__ __forceinline__ int64_t first_byte(const TransferParams& params, const Chunk& chunk) {
     return int64_t{chunk.index} * params.input_stride * params.arrays[chunk.array].row_bytes;
 }

@@ -7,7 +7,7 @@
 #include "csrc/collectives/transfer_params.h"
 
 // These functions take parts of the heads (xla_ffi/context_parts.h) out of whole rows before transfers of context
-// attention, and put them back behind these.
+// attention or beside them, and put them back behind these.
 
 namespace jaxmagi::collectives {
 

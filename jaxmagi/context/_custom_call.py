@@ -158,8 +158,8 @@ def _workspaces(parts: int, bytes_of_part: dict[int, int], sums_bytes: int) -> t
 class _Sizes(NamedTuple):
     """The sizes of a call that its operands do not show."""
 
-    parts: int  # between hosts, and of the arrays of all parts
-    parts_within_host: int
+    parts: int  # as many as arrays have, and calls between hosts
+    parts_within_host: int  # no more
     rows: int  # of keys: those of the rank, and those that it receives
     middle_rows: int  # that the first of two steps brings
 

@@ -352,6 +352,17 @@ def test_parts_have_a_least_size(
         assert forward.attributes["num_parts"] == backward.attributes["num_parts"] == wanted
 
 
+def test_fewer_parts_within_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which host a rank is on is known when the program runs: a call has both numbers."""
+    shape = Shape(8, 8)
+    received = PLAN.transfer.output_rows * shape.kv_heads * (shape.dim + shape.v_dim) * 2
+    let_parts_receive(monkeypatch, received // 8, within_host=received // 2)
+    _, forward, _, backward = calls_of(PLAN, shape)
+    assert forward.attributes["num_parts"] == backward.attributes["num_parts"] == 8
+    assert forward.attributes["num_parts_within_host"] == 2
+    assert backward.attributes["num_parts_within_host"] == 1
+
+
 @pytest.mark.parametrize(("kv_heads", "parts"), [(1, 1), (2, 2), (3, 3), (8, 8), (16, 8)])
 def test_parts_of_calls(
     kv_heads: int, parts: int, monkeypatch: pytest.MonkeyPatch, workspaces: list[Any]

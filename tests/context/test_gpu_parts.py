@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmagi import AttnMask, ContextPlan, attention, context_attention, dispatch, masks, plan_context
 from jaxmagi.context import _custom_call
+from jaxmagi.planning import num_parts
 
 from ..collectives.groups import Group, assert_close, place, require_devices, require_one_host
 from ..parts import let_parts_receive
@@ -103,6 +104,33 @@ def test_numbers_of_parts(
             np.testing.assert_array_equal(solution.out, solutions[0].out)
             np.testing.assert_array_equal(solution.lse, solutions[0].lse)
         np.testing.assert_allclose(solution.lse, solutions[0].lse, rtol=0, atol=1e-5)
+
+
+@ON_GROUPS
+@pytest.mark.parametrize("keep_received", [False, True])
+@pytest.mark.parametrize(("kv_heads", "within_host"), [(8, 2), (8, 4), (6, 2)])
+def test_fewer_parts_within_a_host(
+    group: Group,
+    two_levels: bool,
+    keep_received: bool,
+    kv_heads: int,
+    within_host: int,
+    monkeypatch: pytest.MonkeyPatch,
+    rng: np.random.Generator,
+) -> None:
+    """Arrays have as many parts as key heads, of which the forward pass within a host joins some."""
+    plan = make_plan(MASKS[0], group, two_levels)
+    received = plan.transfer.output_rows * kv_heads * 2 * DIM * 2
+    let_parts_receive(monkeypatch, 1, within_host=received // within_host)
+    assert num_parts(kv_heads, received) == kv_heads
+    assert num_parts(kv_heads, received, within_host=True) == within_host
+    problem = harness.random_problem(
+        rng, LENGTH, jnp.bfloat16, heads=2 * kv_heads, kv_heads=kv_heads, dim=DIM, v_dim=DIM
+    )
+    # The cache may have a program that is cut otherwise.
+    run = harness.distributed.__wrapped__(group.size, collectives=group.options, keep_received=keep_received)
+    solution = run(harness.dispatch_problem(problem, plan), plan)
+    check_close(harness.undispatch_solution(solution, plan), harness.solve_alone(problem, MASKS[0]))
 
 
 @ON_GROUPS
