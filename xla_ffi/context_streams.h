@@ -48,9 +48,9 @@ public:
 
     cudaStream_t program() const { return program_; }
     cudaStream_t transfers() const { return streams_.transfers(); }
-    // For copies of own keys, those of a part beside the transfer of the part before.
+    // Returns the stream of copies of own keys, so that those of a part run beside the transfer of the part before.
     cudaStream_t copies() const { return streams_.copies(); }
-    // For what the host does before a transfer. Nothing else is in it, so that the host waits for nothing else.
+    // Returns the stream of what the host does before a transfer. Nothing else is in it, so that the host waits for nothing else.
     cudaStream_t setup() const { return streams_.setup(); }
     cudaStream_t helpers() const { return streams_.helpers(); }
     cudaStream_t of_launch(int number) const { return number % 2 == 0 ? program_ : streams_.side(); }

@@ -32,8 +32,8 @@ public:
                      ContextFork& fork, Scratch& scratch)
         : attributes_(attributes), parts_(parts), tables_(tables), fork_(fork), scratch_(scratch) {}
 
-    // Whether own keys and values are sent from the part's arrays. Within a host kernels send them from where the rank
-    // has them; for NCCL they have to lie behind each other.
+    // Returns whether own keys and values are sent from the part's arrays. Within a host kernels send them from where
+    // the rank has them; for NCCL they have to lie behind each other.
     bool sends_copies() const { return not parts_.are_within_host; }
 
     // Copies the rank's own keys and values, [batch, tokens, all key heads, dim], into the part's arrays, those that

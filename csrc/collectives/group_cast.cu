@@ -31,7 +31,7 @@ struct ByteRange {
     int begin, end;
 };
 
-// Where the bytes of a chunk are. Its rows lie behind each other, or apart, with heads of other parts between them.
+// Says where the bytes of a chunk are. Its rows lie behind each other, or apart, with heads of other parts between them.
 struct Source {
     const char* rows;  // the first row of the transfer
     int64_t begin;     // the first byte of the chunk, without those between rows

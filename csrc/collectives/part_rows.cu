@@ -13,7 +13,7 @@ namespace {
 constexpr int kThreads = 256, kVectorsOfThread = 8, kMaxCtas = 1 << 16;
 
 // A CTA copies groups of rows one after the other. There are few CTAs, since the copy shares the multiprocessors that
-// attention leaves free. Two fit on one.
+// attention leaves free, each of which has room for two.
 constexpr int kCopyCtas = 64, kWarps = kThreads / kWarp;
 
 int num_ctas(int64_t vectors) {

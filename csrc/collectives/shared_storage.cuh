@@ -29,7 +29,7 @@ template <int kStages, int kPieceBytes> struct WarpStorage {
         load_piece(n, offset, from, bytes);
     }
 
-    // The same in steps: one lane says how many bytes load n has, and then lanes load pieces of it.
+    // These two are load() in steps: one lane says how many bytes load n has, and then lanes load pieces of it.
     __device__ void expect(unsigned n, int bytes) { barrier(n % kStages).arrive_and_expect(bytes); }
     __device__ void load_piece(unsigned n, int offset, const char* from, int bytes) {
         sm90::bulk_load(sm90::shared_address(stages[n % kStages]) + offset, from, bytes, barrier(n % kStages));

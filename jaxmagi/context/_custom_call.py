@@ -158,8 +158,8 @@ def _workspaces(parts: int, bytes_of_part: dict[int, int], sums_bytes: int) -> t
 class _Sizes(NamedTuple):
     """The sizes of a call that its operands do not show."""
 
-    parts: int  # as many as arrays have, and calls between hosts
-    parts_within_host: int  # no more
+    parts: int  # of arrays, and of calls between hosts
+    parts_within_host: int  # at most as many
     rows: int  # of keys: those of the rank, and those that it receives
     middle_rows: int  # that the first of two steps brings
 

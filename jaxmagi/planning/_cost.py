@@ -11,8 +11,8 @@ _MAY_BE_ZERO = ("latency_us", "network_latency_us")
 _MOST_PACKED_HEADS = 16
 
 MOST_PARTS = 8
-# That a rank receives for a part of the heads. Within a host 16 MiB take some 50 us: smaller parts cost more
-# in kernels and barriers than they hide (docs/log/context.md).
+# A rank receives so many bytes at least for a part of the heads. Within a host 16 MiB take some 50 us:
+# smaller parts cost more in kernels and barriers than they hide (docs/log/context.md).
 LEAST_PART_BYTES, LEAST_PART_BYTES_WITHIN_HOST = 2**22, 2**24
 
 

@@ -87,11 +87,16 @@ def workspaces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return asked
 
 
+def received_bytes(plan: ContextPlan, shape: Shape) -> int:
+    """Returns the bytes of 16-bit keys and values that a rank receives, of all examples."""
+    examples = shape.examples or 1
+    return examples * plan.transfer.output_rows * shape.kv_heads * (shape.dim + shape.v_dim) * 2
+
+
 @pytest.fixture
 def two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts the key heads of the operands in two."""
-    received = PLAN.transfer.output_rows * SHAPE.kv_heads * (SHAPE.dim + SHAPE.v_dim) * 2
-    let_parts_receive(monkeypatch, received // 2)
+    let_parts_receive(monkeypatch, received_bytes(PLAN, SHAPE) // 2)
 
 
 def program(
@@ -344,8 +349,7 @@ def test_parts_have_a_least_size(
     plan: ContextPlan, shape: Shape, most: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There are as many as divide the heads and are large enough, by what a rank receives."""
-    examples = shape.examples or 1
-    received = examples * plan.transfer.output_rows * shape.kv_heads * (shape.dim + shape.v_dim) * 2
+    received = received_bytes(plan, shape)
     for least, wanted in ((received // most, parts), (received + 1, 1)):
         let_parts_receive(monkeypatch, least)
         _, forward, _, backward = calls_of(plan, shape)
@@ -355,7 +359,7 @@ def test_parts_have_a_least_size(
 def test_fewer_parts_within_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which host a rank is on is known when the program runs: a call has both numbers."""
     shape = Shape(8, 8)
-    received = PLAN.transfer.output_rows * shape.kv_heads * (shape.dim + shape.v_dim) * 2
+    received = received_bytes(PLAN, shape)
     let_parts_receive(monkeypatch, received // 8, within_host=received // 2)
     _, forward, _, backward = calls_of(PLAN, shape)
     assert forward.attributes["num_parts"] == backward.attributes["num_parts"] == 8

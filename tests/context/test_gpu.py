@@ -85,11 +85,23 @@ def test_without_jit(cp_size: int, rng: np.random.Generator) -> None:
             check_tokens(whole(mine), whole(wanted))
 
 
-def cut_in_parts(monkeypatch: pytest.MonkeyPatch, plan: ContextPlan, kv_heads: int, parts: int) -> None:
-    """Has programs that are lowered from now on cut 16-bit keys and values of `DIM` into so many parts."""
+def cut_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+    plan: ContextPlan,
+    kv_heads: int,
+    parts: int,
+    within_host: int | None = None,
+) -> None:
+    """Has programs that are lowered from now on cut 16-bit keys and values of `DIM` into so many parts.
+
+    Args:
+        within_host: parts where all ranks are of one host, if they are another number there.
+    """
+    within_host = within_host or parts
     received = plan.transfer.output_rows * kv_heads * 2 * DIM * 2
-    let_parts_receive(monkeypatch, received // parts)
+    let_parts_receive(monkeypatch, received // parts, within_host=received // within_host)
     assert num_parts(kv_heads, received) == parts
+    assert num_parts(kv_heads, received, within_host=True) == within_host
 
 
 LAYERS = 4

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmagi import AttnMask, ContextPlan, attention, context_attention, dispatch, masks, plan_context
 from jaxmagi.context import _custom_call
-from jaxmagi.planning import num_parts
 
 from ..collectives.groups import Group, assert_close, place, require_devices, require_one_host
 from ..parts import let_parts_receive
@@ -120,10 +119,7 @@ def test_fewer_parts_within_a_host(
 ) -> None:
     """Arrays have as many parts as key heads, of which the forward pass within a host joins some."""
     plan = make_plan(MASKS[0], group, two_levels)
-    received = plan.transfer.output_rows * kv_heads * 2 * DIM * 2
-    let_parts_receive(monkeypatch, 1, within_host=received // within_host)
-    assert num_parts(kv_heads, received) == kv_heads
-    assert num_parts(kv_heads, received, within_host=True) == within_host
+    cut_in_parts(monkeypatch, plan, kv_heads, kv_heads, within_host)
     problem = harness.random_problem(
         rng, LENGTH, jnp.bfloat16, heads=2 * kv_heads, kv_heads=kv_heads, dim=DIM, v_dim=DIM
     )
