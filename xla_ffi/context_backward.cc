@@ -2,15 +2,6 @@
 #include "xla_ffi/context_backward.h"
 
 namespace jaxmagi {
-namespace {
-
-// How many multiprocessors attention leaves to NCCL. Rows travel between hosts all the while that it computes: with 16
-// free ones a causal backward pass took 1.18 to 1.27 times as long as attention or transfer alone, with 4 0.96 to 1.11
-// times (docs/log/context.md). NCCL has a few CTAs for a peer, of which a multiprocessor holds several. Those that find
-// none wait for a launch of attention to end, and no CTA of attention waits for them.
-constexpr int kMostNetworkSms = 4;
-
-}  // namespace
 
 sm90::BackwardParams Backward::to_params(const ContextAttributes& attributes, const Parts& parts,
                                          const Operands& operands, const Results& results, int64_t part) {
@@ -60,13 +51,12 @@ sm90::BackwardParams Backward::to_params(const ContextAttributes& attributes, co
 
 void Backward::launch(const ContextAttributes& attributes, const Parts& parts, const Operands& operands,
                       const Results& results, ContextFork& fork, ContextTransfers& transfers) {
-    const int reserved = parts.have_native_peers ? reserved_sms(attributes)
-                                                 : std::min(reserved_sms(attributes), kMostNetworkSms);
+    const int reserved = reserved_sms(attributes, parts);
     BackwardCall call(attributes, parts, operands, results, fork, transfers);
     clear(results.flags, fork.program());
     fork.begin();
     call.bring_next();
-    if (parts.are_within_host and not attributes.shares_workspaces())
+    if (parts.are_within_host and parts.count == 1)
         launch_within_host(call, reserved);
     else
         launch_by_part(call, reserved);
@@ -81,7 +71,9 @@ BackwardCall::BackwardCall(const ContextAttributes& attributes, const Parts& par
       num_workspaces_(attributes.num_workspaces) {
     for (int64_t part = 0; part < parts.count; ++part)
         parts_.push_back({Backward::to_params(attributes, parts, operands, results, part)});
-    copied_ = find_copied_keys();
+    // Own keys of a tile that has received ones too are read in front of these.
+    const int64_t in_own_tiles = parts.tokens / tile_keys() * tile_keys();
+    copied_ = transfers.find_copied_blocks(in_own_tiles, not has_kept_keys(), fork.program());
     sent_ = transfers.find_sent_blocks(num_own_tiles(params(0)), tile_keys(), fork.program());
     for (int64_t part = 0; part < parts.count; ++part)
         parts_[part].params.final = final_gradients(parts, part);
@@ -89,9 +81,10 @@ BackwardCall::BackwardCall(const ContextAttributes& attributes, const Parts& par
 
 void BackwardCall::bring_next() {
     const int64_t part = num_brought();
-    arrivals_.push_back(
-        has_kept_keys() ? transfers_.put_back(part, operands_.own, operands_.kept, results_.keys.all, copied_)
-                        : transfers_.bring(part, operands_.own, results_.keys, copied_));
+    const cudaEvent_t own_copied = transfers_.copy_own(part, operands_.own, results_.keys.all, copied_);
+    arrivals_.push_back(has_kept_keys()
+                            ? transfers_.put_back(part, operands_.kept, results_.keys.all, own_copied)
+                            : transfers_.bring(part, operands_.own, results_.keys, own_copied));
 }
 
 void BackwardCall::prepare(int64_t number, cudaStream_t stream) {
@@ -120,20 +113,6 @@ void BackwardCall::finish(int64_t number, sm90::KeyTiles tiles) {
     transfers_.add_own(number, results_.returns, sent_);
     check_launch(sm90::finish_query_gradients(part.params, helpers));
     part.finished = fork_.record(helpers);
-}
-
-// Returns which own keys are copied in front of received ones: those of a tile that has both, and between hosts those
-// that are sent.
-const uint8_t* BackwardCall::find_copied_keys() {
-    using collectives::kNeededRows;
-    const int length = params(0).own.length, blocks = ceil_div(length, kNeededRows);
-    const int first = length / tile_keys() * tile_keys() / kNeededRows;
-    const cudaStream_t stream = fork_.program();
-    const auto batch = static_cast<size_t>(operands_.own.k.dimensions()[0]);
-    uint8_t* const copied = transfers_.begin_copied_blocks(not has_kept_keys(), stream);
-    if (first < blocks)
-        check_cuda(cudaMemset2DAsync(copied + first, blocks, 1, blocks - first, batch, stream), "setting flags");
-    return copied;
 }
 
 int BackwardCall::tile_keys() const {

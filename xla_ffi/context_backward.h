@@ -51,7 +51,8 @@ struct Backward {
                        const Results& results, ContextFork& fork, ContextTransfers& transfers);
 };
 
-// A call of the pass: its parts, and the steps before and behind launches of attention.
+// A call of the pass: its parts, and the steps before and behind launches of attention. It is made before the fork
+// begins, since it launches in the program's stream what all others need.
 class BackwardCall {
 public:
     BackwardCall(const ContextAttributes& attributes, const Parts& parts, const Backward::Operands& operands,
@@ -62,7 +63,8 @@ public:
     bool shares_workspaces() const { return num_workspaces_ < num_parts(); }
     const sm90::BackwardParams& params(int64_t part) const { return parts_[part].params; }
     int64_t num_brought() const { return std::ssize(arrivals_); }
-    const Arrival& arrival(int64_t part) const { return arrivals_[part]; }
+    // Returns the moment at which a part has all keys that its launches read there.
+    cudaEvent_t all_arrived(int64_t part) const { return arrivals_[part]; }
 
     // Brings the keys of the next part, or puts those there that have been kept.
     void bring_next();
@@ -82,7 +84,6 @@ private:
     };
 
     bool has_kept_keys() const { return operands_.kept.k.element_count() > 0; }
-    const uint8_t* find_copied_keys();
     int tile_keys() const;
     sm90::FinalGradients final_gradients(const Parts& parts, int64_t part) const;
 
@@ -92,9 +93,9 @@ private:
     ContextTransfers& transfers_;
     const int64_t num_workspaces_;
     std::vector<Part> parts_;
-    const uint8_t* copied_;          // own keys that are copied in front of received ones (CopiedRowsParams)
-    collectives::SentBlocks sent_;   // which own tiles are sent
-    std::vector<Arrival> arrivals_;  // of keys, of parts
+    const uint8_t* copied_;              // own keys that are copied in front of received ones (CopiedRowsParams)
+    collectives::SentBlocks sent_;       // which own tiles are sent
+    std::vector<cudaEvent_t> arrivals_;  // when parts have all keys
 };
 
 // Launch the pass: tiles of own keys, which need no transfer, and the others, whose gradients return behind them. The

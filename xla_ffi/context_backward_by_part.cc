@@ -67,7 +67,7 @@ private:
         const cudaStream_t stream = fork_.of_launch(num_launches_++);
         call_.prepare(one.part, stream);
         if (one.tiles == kOthers)
-            fork_.wait(stream, call_.arrival(one.part).all);
+            fork_.wait(stream, call_.all_arrived(one.part));
         if (before_ != nullptr)
             fork_.wait_until_set(stream, before_);
         run(one, params.num_sms - reserved_, stream);

@@ -1,5 +1,4 @@
-#include "csrc/attention/sm90/needed_keys.h"
-#include "csrc/collectives/part_rows.h"
+#include "csrc/attention/sm90/received_tiles.h"
 
 #include "xla_ffi/attention_cuda_handler.h"
 #include "xla_ffi/context_forward.h"
@@ -19,6 +18,9 @@ sm90::ForwardParams Forward::to_params(const ContextAttributes& attributes, cons
     set_tensors(params, params, inputs, KernelAttributes::of(attributes));
     params.q_row_heads = params.row_heads = static_cast<int>(parts.heads * parts.count);
     params.kv_row_heads = params.kv_heads;
+    params.own = {parts.own_keys("k", operands.own.k, results.keys.all.k, part),
+                  parts.own_keys("v", operands.own.v, results.keys.all.v, part), static_cast<int>(parts.tokens),
+                  static_cast<int>(parts.key_heads * parts.count)};
     params.key_end = params.kv_len;
     const sm90::TileShape tile = find_tile(sm90::forward_tile, params.dim, params.v_dim);
     check_num_tiles("q", inputs.q, tile.rows);
@@ -38,17 +40,17 @@ sm90::ForwardParams Forward::to_params(const ContextAttributes& attributes, cons
 
 cudaError_t Forward::preload(const sm90::ForwardParams& params) {
     cudaError_t error = sm90::preload_forward(params.dtype, params.dim, params.v_dim, params.soft_cap > 0);
-    for (const auto preload : {sm90::preload_finish, sm90::preload_needed_keys})
+    for (const auto preload : {sm90::preload_finish, sm90::preload_received_tiles})
         error = error == cudaSuccess ? preload() : error;
     return error;
 }
 
 void Forward::launch(const ContextAttributes& attributes, const Parts& parts, const Operands& operands,
                      const Results& results, ContextFork& fork, ContextTransfers& transfers) {
-    ForwardCall call(attributes, parts, operands, results, fork, transfers);
-    const int reserved = reserved_sms(attributes);
+    const int reserved = reserved_sms(attributes, parts);
     clear(results.counters, fork.program());
     fork.begin();
+    ForwardCall call(attributes, parts, operands, results, fork, transfers);
     if (parts.are_within_host)
         launch_within_host(call, reserved);
     else
@@ -64,7 +66,10 @@ ForwardCall::ForwardCall(const ContextAttributes& attributes, const Parts& parts
       fork_(fork),
       transfers_(transfers),
       counters_(data_of<int>("counters", results.counters)),
-      flags_(reinterpret_cast<uint32_t*>(counters_ + attributes.num_parts + Forward::kMoreCounters)) {}
+      flags_(reinterpret_cast<uint32_t*>(counters_ + attributes.num_parts + Forward::kMoreCounters)) {
+    const int64_t in_blocks = sm90::own_keys_of_blocks(tile(to_params(0)));
+    copied_ = transfers.find_copied_blocks(std::max<int64_t>(parts.tokens - in_blocks, 0), true, fork.copies());
+}
 
 sm90::ForwardParams ForwardCall::to_params(int64_t part) const {
     return Forward::to_params(attributes_, parts_, operands_, results_, part);
@@ -75,37 +80,34 @@ sm90::ForwardParams ForwardCall::to_own_tiles() const {
     params.heads = params.row_heads;
     params.kv_heads = params.kv_row_heads = static_cast<int>(parts_.key_heads * parts_.count);
     params.kv_len = params.key_end = static_cast<int>(parts_.tokens);
-    params.k = parts_.own_keys("k", operands_.own.k, results_.keys.all.k, 0);
-    params.v = parts_.own_keys("v", operands_.own.v, results_.keys.all.v, 0);
+    params.k = params.own.k;
+    params.v = params.own.v;
+    params.own = {};
     params.subset = sm90::Tiles::kSeeOwn;
     params.from_last_tile = false;
     return params;
 }
 
-int ForwardCall::tile_rows(const sm90::ForwardParams& params) {
-    return find_tile(sm90::forward_tile, params.dim, params.v_dim).rows;
+sm90::TileShape ForwardCall::tile(const sm90::ForwardParams& params) {
+    return find_tile(sm90::forward_tile, params.dim, params.v_dim);
 }
 
-const uint8_t* ForwardCall::find_needed_keys(const sm90::ForwardParams& params) {
-    const int tokens = params.q_len, num_tiles = ceil_div(tokens, tile_rows(params));
-    copied_ = transfers_.begin_copied_blocks(true, fork_.copies());
+const uint8_t* ForwardCall::find_received_tiles(const sm90::ForwardParams& params, cudaStream_t stream) {
+    const int num_tiles = ceil_div(params.q_len, tile(params).rows);
     auto* const sees_received = static_cast<uint8_t*>(transfers_.allocate(num_tiles));
-    const sm90::NeededKeysParams needs{.bands = params.bands,
-                                       .tiles = params.tiles,
-                                       .num_tiles = num_tiles,
-                                       .tile_rows = tile_rows(params),
-                                       .q_len = tokens,
-                                       .own_len = tokens,
-                                       .block_keys = collectives::kNeededRows,
-                                       .batch = static_cast<int>(parts_.batch),
-                                       .needed = copied_,
-                                       .sees_received = sees_received};
-    check_launch(sm90::find_needed_keys(needs, fork_.copies()));
+    check_launch(sm90::find_received_tiles(params.tiles, num_tiles, sees_received, stream));
     return sees_received;
 }
 
+void ForwardCall::copy_next() {
+    copies_.push_back(transfers_.copy_own(std::ssize(copies_), operands_.own, results_.keys.all, copied_));
+}
+
 void ForwardCall::bring_next() {
-    arrivals_.push_back(transfers_.bring(num_brought(), operands_.own, results_.keys, copied_));
+    const int64_t part = num_brought();
+    if (part == std::ssize(copies_))
+        copy_next();
+    arrivals_.push_back(transfers_.bring(part, operands_.own, results_.keys, own_copied(part)));
 }
 
 void ForwardCall::keep_received() {

@@ -45,7 +45,8 @@ struct Forward {
                        const Results& results, ContextFork& fork, ContextTransfers& transfers);
 };
 
-// Holds a call of the pass: it makes parameters of launches, and takes the steps beside these.
+// Holds a call of the pass: it makes parameters of launches, and takes the steps beside these. It is made when the fork
+// has begun, since it launches in the stream of copies.
 class ForwardCall {
 public:
     ForwardCall(const ContextAttributes& attributes, const Parts& parts, const Forward::Operands& operands,
@@ -57,7 +58,9 @@ public:
     int* counters() const { return counters_; }
     uint32_t* flags() const { return flags_; }
     int64_t num_brought() const { return std::ssize(arrivals_); }
-    const Arrival& arrival(int64_t part) const { return arrivals_[part]; }
+    // Return the moments at which a part has copied keys of the rank, and all keys.
+    cudaEvent_t own_copied(int64_t part) const { return copies_[part]; }
+    cudaEvent_t all_arrived(int64_t part) const { return arrivals_[part]; }
 
     // Returns the parameters for all tiles of a part, without a counter.
     sm90::ForwardParams to_params(int64_t part) const;
@@ -65,14 +68,15 @@ public:
     // Returns the parameters for the tiles of all heads that see no received keys, without a counter.
     sm90::ForwardParams to_own_tiles() const;
 
-    static int tile_rows(const sm90::ForwardParams& params);
+    static sm90::TileShape tile(const sm90::ForwardParams& params);
 
-    // Finds out which tiles see received keys, and which own keys these need: between hosts, of the others those are
-    // copied that are sent. Without it, as with several masks, all are copied. Returns whether each tile sees received
-    // keys.
-    const uint8_t* find_needed_keys(const sm90::ForwardParams& params);
+    // Finds out for each tile whether it sees received keys. There is one mask.
+    const uint8_t* find_received_tiles(const sm90::ForwardParams& params, cudaStream_t stream);
 
-    // Brings the keys of the next part.
+    // Copies own keys for the next part.
+    void copy_next();
+
+    // Brings the keys of the next part, and copies its own keys unless that has been done.
     void bring_next();
 
     // Keeps what all parts have received, if it is to be kept.
@@ -90,8 +94,8 @@ private:
     ContextTransfers& transfers_;
     int* const counters_;
     uint32_t* const flags_;
-    uint8_t* copied_ = nullptr;      // own keys that are copied in front of received ones (CopiedRowsParams)
-    std::vector<Arrival> arrivals_;  // of keys, of parts
+    const uint8_t* copied_;          // own keys that are copied in front of received ones (CopiedRowsParams)
+    std::vector<cudaEvent_t> copies_, arrivals_;  // of parts: when they have copied keys, and all keys
 };
 
 // Launch the pass: tiles that see own keys only, which need no transfer, and the others of part after part. Counters

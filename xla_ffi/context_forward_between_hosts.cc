@@ -49,8 +49,9 @@ public:
 
     void launch() {
         const sm90::ForwardParams first = call_.to_params(0);
+        call_.copy_next();  // now, while all multiprocessors are free: the first transfer begins behind it
         if (first.num_masks == 1)
-            launch_own_tiles(first);
+            launch_own_tiles();
         call_.bring_next();  // tells whether keys come from other hosts
         if (call_.transfers().crosses_hosts() and not first.out_f32)
             launch_own_half(first);
@@ -60,7 +61,7 @@ public:
             launched.push_back(launch_part(std::ssize(launched)));
         }
         call_.keep_received();
-        fork_.wait(fork_.helpers(), call_.arrival(parts_.count - 1).all);
+        fork_.wait(fork_.helpers(), call_.all_arrived(parts_.count - 1));
         if (own_tiles_.has_value())
             call_.help(*own_tiles_, reserved_);
         for (int64_t part = half_.has_value() ? 1 : 0; part < parts_.count; ++part)
@@ -77,8 +78,7 @@ private:
     // beginning.
     int helpers(int64_t part) const { return part + 1 < parts_.count ? reserved_ : 0; }
 
-    void launch_own_tiles(const sm90::ForwardParams& first) {
-        sees_received_ = call_.find_needed_keys(first);
+    void launch_own_tiles() {
         own_tiles_ = call_.to_own_tiles();
         own_tiles_->num_sms -= reserved_;
         const cudaStream_t stream = chain_.next(*own_tiles_);
@@ -92,7 +92,7 @@ private:
             launch_received_half(params);
         } else {
             const cudaStream_t stream = chain_.next(params);
-            fork_.wait(stream, call_.arrival(part).all);
+            fork_.wait(stream, call_.all_arrived(part));
             check_launch(sm90::attention_forward(params, stream));
         }
         return params;
@@ -109,7 +109,7 @@ private:
         own.key_end = static_cast<int>(parts_.tokens);
         own.num_sms -= reserved_;
         const cudaStream_t stream = chain_.next(own);
-        fork_.wait(stream, call_.arrival(0).own);
+        fork_.wait(stream, call_.own_copied(0));
         check_launch(sm90::attention_forward(own, stream));
         half_ = {own, fork_.record(stream)};
     }
@@ -123,7 +123,7 @@ private:
         received.num_sms = whole.num_sms;
         const cudaStream_t stream = chain_.next(received);
         fork_.wait(stream, half_->done);
-        fork_.wait(stream, call_.arrival(0).all);
+        fork_.wait(stream, call_.all_arrived(0));
         check_launch(sm90::attention_forward(received, stream));
         check_launch(sm90::finish_attention_forward({.out = static_cast<const float*>(received.out),
                                                      .lse = received.lse,
@@ -131,8 +131,8 @@ private:
                                                      .to_out = whole.out,
                                                      .to_lse = whole.lse,
                                                      .dtype = whole.dtype,
-                                                     .is_wanted = sees_received_,
-                                                     .tile_rows = ForwardCall::tile_rows(whole),
+                                                     .is_wanted = wanted_tiles(whole, stream),
+                                                     .tile_rows = ForwardCall::tile(whole).rows,
                                                      .q_len = whole.q_len,
                                                      .rows = parts_.batch * parts_.tokens,
                                                      .heads = whole.heads,
@@ -141,12 +141,16 @@ private:
                                                     stream));
     }
 
+    // Returns null with several masks, where all tiles count.
+    const uint8_t* wanted_tiles(const sm90::ForwardParams& params, cudaStream_t stream) {
+        return params.num_masks == 1 ? call_.find_received_tiles(params, stream) : nullptr;
+    }
+
     ForwardCall& call_;
     ContextFork& fork_;
     const Parts& parts_;
     const int reserved_;
     Chain chain_;
-    const uint8_t* sees_received_ = nullptr;  // null with several masks, where all tiles count
     std::optional<Half> half_;
     std::optional<sm90::ForwardParams> own_tiles_;
 };

@@ -47,7 +47,6 @@ void launch_within_host(ForwardCall& call, int reserved) {
     const sm90::ForwardParams parts = to_all_parts(call, counters + 1, num_arrived);
     sm90::ForwardParams first = parts;  // what the first launch begins with
     if (parts.num_masks == 1) {
-        call.find_needed_keys(parts);
         first = call.to_own_tiles();
         first.counter = counters;
         first.counter_is_zero = true;

@@ -34,7 +34,6 @@ struct ContextAttributes {
     bool deterministic;  // the backward pass
 
     bool has_two_steps() const { return inside_group_size > 0; }
-    bool shares_workspaces() const { return num_workspaces < num_parts; }
     GroupIds across() const { return {groups, group_size}; }
     GroupIds inside() const { return {inside_groups, inside_group_size}; }
 };

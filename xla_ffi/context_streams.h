@@ -8,9 +8,9 @@
 
 #include "csrc/collectives/transfer_order.h"
 
-// The streams in which a pass of context attention runs: transfers in one, copies of own keys in another, and consecutive
+// The streams in which a pass of context attention runs: transfers in one, copies of own keys in another, consecutive
 // launches of attention in two more, so that one begins on multiprocessors that have nothing left to do for the one
-// before.
+// before, and launches that help these in another.
 
 namespace jaxmagi {
 

@@ -39,21 +39,29 @@ ContextTransfers::Step ContextTransfers::inside() {
             attributes_.output_rows, attributes_.inside_pair_rows, 0};
 }
 
-Arrival ContextTransfers::bring(int64_t part, const KeysValues& own, const CastArrays& arrays, const uint8_t* copied) {
-    const cudaEvent_t has_own = copy_own(part, own, arrays.all, copied);
-    if (sends_copies())
-        fork_.wait(fork_.transfers(), has_own);
-    cast(part, own, arrays);
-    fork_.wait(fork_.transfers(), has_own);
-    return {has_own, fork_.record(fork_.transfers())};
+cudaEvent_t ContextTransfers::copy_own(int64_t part, const KeysValues& own, const KeysValues& all,
+                                       const uint8_t* copied) {
+    CopiedRowsParams params = copied_rows(part, own, all, 0, parts_.tokens);
+    params.copied = copied;
+    check_cuda(copy_part_rows(params, fork_.copies()), kCopying);
+    return fork_.record(fork_.copies());
 }
 
-Arrival ContextTransfers::put_back(int64_t part, const KeysValues& own, const KeysValues& kept, const KeysValues& all,
-                                   const uint8_t* copied) {
-    const cudaEvent_t has_own = copy_own(part, own, all, copied);
-    fork_.wait(fork_.transfers(), has_own);
+cudaEvent_t ContextTransfers::bring(int64_t part, const KeysValues& own, const CastArrays& arrays,
+                                    cudaEvent_t own_copied) {
+    if (sends_copies())
+        fork_.wait(fork_.transfers(), own_copied);
+    cast(part, own, arrays);
+    if (not sends_copies())
+        fork_.wait(fork_.transfers(), own_copied);
+    return fork_.record(fork_.transfers());
+}
+
+cudaEvent_t ContextTransfers::put_back(int64_t part, const KeysValues& kept, const KeysValues& all,
+                                       cudaEvent_t own_copied) {
+    fork_.wait(fork_.transfers(), own_copied);
     check_cuda(copy_part_rows(received_rows(part, kept, all), fork_.transfers()), kCopying);
-    return {has_own, fork_.record(fork_.transfers())};
+    return fork_.record(fork_.transfers());
 }
 
 void ContextTransfers::keep(int64_t part, const KeysValues& all, const KeysValues& kept) {
@@ -62,15 +70,6 @@ void ContextTransfers::keep(int64_t part, const KeysValues& all, const KeysValue
         array = {array.to, const_cast<void*>(array.from), array.to_row_bytes, array.from_row_bytes, array.bytes};
     std::swap(params.from_rows, params.to_rows);
     check_cuda(copy_part_rows(params, fork_.transfers()), kCopying);
-}
-
-// Copies blocks of the rank's own rows into the part's arrays, and returns the moment when they are there.
-cudaEvent_t ContextTransfers::copy_own(int64_t part, const KeysValues& own, const KeysValues& all,
-                                       const uint8_t* copied) {
-    CopiedRowsParams params = copied_rows(part, own, all, 0, parts_.tokens);
-    params.copied = copied;
-    check_cuda(copy_part_rows(params, fork_.copies()), kCopying);
-    return fork_.record(fork_.copies());
 }
 
 // Returns how kept rows get there.
@@ -129,13 +128,19 @@ SentBlocks ContextTransfers::find_sent_blocks(int64_t count, int64_t rows, cudaS
     return blocks;
 }
 
-uint8_t* ContextTransfers::begin_copied_blocks(bool are_sent, cudaStream_t stream) {
-    const int64_t blocks = ceil_div(parts_.tokens, int64_t{kNeededRows});
-    if (are_sent and sends_copies())
-        return find_sent_blocks(blocks, kNeededRows, stream).is_sent;
-    void* const flags = allocate(parts_.batch * blocks);
-    check_cuda(cudaMemsetAsync(flags, 0, parts_.batch * blocks, stream), "clearing flags");
-    return static_cast<uint8_t*>(flags);
+const uint8_t* ContextTransfers::find_copied_blocks(int64_t first_row, bool are_sent, cudaStream_t stream) {
+    const auto batch = static_cast<size_t>(parts_.batch);
+    const size_t count = ceil_div(parts_.tokens, int64_t{kCopiedBlockRows}), first = first_row / kCopiedBlockRows;
+    uint8_t* flags;
+    if (are_sent and sends_copies()) {
+        flags = find_sent_blocks(static_cast<int64_t>(count), kCopiedBlockRows, stream).is_sent;
+    } else {
+        flags = static_cast<uint8_t*>(allocate(std::max<size_t>(batch * count, 1)));
+        check_cuda(cudaMemsetAsync(flags, 0, batch * count, stream), "clearing flags");
+    }
+    if (first_row < parts_.tokens)
+        check_cuda(cudaMemset2DAsync(flags + first, count, 1, count - first, batch, stream), "setting flags");
+    return flags;
 }
 
 void ContextTransfers::give_back(int64_t part, const ReturnArrays& arrays) {

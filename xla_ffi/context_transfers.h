@@ -23,27 +23,21 @@ struct ReturnArrays {
     KeysValues wire, middle_wire;        // gradients, and sums of a host, in the type in which they travel
 };
 
-// The moments at which a part has the rank's own keys, and all keys.
-struct Arrival { cudaEvent_t own, all; };
-
 class ContextTransfers {
 public:
     ContextTransfers(const ContextAttributes& attributes, const Parts& parts, const ContextTables& tables,
                      ContextFork& fork, Scratch& scratch)
         : attributes_(attributes), parts_(parts), tables_(tables), fork_(fork), scratch_(scratch) {}
 
-    // Returns whether own keys and values are sent from the part's arrays. Within a host kernels send them from where
-    // the rank has them; for NCCL they have to lie behind each other.
-    bool sends_copies() const { return not parts_.are_within_host; }
-
     // Copies the rank's own keys and values, [batch, tokens, all key heads, dim], into the part's arrays, those that
-    // are needed or, if sends_copies(), sent there (`copied`: CopiedRowsParams), and brings those that it receives.
-    Arrival bring(int64_t part, const KeysValues& own, const CastArrays& arrays, const uint8_t* copied);
+    // are needed or, between hosts, sent there (`copied`: CopiedRowsParams). Returns the moment when they are there.
+    cudaEvent_t copy_own(int64_t part, const KeysValues& own, const KeysValues& all, const uint8_t* copied);
 
-    // Copies the rank's own keys and values that are needed there, and behind them those that have been kept,
-    // [batch, received rows, all key heads, dim].
-    Arrival put_back(int64_t part, const KeysValues& own, const KeysValues& kept, const KeysValues& all,
-                     const uint8_t* copied);
+    // Brings the keys and values that a part receives, and returns the moment when these and copied ones are there.
+    cudaEvent_t bring(int64_t part, const KeysValues& own, const CastArrays& arrays, cudaEvent_t own_copied);
+
+    // Puts those there that have been kept, [batch, received rows, all key heads, dim].
+    cudaEvent_t put_back(int64_t part, const KeysValues& kept, const KeysValues& all, cudaEvent_t own_copied);
 
     // Keeps what a part has received, in [batch, received rows, all key heads, dim].
     void keep(int64_t part, const KeysValues& all, const KeysValues& kept);
@@ -54,8 +48,9 @@ public:
     // Finds out which of the first `count` blocks of the rank's rows are sent.
     collectives::SentBlocks find_sent_blocks(int64_t count, int64_t rows, cudaStream_t stream);
 
-    // Returns a flag for each block of own rows, of which those are set that are copied to be sent.
-    uint8_t* begin_copied_blocks(bool are_sent, cudaStream_t stream);
+    // Returns a flag for each block of own rows, whether it is copied in front of received ones: those from a row on,
+    // which attention reads there, and those that are sent from there, if any are.
+    const uint8_t* find_copied_blocks(int64_t first_row, bool are_sent, cudaStream_t stream);
 
     // Returns device memory that stays until the pass has ended.
     void* allocate(size_t bytes) { return scratch_.allocate(bytes); }
@@ -70,9 +65,12 @@ public:
 private:
     struct Step;
 
+    // Returns whether own keys and values are sent from the part's arrays. Within a host kernels send them from where
+    // the rank has them; for NCCL they have to lie behind each other.
+    bool sends_copies() const { return not parts_.are_within_host; }
+
     Step across();
     Step inside();
-    cudaEvent_t copy_own(int64_t part, const KeysValues& own, const KeysValues& all, const uint8_t* copied);
     collectives::CopiedRowsParams received_rows(int64_t part, const KeysValues& kept, const KeysValues& all);
     collectives::CopiedRowsParams copied_rows(int64_t part, const KeysValues& from, const KeysValues& all,
                                               int64_t first, int64_t count);

@@ -18,8 +18,8 @@ struct Chunk {
     int bytes;
 };
 
-// Returns the byte of a chunk's array, if rows are dense, at which the rows of its transfer begin.
-__device__ __forceinline__ int64_t first_byte(const TransferParams& params, const Chunk& chunk) {
+// Returns the byte of the chunk's array, if rows are dense, at which its transfer begins.
+__device__ __forceinline__ int64_t transfer_begin(const TransferParams& params, const Chunk& chunk) {
     return int64_t{chunk.index} * params.input_stride * params.arrays[chunk.array].row_bytes;
 }
 

@@ -38,7 +38,7 @@ struct Source {
     int row_bytes, pitch;
 
     __device__ Source(const TransferParams& params, const Chunk& chunk)
-        : rows(params.arrays[chunk.array].from + first_byte(params, chunk) * params.input_pitch),
+        : rows(params.arrays[chunk.array].from + transfer_begin(params, chunk) * params.input_pitch),
           begin(chunk.begin),
           row_bytes(params.arrays[chunk.array].row_bytes),
           pitch(params.input_pitch) {}

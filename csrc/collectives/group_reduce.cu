@@ -132,7 +132,7 @@ private:
         if (not chunks_.next())
             return false;
         const Chunk& chunk = chunks_.chunk();
-        to_ = params_.arrays[chunk.array].to + (first_byte(params_, chunk) + chunk.begin) * widening_;
+        to_ = params_.arrays[chunk.array].to + (transfer_begin(params_, chunk) + chunk.begin) * widening_;
         piece_ = 0;
         return true;
     }

@@ -25,7 +25,7 @@ int num_ctas(int64_t vectors) {
 int num_rows_of_warp(int64_t row_bytes) {
     const int64_t in_flight = int64_t{kWarp} * kVectorsOfThread * 16;
     const auto fitting = static_cast<uint64_t>(std::max<int64_t>(in_flight / std::max<int64_t>(row_bytes, 1), 1));
-    return static_cast<int>(std::min<uint64_t>(std::bit_floor(fitting), kNeededRows / kWarps));
+    return static_cast<int>(std::min<uint64_t>(std::bit_floor(fitting), kCopiedBlockRows / kWarps));
 }
 
 // Calls `body` with each index below `count` in one thread of the grid.
@@ -72,7 +72,7 @@ __device__ void copy_group(const CopiedRowsParams& params, int64_t example, int6
 __global__ void __launch_bounds__(kThreads)
     copy_part(const __grid_constant__ CopiedRowsParams params, int rows_of_warp) {
     const int group_rows = kWarps * rows_of_warp;
-    const int64_t groups = ceil_div(params.count, int64_t{group_rows}), blocks = ceil_div(params.count, kNeededRows);
+    const int64_t groups = ceil_div(params.count, int64_t{group_rows}), blocks = ceil_div(params.count, kCopiedBlockRows);
     const int64_t of_all = params.batch * groups;
     const auto example_of = [&](int64_t group) { return group / groups; };
     const auto row_of = [&](int64_t group) { return group % groups * group_rows; };
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads)
         const int64_t mine = begin + threadIdx.x % kWarp * int64_t{gridDim.x};
         const bool is_copied =
             mine < of_all and
-            (params.copied == nullptr or params.copied[example_of(mine) * blocks + row_of(mine) / kNeededRows]);
+            (params.copied == nullptr or params.copied[example_of(mine) * blocks + row_of(mine) / kCopiedBlockRows]);
         for (unsigned left = __ballot_sync(~0u, is_copied); left != 0; left &= left - 1) {
             const int64_t group = begin + (__ffs(left) - 1) * int64_t{gridDim.x};
             copy_group(params, example_of(group), row_of(group), rows_of_warp);

@@ -12,7 +12,7 @@
 namespace jaxmagi::collectives {
 
 // Rows are copied or not in blocks of so many.
-constexpr int kNeededRows = 64;
+constexpr int kCopiedBlockRows = 64;
 
 // Heads of rows, `bytes` in each, and where they go. The pointers are to the first heads of the first row. All numbers
 // of bytes are multiples of 16.
@@ -26,7 +26,7 @@ struct CopiedRowsParams {
     CopiedRows arrays[2];  // keys and values
     int64_t batch, count;        // count: of an example's rows, of which blocks are copied
     int64_t from_rows, to_rows;  // that an example has
-    const uint8_t* copied;       // [batch, ceil(count / kNeededRows)]: which blocks are copied; null: all
+    const uint8_t* copied;       // [batch, ceil(count / kCopiedBlockRows)]: which blocks are copied; null: all
 };
 
 cudaError_t copy_part_rows(const CopiedRowsParams& params, cudaStream_t stream);

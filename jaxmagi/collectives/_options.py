@@ -35,7 +35,8 @@ class CollectiveOptions:
         implementation: "native", "nccl" or "xla" (plain JAX, on any platform). None: on GPUs, for every two
             ranks, "native" within a host and "nccl" between hosts; "xla" where that does not fit.
         num_sms: "native" takes at most this many multiprocessors of a GPU, from 1 to 132. In
-            `context_attention` at most 32, and attention leaves as many free while rows travel.
+            `context_attention` at most 32, and attention leaves as many free while rows travel, but at most
+            4 where NCCL moves all of them.
         ranks_per_host: ranks of the axis with the same ``rank // ranks_per_host`` are taken to share a host.
             None: what the hardware says, or that of a spec by `GroupCastSpec.by_host`.
         wire_dtype: dtype that gradients and the rows of `group_reduce` are rounded to before they travel:

@@ -28,7 +28,7 @@ type Steps = Sequence[tuple[Route, np.ndarray]]
 """The steps of a transfer, one or two: routes, and the groups of devices that exchange rows."""
 
 _BACKWARD_FLAGS = 4  # of a part
-_MOST_TRANSFER_SMS = 32  # multiprocessors, of which attention leaves most free while rows travel
+_MOST_TRANSFER_SMS = 32  # multiprocessors that attention may leave free while rows travel
 # Where so many keys are received that the workspaces of all parts take more memory than so many times the
 # sums of dQ, parts take turns with two. Attention to so many keys takes long: ends of parts hardly count.
 _MOST_SUMS, _SHARED_WORKSPACES = 2.5, 2
@@ -72,7 +72,8 @@ def forward(
     # With one mask, tiles that need no transfer are computed first.
     own_len = tokens if bands.shape[0] == 1 else sizes.rows
     schedule = attention_cuda.tile_schedule(bands, tokens, sizes.rows, dims, own_len=own_len)
-    attributes = _attributes(steps, sizes, scale, soft_cap)
+    parts_within_host = num_parts(key.shape[2], sizes.received_bytes, within_host=True)
+    attributes = _attributes(steps, sizes, parts_within_host, scale, soft_cap)
     call = jax.ffi.ffi_call(FORWARD, results)
     both = jnp.stack([sinks, jnp.full_like(sinks, -jnp.inf)])  # with sinks, and without
     out, lse, *_, kept_key, kept_value, _ = call(
@@ -115,7 +116,7 @@ def backward(
     num_workspaces, all_bytes = _workspaces(sizes.parts, bytes_of_part, sums_bytes)
     # Within a host rows move so fast that parts cost more than they hide, unless they take turns.
     take_turns = num_workspaces < sizes.parts
-    sizes = sizes._replace(parts_within_host=sizes.parts if take_turns else 1)
+    parts_within_host = sizes.parts if take_turns else 1
     wire = steps[0][0].wire_dtype
     is_rounded = wire is not None and jnp.dtype(wire) != jnp.float32
     wire, single = (jnp.dtype(wire) if is_rounded else key.dtype), jnp.dtype(jnp.float32)
@@ -132,7 +133,7 @@ def backward(
         jax.ShapeDtypeStruct((_BACKWARD_FLAGS * sizes.parts,), jnp.int32),
     )
     schedule = attention_cuda.tile_schedule(bands, tokens, sizes.rows, dims, by_keys=True)
-    attributes = _attributes(steps, sizes, scale, soft_cap, deterministic, num_workspaces)
+    attributes = _attributes(steps, sizes, parts_within_host, scale, soft_cap, deterministic, num_workspaces)
     call = jax.ffi.ffi_call(BACKWARD, results)
     kept = received or (key[:, :0], value[:, :0])
     kept = (attention_cuda._pad_dim(x, d) for x, d in zip(kept, dims, strict=True))
@@ -159,20 +160,18 @@ class _Sizes(NamedTuple):
     """The sizes of a call that its operands do not show."""
 
     parts: int  # of arrays, and of calls between hosts
-    parts_within_host: int  # at most as many
     rows: int  # of keys: those of the rank, and those that it receives
     middle_rows: int  # that the first of two steps brings
+    received_bytes: int  # of keys and values
 
     @classmethod
     def of(cls, key: jax.Array, value: jax.Array, steps: Steps) -> "_Sizes":
         first, last = steps[0][0], steps[-1][0]
         row_bytes = key.shape[2] * (key.shape[3] + value.shape[3]) * key.dtype.itemsize
-        parts, within_host = (
-            num_parts(key.shape[2], key.shape[0] * last.output_rows * row_bytes, within_host=within)
-            for within in (False, True)
-        )
+        received_bytes = key.shape[0] * last.output_rows * row_bytes
+        parts = num_parts(key.shape[2], received_bytes)
         rows, middle_rows = first.input_rows + last.output_rows, first.output_rows * (len(steps) == 2)
-        return cls(parts, within_host, rows, middle_rows)
+        return cls(parts, rows, middle_rows, received_bytes)
 
     def arrays(
         self, key: jax.Array, value: jax.Array, rows: int, dtype: jnp.dtype | None = None
@@ -207,6 +206,7 @@ def _add_rows(table: jax.Array, column: int, rows: int) -> jax.Array:
 def _attributes(
     steps: Steps,
     sizes: _Sizes,
+    parts_within_host: int,
     scale: float,
     soft_cap: float,
     deterministic: bool = False,
@@ -228,7 +228,7 @@ def _attributes(
         "ranks_per_host": route.ranks_per_host or 0,
         "timeout_ms": timeout_ms(route.timeout),
         "num_parts": sizes.parts,
-        "num_parts_within_host": sizes.parts_within_host,
+        "num_parts_within_host": parts_within_host,
         "num_workspaces": num_workspaces or sizes.parts,
     }
     return {name: np.int64(number) for name, number in numbers.items()} | {

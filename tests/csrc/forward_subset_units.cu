@@ -1,6 +1,7 @@
 // Tests forward calls that compute some of the tiles: those that see no keys from own_len on, from keys before it
 // alone, and those that do. Together they write what one call for all tiles writes, bit for bit, and each nothing else.
-// A call for the former goes on with the latter, part of the heads after part, as far as their keys have arrived.
+// A call for the former goes on with the latter, part of the heads after part, as far as their keys have arrived. Own
+// keys of these are where the rank has them. Where the parts have received ones, own ones are NaN but for the last.
 // The last step over parts of the keys adds sinks for wanted tiles alone.
 // Keys of all heads are more than a section of work items has.
 
@@ -61,14 +62,17 @@ Numbers first_rows(const Numbers& keys, int length) {
     return first;
 }
 
-// Returns keys as arrays of parts of the heads.
-Numbers cut(const Numbers& keys, int num_parts) {
+// Returns keys as arrays of parts of the heads, without own keys that are in no block with received ones.
+Numbers cut(const Numbers& keys, int num_parts, int first_row) {
     const int width = kKeyHeads / num_parts * kDim;
     Numbers arrays;
     for (int part = 0; part < num_parts; ++part)
         for (int row = 0; row < kBatch * kKeys; ++row) {
             const auto begin = keys.begin() + (size_t{1} * row * num_parts + part) * width;
-            arrays.insert(arrays.end(), begin, begin + width);
+            if (row % kKeys < first_row)
+                arrays.insert(arrays.end(), width, kPoison);
+            else
+                arrays.insert(arrays.end(), begin, begin + width);
         }
     return arrays;
 }
@@ -80,15 +84,27 @@ std::vector<float> different_sinks() {
     return sinks;
 }
 
-// Bands of one mask. Those of queries in `received` may see all keys, and others own ones only.
+// Pairs of ranges of keys about the end of own ones: runs that are short, or whose remainders may share a block.
+constexpr Range kAtTheEnd[][2] = {
+    {{3990, 4020}, {100, 300}},   {{3921, 3950}, {3960, 4007}}, {{3920, 3990}, {4000, 4200}},
+    {{3700, 4030}, {4100, 4331}}, {{3500, 3985}, {3990, 4205}}, {{3600, 4000}, {4000, 4400}},
+    {{3000, 3245}, {3300, 4025}}, {{3999, 4000}, {4000, 4001}}};
+static_assert(kOwn == 4000);
+
+// Bands of one mask. Those of queries in `received` may see all keys, and others own ones only. Pairs of bands have the
+// same queries.
 std::vector<int32_t> random_bands(std::mt19937& random, Range received) {
     const auto draw = [&](int least, int most) { return std::uniform_int_distribution(least, most)(random); };
     std::vector<int32_t> bands;
     for (int i = 0; i < kBands; ++i) {
-        const int q0 = kQueries * i / kBands, q1 = kQueries * (i + 1) / kBands;
+        const int pair = i / 2 * 2;
+        const int q0 = kQueries * pair / kBands, q1 = kQueries * (pair + 2) / kBands;
         const bool sees_all = received.begin <= q0 and q1 <= received.end;
-        const int k1 = sees_all ? kKeys - draw(0, 50) : draw(1, kOwn), k0 = draw(0, k1 - 1);
-        for (const int x : {q0, q1, k0, k1, -kUnbounded, kUnbounded})
+        const int end = sees_all ? kKeys - draw(0, 50) : draw(2, kOwn), middle = draw(1, end - 1);
+        Range keys = i % 2 == 0 ? Range{draw(0, middle - 1), middle} : Range{middle, end};
+        if (sees_all and draw(0, 1) == 0)
+            keys = kAtTheEnd[pair / 2 % std::size(kAtTheEnd)][i % 2];
+        for (const int x : {q0, q1, keys.begin, keys.end, -kUnbounded, kUnbounded})
             bands.push_back(x);
     }
     return bands;
@@ -139,7 +155,9 @@ public:
     // what is when the rest is done.
     std::pair<Result, Result> attend_in_parts(const Steps& steps) const {
         const DeviceResult result;
-        const DeviceArray<uint16_t> k(cut(all_k_, steps.num_parts)), v(cut(all_v_, steps.num_parts));
+        const int first_row = kOwn - own_keys_of_blocks(tile());
+        const DeviceArray<uint16_t> k(cut(all_k_, steps.num_parts, first_row));
+        const DeviceArray<uint16_t> v(cut(all_v_, steps.num_parts, first_row));
         const DeviceArray<int> counters(std::vector<int>(1 + steps.num_parts, 0));
         const DeviceArray<uint32_t> drained(std::vector<uint32_t>(1, 1));
         const DeviceArray<uint32_t> arrived(std::vector<uint32_t>(1, steps.num_arrived));
@@ -151,6 +169,7 @@ public:
         parts.num_arrived = arrived.data();
         parts.k = k.data();
         parts.v = v.data();
+        parts.own = {own_k_.data(), own_v_.data(), kOwn, kKeyHeads};
         parts.claims_all = true;
         ForwardParams own = to_params(Tiles::kSeeOwn, result, counters.data());
         own.next = &parts;

@@ -1,14 +1,13 @@
-// Tests which own keys tiles with received keys see, by a dense mask; that context attention copies blocks of own keys
-// into the arrays of its parts, where the places of all others stay as they were. Also to which gradients of own
-// keys it adds those of other ranks, and which it leaves alone, since they have been stored before.
+// Tests which tiles see received keys; that context attention copies blocks of own keys into the arrays of its parts,
+// where the places of all others stay as they were; and to which gradients of own keys it adds those of other ranks,
+// and which it leaves alone, since they have been stored before.
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
 
-#include "csrc/attention/sm90/needed_keys.h"
+#include "csrc/attention/sm90/received_tiles.h"
 #include "csrc/collectives/part_rows.h"
-#include "csrc/mask/band.h"
 #include "tests/csrc/check.h"
 
 namespace jaxmagi::test {
@@ -16,72 +15,24 @@ namespace {
 
 using namespace jaxmagi::collectives;
 
-constexpr int kTokens = 1000, kReceived = 300, kTileRows = 96, kBands = 40, kBatch = 2;
-constexpr int kBlocks = (kTokens + kNeededRows - 1) / kNeededRows;
+constexpr int kTokens = 1000, kReceived = 300, kBatch = 2;
 constexpr int kWords = 12, kParts = 3;  // words of a row of a part, and parts of a whole row
 constexpr int kPart = 1;                // the part that is taken
 constexpr int kRowWords[] = {4, 12, 128, 256, 512, 1000};  // of a row of a part, where rows are copied to parts
 constexpr uint32_t kPoison = 0xffffffff;
 
-struct Schedule {
-    std::vector<sm90::ScheduledBand> bands;
+void check_received_tiles(Verdict& verdict, std::mt19937& random, int num_tiles) {
     std::vector<sm90::ScheduledTile> tiles;
-    std::vector<uint8_t> needed, sees_received;  // by the dense mask
-};
-
-bool sees(const sm90::ScheduledBand& band, int q, int k) {
-    return band.q0 <= q and q < band.q1 and band.k0 <= k and k < band.k1 and band.lo <= k - q and k - q <= band.hi;
-}
-
-// Makes narrow random bands, and finds cell by cell which keys the tiles see.
-Schedule random_schedule(std::mt19937& random) {
-    const auto draw = [&](int least, int most) { return std::uniform_int_distribution(least, most)(random); };
-    Schedule schedule{.bands = {}, .tiles = {}, .needed = std::vector<uint8_t>(kBlocks), .sees_received = {}};
-    for (int i = 0; i < kBands; ++i) {
-        const int q = draw(0, kTokens - 1), k = draw(0, kTokens + kReceived - 1), offset = draw(-100, 100);
-        const Band band = tighten({q, q + draw(1, 80), k, k + draw(1, 80), k - q + offset - 20, k - q + offset + 20},
-                                  kTokens, kTokens + kReceived);
-        schedule.bands.push_back({band.q0, band.q1, band.k0, band.k1, band.lo, band.hi, 0, 0});
+    std::vector<uint8_t> want;
+    for (int tile = 0; tile < num_tiles; ++tile) {
+        want.push_back(random() % 2);
+        tiles.push_back({want.back() ? ~tile : tile, 0, 1, 1});
     }
-    for (int tile = 0; tile * kTileRows < kTokens; ++tile) {
-        std::vector<bool> seen(kTokens + kReceived);
-        for (const auto& band : schedule.bands)
-            for (int q = tile * kTileRows; q < std::min((tile + 1) * kTileRows, kTokens); ++q)
-                for (int k = 0; k < kTokens + kReceived; ++k)
-                    seen[k] = seen[k] or sees(band, q, k);
-        const bool sees_received = std::find(seen.begin() + kTokens, seen.end(), true) != seen.end();
-        schedule.sees_received.push_back(sees_received);
-        schedule.tiles.push_back({sees_received ? ~tile : tile, 0, kBands, 1});
-        for (int k = 0; sees_received and k < kTokens; ++k)
-            schedule.needed[k / kNeededRows] |= seen[k];
-    }
-    std::ranges::shuffle(schedule.tiles, random);
-    return schedule;
-}
-
-void check_needed_keys(Verdict& verdict, const Schedule& schedule) {
-    const DeviceArray bands(schedule.bands);
-    const DeviceArray tiles(schedule.tiles);
-    const DeviceArray needed(std::vector<uint8_t>(size_t{kBatch} * kBlocks, 7));
-    const DeviceArray sees_received(std::vector<uint8_t>(schedule.tiles.size(), 7));
-    must(sm90::find_needed_keys({.bands = bands.data(),
-                                 .tiles = tiles.data(),
-                                 .num_tiles = static_cast<int>(schedule.tiles.size()),
-                                 .tile_rows = kTileRows,
-                                 .q_len = kTokens,
-                                 .own_len = kTokens,
-                                 .block_keys = kNeededRows,
-                                 .batch = kBatch,
-                                 .needed = needed.data(),
-                                 .sees_received = sees_received.data()},
-                                cudaStreamPerThread),
-         "finding keys");
-    std::vector<uint8_t> want(size_t{kBatch} * kBlocks, 7);
-    for (size_t i = 0; i < want.size(); ++i)
-        if (schedule.needed[i % kBlocks])
-            want[i] = 1;
-    verdict.expect("needed keys", needed.to_host() == want);
-    verdict.expect("tiles that see received keys", sees_received.to_host() == schedule.sees_received);
+    std::ranges::shuffle(tiles, random);
+    const DeviceArray scheduled(tiles);
+    const DeviceArray found(std::vector<uint8_t>(tiles.size(), 7));
+    must(sm90::find_received_tiles(scheduled.data(), num_tiles, found.data(), cudaStreamPerThread), "finding tiles");
+    verdict.expect(std::to_string(num_tiles) + " tiles that see received keys or not", found.to_host() == want);
 }
 
 // Some rows of each example, and an entry that is not in use.
@@ -117,10 +68,10 @@ public:
     // copied: flags of blocks; null: all are copied.
     bool is_right(const std::vector<uint8_t>* copied) const {
         std::vector<uint32_t> want(size_t{kBatch} * rows() * words_, kPoison);
-        const int blocks = (tokens_ + kNeededRows - 1) / kNeededRows;
+        const int blocks = (tokens_ + kCopiedBlockRows - 1) / kCopiedBlockRows;
         for (int example = 0; example < kBatch; ++example)
             for (int row = 0; row < tokens_; ++row)
-                if (copied == nullptr or (*copied)[example * blocks + row / kNeededRows])
+                if (copied == nullptr or (*copied)[example * blocks + row / kCopiedBlockRows])
                     std::copy_n(all_.data() + ((size_t{1} * tokens_ * example + row) * kParts + kPart) * words_, words_,
                                 want.data() + (size_t{1} * rows() * example + row) * words_);
         return to_.to_host() == want;
@@ -140,7 +91,7 @@ private:
 
 void check_copies(Verdict& verdict, std::mt19937& random, int tokens, int key_words, int value_words, bool all) {
     const RowsToParts keys(random, tokens, key_words), values(random, tokens, value_words);
-    std::vector<uint8_t> copied(size_t{kBatch} * ((tokens + kNeededRows - 1) / kNeededRows));
+    std::vector<uint8_t> copied(size_t{kBatch} * ((tokens + kCopiedBlockRows - 1) / kCopiedBlockRows));
     std::ranges::generate(copied, [&] { return static_cast<uint8_t>(random() % 2); });
     const DeviceArray flags(copied);
     const CopiedRowsParams params{{keys.array(), values.array()}, kBatch, tokens, tokens, keys.rows(),
@@ -243,12 +194,8 @@ void check_sums(Verdict& verdict, std::mt19937& random, int rows) {
 int run() {
     std::mt19937 random(0);
     Verdict verdict;
-    for (int i = 0; i < 5; ++i) {
-        const Schedule schedule = random_schedule(random);
-        check_needed_keys(verdict, schedule);
-        const auto count = std::ranges::count(schedule.needed, 1);
-        verdict.expect("some are needed and some are not", 0 < count and count < kBlocks);
-    }
+    for (const int num_tiles : {1, 255, 256, 1000})
+        check_received_tiles(verdict, random, num_tiles);
     for (const bool all : {false, true}) {
         for (const int words : kRowWords)
             check_copies(verdict, random, kTokens, words, words, all);

@@ -15,8 +15,8 @@ def test_tiles_that_see_received_keys(tmp_path: Path) -> None:
     assert_all_ok(succeed(build("forward_subset_units", sources, tmp_path)))
 
 
-def test_rows_that_are_copied(tmp_path: Path) -> None:
-    sources = ["attention/sm90/needed_keys.cu", "collectives/part_rows.cu"]
+def test_received_tiles_and_rows_that_are_copied(tmp_path: Path) -> None:
+    sources = ["attention/sm90/received_tiles.cu", "collectives/part_rows.cu"]
     assert_all_ok(succeed(build("part_rows_units", sources, tmp_path)))
 
 

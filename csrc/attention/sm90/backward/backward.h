@@ -17,13 +17,6 @@ struct BackwardShape {
     int batch, q_len, kv_len, heads, kv_heads, dim, v_dim;
 };
 
-// The first of kv_len keys and values where a rank of context attention has them, [batch, length, row_heads, dim]. An
-// own tile has keys of these alone.
-struct OwnKeys {
-    const void *k, *v;
-    int length, row_heads;
-};
-
 // The place of gradients of own tiles to which no other rank adds any. It has the shape and the type of the own keys.
 struct FinalGradients {
     void *dk, *dv;
@@ -38,7 +31,7 @@ struct BackwardParams {
     int row_heads;
     const void* q;               // [batch, q_len, row_heads, dim]
     const void *k, *v;           // [batch, kv_len, kv_heads, dim]
-    OwnKeys own;                 // of length 0 where k and v have all
+    OwnKeys own;                 // of length 0 where k and v have all; an own tile has keys of these alone
     int num_masks, capacity;     // one mask, or one mask per example
     const ScheduledBand* bands;  // of a tile schedule by keys, and so transposed
     const ScheduledTile* tiles;  // of keys

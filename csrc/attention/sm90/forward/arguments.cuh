@@ -3,12 +3,13 @@
 #include <cuda.h>
 
 #include "csrc/attention/sm90/forward/schedule.cuh"
+#include "csrc/attention/sm90/forward/work_item.cuh"
 
 namespace jaxmagi::sm90 {
 
 struct ForwardTensorMaps {
     CUtensorMap q;
-    CUtensorMap k[2], v[2];            // of the first work and, if that is own tiles, of the parts
+    CUtensorMap k[2], v[2];            // of own keys and of parts; of all keys and none without own ones
     CUtensorMap k_part[2], v_part[2];  // kPartKeys at a time
     CUtensorMap out;                   // 64 rows at a time; only where outputs go through shared memory
 };
@@ -22,11 +23,11 @@ struct ForwardWork {
     // Work items that CTAs claim. Those before them they have without a claim: one for each CTA of attention_forward(),
     // or none.
     int claimed_items;
-    int keys;      // which of the tensor maps of keys and values
     int* counter;  // number of work items claimed
     // `part` is the number of the part, or -1 where CTAs go on with a first one. `first_head` query heads come before
-    // it, and `first_example` examples in the tensor maps of keys and values.
-    int part, first_head, first_example;
+    // it.
+    int part, first_head;
+    KeyPlaces keys;
     int kv_heads;  // of the part
     bool asks_for_parts;  // whether the CTA does so behind the work item that it has claimed last
 };

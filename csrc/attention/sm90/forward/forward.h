@@ -4,6 +4,7 @@
 
 #include <optional>
 
+#include "csrc/attention/sm90/own_keys.h"
 #include "csrc/attention/sm90/tile_schedule.h"
 
 namespace jaxmagi::sm90 {
@@ -20,6 +21,11 @@ struct TileShape {
 // other function may be called.
 std::optional<TileShape> forward_tile(int dim, int v_dim);
 
+// Returns how many of the last own keys may be in a block with received ones.
+inline int own_keys_of_blocks(const TileShape& tile) {
+    return tile.keys - 1;
+}
+
 // Tiles of queries that a call computes: all; those whose rows only see keys before own_len (tile_schedule.h), which
 // takes from_last_tile = false; or those with rows that see keys behind it, which takes from_last_tile = true. The
 // schedule must be of one mask unless all are computed.
@@ -35,8 +41,8 @@ struct ForwardParams {
     // Heads in a row of q, in one of k and v, and in one of out, lse and the previous result. The pass computes `heads`
     // of them with `kv_heads`, from the pointers on, and in further parts the heads that follow.
     int q_row_heads, kv_row_heads, row_heads;
-    // Parts of the heads, which SMs compute one after the other. More than one take claims_all. Part p has the query
-    // heads from p * heads on, kv_heads in arrays of its own, and a counter. An SM that finds no work left in a part
+    // Parts of the heads, which SMs compute one after the other. More than one take claims_all and own keys. Part p has
+    // the query heads from p * heads on, kv_heads in arrays of its own, and a counter. An SM that finds no work left in a part
     // goes on with the first one that has arrived by then and has work left, if no other SM of the call has ended, as
     // `drained` tells. Otherwise it ends, and leaves the rest to another call, so that no SM waits.
     int num_parts = 1;
@@ -44,6 +50,9 @@ struct ForwardParams {
     int key_begin, key_end;  // only keys in between count
     const void* q;           // [batch, q_len, q_row_heads, dim]
     const void *k, *v;       // [num_parts, batch, kv_len, kv_row_heads, dim]
+    // Of length 0 where k and v have all keys. Otherwise blocks of keys that are all own are read there, from the heads
+    // of the first part on, and k and v have received keys and the last own_keys_of_blocks() own ones.
+    OwnKeys own = {};
     int num_masks, capacity;  // 1 mask, or one for each example; bands of a mask
     const ScheduledBand* bands;
     const ScheduledTile* tiles;
@@ -64,8 +73,9 @@ struct ForwardParams {
     int num_sms;
     // Unless it is null, SMs go on with this as they do with further parts, and also when they have begun with a
     // section of the call's own work (schedule.cuh), to which they return behind it. They go on with its first part,
-    // too, only if next->num_arrived says that its keys are there. It has other keys and tiles, but the same queries
-    // and heads, and claims all from counters of its own that are zero before. The call itself then has one part.
+    // too, only if next->num_arrived says that its keys are there. It has other tiles, but the same queries and heads,
+    // and claims all from counters of its own that are zero before. The call itself then has one part, and as its keys
+    // the own ones of all parts.
     const ForwardParams* next;
 };
 

@@ -60,6 +60,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         prefetch_tensor_map(maps.v[0]);
         prefetch_tensor_map(maps.k_part[0]);
         prefetch_tensor_map(maps.v_part[0]);
+        if (args.parts.keys.split_key != kUnbounded) {
+            prefetch_tensor_map(maps.k[1]);
+            prefetch_tensor_map(maps.v[1]);
+        }
         memory.init_barriers();
     }
     __syncthreads();

@@ -37,12 +37,12 @@ template <typename Config> struct ForwardProducer {
             if (band_run.stop)
                 return;
             const bool last = band_run.last;
-            const KeyHead head = band_run.head;
+            const KeySource source = source_of(band_run, pending_key);
             __syncwarp();
             if (elect_lane())
                 memory.run_empty(opaque(run)).arrive();
             if (last)
-                load_pending_values(head, memory.v_full(num_blocks - 1));
+                load_pending_values(source, memory.v_full(num_blocks - 1));
         }
     }
 
@@ -55,12 +55,8 @@ private:
 
     __device__ __forceinline__ void produce(unsigned run) {
         const ForwardBandRun& band_run = memory.band_run(run);
-        if (elect_lane()) {
-            if (band_run.head.keys == 0)
-                produce_blocks<0>(run);
-            else
-                produce_blocks<1>(run);
-        }
+        if (elect_lane())
+            produce_blocks(run);
         __syncwarp();
         const int size = band_run.keys.end - band_run.keys.begin;
         num_blocks += ceil_div(size - band_run.packed_keys, Config::kKeys);
@@ -69,55 +65,91 @@ private:
             load_and_pad_values(run, size);
     }
 
+    // Which of the tensor maps of keys and values has a block, and the head there.
+    struct KeySource {
+        int maps, head, example;
+    };
+
+    __device__ __forceinline__ static KeySource source_in(const ForwardBandRun& run, int maps) {
+        return {maps, run.heads[maps].head, run.heads[maps].example};
+    }
+
+    // Returns the source of a block that begins with a key.
+    __device__ __forceinline__ static KeySource source_of(const ForwardBandRun& run, int key) {
+        return source_in(run, key >= run.split_key);
+    }
+
+    // Where the production of a run is. Blocks go from right to left, so those of received keys come first.
+    struct Step {
+        TileBand band;
+        unsigned run, block;    // block: the last one whose keys have been loaded
+        int key, previous_key;  // the first keys of the next block, and of the last one, whose values are still to load
+        int tail;               // of the first block
+    };
+
     // Keys of the first block come before the queries, whose place becomes free later, and values come after the keys
-    // of the next block, which are needed first. The consumer warps share the issue slots: every instruction in this
-    // loop delays them. So the tensor maps of keys and values are known here: kKeys says which.
-    template <int kKeys> __device__ __forceinline__ void produce_blocks(unsigned run) const {
+    // of the next block, which are needed first.
+    __device__ __forceinline__ void produce_blocks(unsigned run) const {
         constexpr int kStep = Config::kKeys;
         const ForwardBandRun& band_run = memory.band_run(run);
-        const TileBand band = band_run.band;
-        const KeyHead head{band_run.head.head, band_run.head.example, kKeys};
         const int first_key = band_run.keys.begin, end = band_run.keys.end - band_run.packed_keys;
         const int over = (end - first_key) % kStep;
         const int begin = over == 0 or end - first_key < kStep ? 0 : kStep - over;  // the first column that counts
-        int key = max(end - kStep, first_key), tail = band_run.has_packed_tail ? begin / kPartKeys * kPartKeys : 0;
-        unsigned block = num_blocks;
-        memory.k_empty(block).wait(memory.parity(block) ^ 1);
-        memory.descriptor(block) = band.block(key, begin, min(kStep, end - key), kStep);
-        if (tail > 0)
-            load_packed_keys(block, run, tail);
+        const int key = max(end - kStep, first_key);
+        Step step{band_run.band, run, num_blocks, key + begin - kStep, key,
+                  band_run.has_packed_tail ? begin / kPartKeys * kPartKeys : 0};
+        memory.k_empty(step.block).wait(memory.parity(step.block) ^ 1);
+        memory.descriptor(step.block) = step.band.block(key, begin, min(kStep, end - key), kStep);
+        if (step.tail > 0)
+            load_packed_keys(step.block, run, step.tail);
         else
-            load_keys(block, key, head);
+            load_keys(step.block, key, source_of(band_run, key));
         if (band_run.first)
             load_queries(band_run.item);
         if (pending_key != kNone)
-            load_values(block - 1, pending_key, head, memory.v_full(block - 1));
-        int previous_key = key;
-#pragma unroll 1
-        for (key += begin - kStep; key >= first_key; key -= kStep) {
-            ++block;
-            memory.k_empty(block).wait(memory.parity(block) ^ 1);
-            memory.descriptor(block) = band.block(key, 0, kStep, kStep);
-            load_keys(block, key, head);
-            if (tail > 0)
-                load_packed_values(block - 1, run, tail);
-            else
-                load_values(block - 1, previous_key, head, memory.v_full(block - 1));
-            tail = 0;
-            previous_key = key;
-        }
+            load_values(step.block - 1, pending_key, source_of(band_run, pending_key), memory.v_full(step.block - 1));
+        produce_steps<1>(step, band_run, max(band_run.split_key, first_key));
+        if (step.key >= first_key and step.previous_key >= band_run.split_key)
+            produce_step(step, source_in(band_run, 0), source_in(band_run, 1));
+        produce_steps<0>(step, band_run, first_key);
     }
 
-    __device__ __forceinline__ void load_keys(unsigned block, int key, const KeyHead& of) const {
+    // The consumer warps share the issue slots: every instruction in this loop delays them. So the tensor maps of keys
+    // and values are known here: kMaps says which.
+    template <int kMaps>
+    __device__ __forceinline__ void produce_steps(Step& step, const ForwardBandRun& run, int first_key) const {
+        const KeySource source = source_in(run, kMaps);
+#pragma unroll 1
+        while (step.key >= first_key)
+            produce_step(step, source, source);
+    }
+
+    __device__ __forceinline__ void produce_step(Step& step, const KeySource& source, const KeySource& previous) const {
+        ++step.block;
+        memory.k_empty(step.block).wait(memory.parity(step.block) ^ 1);
+        memory.descriptor(step.block) = step.band.block(step.key, 0, Config::kKeys, Config::kKeys);
+        load_keys(step.block, step.key, source);
+        if (step.tail > 0)
+            load_packed_values(step.block - 1, step.run, step.tail);
+        else
+            load_values(step.block - 1, step.previous_key, previous, memory.v_full(step.block - 1));
+        step.tail = 0;
+        step.previous_key = step.key;
+        step.key -= Config::kKeys;
+    }
+
+    __device__ __forceinline__ void load_keys(unsigned block, int key, const KeySource& from) const {
         memory.k_full(block).arrive_and_expect(Config::kKBytes);
-        load<Config::kDim>(memory.k(block), maps.k[of.keys], Config::kKeys, {0, of.head, key, of.example},
+        load<Config::kDim>(memory.k(block), maps.k[from.maps], Config::kKeys, {0, from.head, key, from.example},
                            memory.k_full(block));
     }
 
-    __device__ __forceinline__ void load_values(unsigned block, int key, const KeyHead& of, Mbarrier arrived) const {
+    __device__ __forceinline__ void load_values(unsigned block, int key, const KeySource& from,
+                                                Mbarrier arrived) const {
         memory.v_empty(block).wait(memory.parity(block) ^ 1);
         arrived.arrive_and_expect(Config::kVBytes);
-        load<Config::kVDim>(memory.v(block), maps.v[of.keys], Config::kKeys, {0, of.head, key, of.example}, arrived);
+        load<Config::kVDim>(memory.v(block), maps.v[from.maps], Config::kKeys,
+                            {0, from.head, key, from.example}, arrived);
     }
 
     // The first `tail` columns are the last keys of the next run, of which only its packed_keys last ones count.
@@ -137,16 +169,18 @@ private:
     }
 
     template <int kColumns>
-    __device__ __forceinline__ void load_parts(SharedAddress to, const CUtensorMap (&of_keys)[2], unsigned run,
+    __device__ __forceinline__ void load_parts(SharedAddress to, const CUtensorMap (&part_maps)[2], unsigned run,
                                                int tail, Mbarrier arrived) const {
         const ForwardBandRun& band_run = memory.band_run(run);
-        const CUtensorMap& map = of_keys[band_run.head.keys];
         const int tail_key = memory.band_run(run + 1).keys.end - tail;
         const int key = band_run.keys.end - band_run.packed_keys - Config::kKeys;
 #pragma unroll 1
-        for (int i = 0; i < Config::kKeys; i += kPartKeys)
-            load<kColumns>(to + i * kPanelRowBytes, map, Config::kKeys,
-                           {0, band_run.head.head, i + (i < tail ? tail_key : key), band_run.head.example}, arrived);
+        for (int i = 0; i < Config::kKeys; i += kPartKeys) {
+            const int first_key = i < tail ? tail_key : key;
+            const auto [maps, head, example] = source_of(band_run, first_key);
+            load<kColumns>(to + i * kPanelRowBytes, part_maps[maps], Config::kKeys, {0, head, i + first_key, example},
+                           arrived);
+        }
     }
 
     __device__ __forceinline__ void load_queries(int item) const {
@@ -158,9 +192,9 @@ private:
     }
 
     // Called by the whole warp.
-    __device__ __forceinline__ void load_pending_values(const KeyHead& head, Mbarrier arrived) {
+    __device__ __forceinline__ void load_pending_values(const KeySource& source, Mbarrier arrived) {
         if (pending_key != kNone and elect_lane())
-            load_values(num_blocks - 1, pending_key, head, arrived);
+            load_values(num_blocks - 1, pending_key, source, arrived);
         pending_key = kNone;
     }
 
@@ -169,7 +203,7 @@ private:
     __device__ __forceinline__ void load_and_pad_values(unsigned run, int first_row) {
         constexpr int kVectors = kPanelRowBytes / 16;
         const unsigned block = num_blocks - 1;
-        load_pending_values(memory.band_run(run).head, memory.v_loaded());
+        load_pending_values(source_of(memory.band_run(run), pending_key), memory.v_loaded());
         memory.v_loaded().wait(memory.num_zeroed() & 1);
         __syncwarp();
         if (elect_lane())

@@ -100,8 +100,9 @@ private:
             ForwardWork& work = memory.work();
             work.part = part;
             work.counter += part;
-            work.first_head = part * work.kv_heads * work.schedule.group;
-            work.first_example = part * args.batch;
+            work.keys.first_key_head = part * work.kv_heads;
+            work.first_head = work.keys.first_key_head * work.schedule.group;
+            work.keys.first_example = part * args.batch;
         }
         __syncwarp();
     }
@@ -199,10 +200,13 @@ private:
     __device__ __forceinline__ void write_run(const LaneRun& run, int item, int left) const {
         const ForwardWorkItem& work = memory.work_item(item);
         ForwardBandRun& to = memory.band_run(num_runs);
+        const KeyPlaces& places = memory.work().keys;
+        to.heads[0] = {places.first_key_head + work.key_head, work.example};
+        to.heads[1] = {work.key_head, places.first_example + work.example};
+        to.split_key = places.split_key;
         const int last_row = min(Config::kRows >> args.first.schedule.pack_shift, args.q_len - work.row) - 1;
         to.band = TileBand::make(run.band, work.row, last_row);
         to.keys = {run.band.k0, run.band.k1};
-        to.head = {work.key_head, memory.work().first_example + work.example, memory.work().keys};
         to.item = item;
         to.first = left + run.num_blocks() == work.num_blocks;
         to.last = left == 0;

@@ -6,6 +6,17 @@
 
 namespace jaxmagi::sm90 {
 
+// Where keys and values are: blocks of keys that begin before split_key have the first of the tensor maps, in which
+// `first_key_head` heads come before the part's, and others the second one, in which `first_example` examples do.
+struct KeyPlaces {
+    int split_key, first_key_head, first_example;
+};
+
+// A head in the tensors of keys and values.
+struct KeyHead {
+    int head, example;
+};
+
 // One row tile for one key head: kRows rows of logits, which are some heads at each of some positions. Heads change
 // faster than positions.
 struct alignas(16) ForwardWorkItem {
@@ -23,11 +34,6 @@ struct alignas(16) BlockDescriptor {
     int first_column, end_column;          // read together
     bool masked;
     bool has_packed_tail;  // a second descriptor holds more visible columns
-};
-
-struct KeyHead {
-    int head, example;
-    int keys;  // which of the tensor maps of keys and values
 };
 
 // A band with positions counted from the first one of a tile.
@@ -52,11 +58,12 @@ struct alignas(16) TileBand {
 // The keys that the rows of a tile see in one band, for the producer.
 struct alignas(16) ForwardBandRun {
     TileBand band;
-    Range keys;  // empty if the work item has no blocks
-    KeyHead head;
-    int item;              // number of work items that the CTA had before
-    bool first, last;      // of the work item
-    bool stop;             // there are no more work items
+    Range keys;        // empty if the work item has no blocks
+    KeyHead heads[2];  // by tensor map of keys and values
+    int split_key;     // as in KeyPlaces
+    int item;          // number of work items that the CTA had before
+    bool first, last;  // of the work item
+    bool stop;         // there are no more work items
     bool has_packed_tail;  // the first block also holds the tail of the next run
     int packed_keys;       // number of keys at the end of this run that the first block of the run before holds
 };
