@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax.nnx.nn import dtypes
 from jaxtyping import Array, Float
 
 from jaxmagi._checks import check_unmasked, flag, number
@@ -118,6 +117,8 @@ def attention_fn(
         if np.ndim(x) < 3:
             raise ValueError(f"{name} must be [*batch, T, N, D], but it has shape {np.shape(x)}")
     is_causal = flag(is_causal, "is_causal")
+    from flax.nnx.nn import dtypes  # only here: flax takes as long to import as the rest, jax included
+
     query, key, value = dtypes.promote_dtype((query, key, value), dtype=dtype)
     mask = _resolve_mask(mask, is_causal, query.shape[-3], key.shape[-3])
     options = {

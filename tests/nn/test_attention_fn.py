@@ -2,6 +2,8 @@
 
 import functools
 import re
+import subprocess
+import sys
 from typing import Any
 
 import flax.linen as linen
@@ -271,3 +273,8 @@ def test_batch_axis_that_does_not_fit(batch_axis_name: str, batch: int | None, m
     x = jnp.zeros((*(() if batch is None else (batch,)), LENGTH, HEADS, 8))
     with jax.set_mesh(jax.make_mesh((2, 4), ("data", "context"))), pytest.raises(ValueError, match=message):
         jaxmagi.nn.attention_fn(x, x, x, mask=plan, batch_axis_name=batch_axis_name)
+
+
+def test_jaxmagi_is_imported_without_flax() -> None:
+    program = "import sys, jaxmagi; sys.exit('flax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
