@@ -18,6 +18,12 @@ from .context import (
     undispatch as undispatch,
 )
 from .masks import AttnMask as AttnMask, MaskType as MaskType
+from .overlap import (
+    all_gather_matmul as all_gather_matmul,
+    matmul_all_reduce as matmul_all_reduce,
+    matmul_all_to_all as matmul_all_to_all,
+    matmul_reduce_scatter as matmul_reduce_scatter,
+)
 from .planning import (
     ContextPlan as ContextPlan,
     CostModel as CostModel,

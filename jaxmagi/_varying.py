@@ -10,6 +10,11 @@ def varying_axes(x: Any) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
+def checks_vma(axis_name: str) -> bool:
+    """Returns whether the surrounding shard_map over a mesh axis checks which arrays vary over it."""
+    return axis_name in varying_axes(jax.lax.axis_index(axis_name))
+
+
 def vary_alike[Tree](tree: Tree) -> Tree:
     """Makes all arrays vary over all mesh axes that one of them varies over, as primitives demand.
 

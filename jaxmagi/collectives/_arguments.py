@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._checks import is_traced
-from .._varying import varying_axes
+from .._varying import checks_vma, varying_axes
 from ..planning import GroupCastSpec, RelayedSpec
 from ._options import CollectiveOptions, check_options
 from ._route import Route
@@ -58,8 +58,7 @@ def _may_be_sharded(leaf: Any, axis_name: str, size: int) -> bool:
     """Returns whether a leaf [1, ...] can be one of ``size`` parts: a constant or replicated one cannot."""
     if size == 1:
         return True
-    checked = axis_name in varying_axes(jax.lax.axis_index(axis_name))
-    return axis_name in varying_axes(leaf) if checked else is_traced(leaf)
+    return axis_name in varying_axes(leaf) if checks_vma(axis_name) else is_traced(leaf)
 
 
 def make_transfer(spec: Any, axis_name: str, options: CollectiveOptions) -> Transfer:

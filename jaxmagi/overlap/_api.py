@@ -1,0 +1,181 @@
+"""Defines products with a collective as users call them inside ``shard_map``."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from .._checks import jax_array, require_type
+from .._dtypes import DTYPES, accumulator_dtype
+from .._varying import checks_vma, vary_alike, varying_axes
+from ..collectives import CollectiveOptions, axis_size, check_options, check_wire_dtype
+from ._products import Exchange, all_gathered, all_reduced, dot, reduce_scattered
+
+
+def all_gather_matmul(
+    x: Float[Array | np.ndarray, "*batch M K"],
+    w: Float[Array | np.ndarray, "K N"],
+    axis_name: str,
+    *,
+    options: CollectiveOptions = CollectiveOptions(),  # noqa: B008 (frozen, so safe to share)
+) -> Float[Array, "*batch sM N"]:
+    """Multiplies the rows of all ranks with this rank's weights. Call it inside ``jax.shard_map``.
+
+    The value of ``jax.lax.all_gather(x, axis_name, axis=x.ndim - 2, tiled=True) @ w``: the first product of
+    a Megatron block with sequence parallelism (Korthikanti et al., 2022, "Reducing Activation Recomputation
+    in Large Transformer Models"), whose weights are cut by columns. The gradient of x is a
+    `matmul_reduce_scatter`. That of w gathers x again, so that no gathered rows are kept.
+
+    Args:
+        x: rows of this rank, bfloat16, float16, float32 or float64, M of them.
+        w: weights of this rank, of the same dtype.
+        axis_name: mesh axis of s ranks, whose rows are gathered in their order.
+        options: its ``wire_dtype`` is the dtype in which parts of the gradient of x travel before they are
+            summed, up to that of accumulators; None: that of x. Static.
+
+    Returns:
+        All rows times w, accumulated in float32 (float64 for float64), in the dtype of x.
+
+    Raises:
+        ValueError: the axis is no mesh axis that a surrounding ``shard_map`` maps over, or shapes, dtypes or
+            options do not fit.
+        NotImplementedError: the options ask for "native" or "nccl".
+    """
+    x, w, exchange = _operands(x, w, axis_name, options)
+    return all_gathered(x, w, exchange, False)
+
+
+def matmul_reduce_scatter(
+    x: Float[Array | np.ndarray, "*batch sM K"],
+    w: Float[Array | np.ndarray, "K N"],
+    axis_name: str,
+    *,
+    options: CollectiveOptions = CollectiveOptions(),  # noqa: B008 (frozen, so safe to share)
+) -> Float[Array, "*batch M N"]:
+    """Multiplies, and returns this rank's rows of the sum over ranks. Call it inside ``jax.shard_map``.
+
+    The value of ``jax.lax.psum_scatter(x @ w, axis_name, scatter_dimension=x.ndim - 2, tiled=True)``: the
+    second product of a Megatron block with sequence parallelism, whose weights are cut by rows (see
+    `all_gather_matmul`, which is the gradient of x). The gradient of w gathers cotangents.
+
+    Args:
+        x: bfloat16, float16, float32 or float64. The axis divides its rows.
+        w: weights of this rank, of the same dtype.
+        axis_name: mesh axis of s ranks. Rank r gets the r-th of s parts of the rows.
+        options: its ``wire_dtype`` is the dtype in which products travel before they are summed, up to that
+            of accumulators; None: that of x. Static.
+
+    Returns:
+        The sum of the products of all ranks, added up in float32 (float64 for float64) rank after rank, so
+        that it is bitwise reproducible, in the dtype of x.
+
+    Raises:
+        ValueError: as in `all_gather_matmul`, or the axis does not divide the rows.
+        NotImplementedError: as there.
+    """
+    x, w, exchange = _operands(x, w, axis_name, options)
+    _check_parts("x must have rows", x.shape[-2], axis_name, x.shape)
+    return reduce_scattered(x, w, exchange, False)
+
+
+def matmul_all_reduce(
+    x: Float[Array | np.ndarray, "*batch M K"],
+    w: Float[Array | np.ndarray, "K N"],
+    axis_name: str,
+    *,
+    options: CollectiveOptions = CollectiveOptions(),  # noqa: B008 (frozen, so safe to share)
+) -> Float[Array, "*batch M N"]:
+    """Multiplies, and returns the sum over ranks. Call it inside ``jax.shard_map``.
+
+    The value of ``jax.lax.psum(x @ w, axis_name)``, and its gradients: the second product of a Megatron block
+    without sequence parallelism (Shoeybi et al., 2019, "Megatron-LM"). Each rank sums some of the rows, which
+    all then gather.
+
+    Args:
+        x: bfloat16, float16, float32 or float64. The axis need not divide its rows.
+        w: weights of this rank, of the same dtype.
+        axis_name: mesh axis of the ranks.
+        options: as in `matmul_reduce_scatter`. Sums travel in the dtype of x.
+
+    Returns:
+        As of `matmul_reduce_scatter`, but all rows, which do not vary over the axis.
+
+    Raises:
+        ValueError: as in `all_gather_matmul`.
+        NotImplementedError: as there.
+    """
+    x, w, exchange = _operands(x, w, axis_name, options)
+    return all_reduced(x, w, exchange)
+
+
+def matmul_all_to_all(
+    x: Float[Array | np.ndarray, "*batch M K"],
+    w: Float[Array | np.ndarray, "K sN"],
+    axis_name: str,
+) -> Float[Array, "*batch sM N"]:
+    """Multiplies, and exchanges columns for rows. Call it inside ``jax.shard_map``.
+
+    The value of ``jax.lax.all_to_all(x @ w, axis_name, x.ndim - 1, x.ndim - 2, tiled=True)``: a projection
+    to heads, of which each rank then has some for all tokens (Jacobs et al., 2023, "DeepSpeed Ulysses").
+
+    Args:
+        x: rows of this rank, bfloat16, float16, float32 or float64.
+        w: weights for the columns of all ranks, of the same dtype. The axis divides their number.
+        axis_name: mesh axis of s ranks. Rank r gets the r-th of s parts of the columns.
+
+    Returns:
+        The rows of all ranks, in their order, in the dtype of x.
+
+    Raises:
+        ValueError: as in `all_gather_matmul`, or the axis does not divide the columns.
+    """
+    x, w, exchange = _operands(x, w, axis_name, CollectiveOptions())
+    _check_parts("w must have columns", w.shape[-1], axis_name, w.shape)
+    product = dot(x, w).astype(x.dtype)
+    return jax.lax.all_to_all(product, exchange.axis_name, x.ndim - 1, x.ndim - 2, tiled=True)
+
+
+def _operands(
+    x: Any, w: Any, axis_name: str, options: CollectiveOptions
+) -> tuple[jax.Array, jax.Array, Exchange]:
+    """Returns both operands, which vary over the same axes, and how ranks exchange rows."""
+    require_type(axis_name, str, "axis_name")
+    axis_size(axis_name)
+    x, w = jax_array(x, "x"), jax_array(w, "w")
+    if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
+        raise ValueError(f"x must be [..., M, K] and w [K, N], but they have shapes {x.shape} and {w.shape}.")
+    if x.dtype != w.dtype or x.dtype.name not in DTYPES:
+        raise ValueError(
+            f"x and w must have the same dtype of {DTYPES}, but have {x.dtype.name} and {w.dtype.name}."
+        )
+    if _is_invariant(x, axis_name):
+        x = jax.lax.pcast(x, axis_name, to="varying")
+    x, w = vary_alike((x, w))
+    return x, w, Exchange(axis_name, _wire_dtype(options, x.dtype))
+
+
+def _wire_dtype(options: CollectiveOptions, dtype: jnp.dtype) -> jnp.dtype:
+    """Returns the dtype in which products of operands of a dtype travel."""
+    check_options("options", options)
+    if options.implementation not in (None, "xla"):
+        raise NotImplementedError(
+            f'implementation="{options.implementation}": products with a collective are plain JAX on all '
+            'platforms. Use implementation="xla", or None.'
+        )
+    check_wire_dtype(options, "products accumulate in", accumulator_dtype(dtype))
+    return dtype if options.wire_dtype is None else jnp.dtype(options.wire_dtype)
+
+
+def _is_invariant(x: jax.Array, axis_name: str) -> bool:
+    """Returns whether shard_map knows that all ranks have the same array."""
+    return checks_vma(axis_name) and axis_name not in varying_axes(x)
+
+
+def _check_parts(what: str, count: int, axis_name: str, shape: tuple[int, ...]) -> None:
+    size = axis_size(axis_name)
+    if count % size:
+        raise ValueError(
+            f"{what} that the size {size} of mesh axis {axis_name!r} divides, but has shape {shape}."
+        )
