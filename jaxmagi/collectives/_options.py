@@ -24,7 +24,8 @@ class CollectiveOptions:
     """How rows travel between ranks. It is static: hashable, and part of the compiled program.
 
     It is the ``options`` of `group_cast` and `group_reduce`, and the ``collectives`` of `context_attention`
-    and `nn.attention_fn`, where it holds for all transfers of both passes.
+    and `nn.attention_fn`, where it holds for all transfers of both passes. Products with a collective
+    (`all_gather_matmul`) take it too: plain JAX for now, with a ``wire_dtype`` up to that of accumulators.
 
     "native" and "nccl" are custom calls for GPUs: over NVLink straight into the memory of peers on the same
     host, at most 64 of them, and by NCCL to any peer. Over NCCL exactly the rows that each pair of ranks

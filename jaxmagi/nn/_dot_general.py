@@ -3,13 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxmagi._checks import require_type
-from jaxmagi._varying import checks_vma
+from jaxmagi._varying import checks_vma, vary_alike
+from jaxmagi.attention import MeshAxes, axis_names
 from jaxmagi.collectives import CollectiveOptions, check_options
 from jaxmagi.overlap import all_gather_matmul, matmul_reduce_scatter
 
@@ -19,6 +20,7 @@ type DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequenc
 def column_parallel_dot_general(
     axis_name: str,
     *,
+    batch_axis_name: MeshAxes = None,
     options: CollectiveOptions = CollectiveOptions(),  # noqa: B008 (frozen, so safe to share)
 ) -> "ParallelDotGeneral":
     """Returns the ``dot_general`` of a dense layer whose weights are cut by columns over a mesh axis.
@@ -34,6 +36,9 @@ def column_parallel_dot_general(
     Args:
         axis_name: mesh axis of the ranks. It divides the tokens, in the last dimension before those that are
             contracted, and the first dimension of the weights that is not contracted.
+        batch_axis_name: mesh axis, or axes, over which the first dimension of the tokens is sharded, if they
+            have one before. None: Explicit axes as tokens are. Over Auto axes XLA's partitioner would gather
+            the batch around each collective: name them.
         options: as of `jaxmagi.all_gather_matmul`.
 
     Returns:
@@ -45,12 +50,13 @@ def column_parallel_dot_general(
     Raises:
         ValueError: the axis name is no string, or the options are none.
     """
-    return ParallelDotGeneral(axis_name, options, "columns")
+    return ParallelDotGeneral(axis_name, batch_axis_name, options, "columns")
 
 
 def row_parallel_dot_general(
     axis_name: str,
     *,
+    batch_axis_name: MeshAxes = None,
     options: CollectiveOptions = CollectiveOptions(),  # noqa: B008 (frozen, so safe to share)
 ) -> "ParallelDotGeneral":
     """Returns the ``dot_general`` of a dense layer whose weights are cut by rows over a mesh axis.
@@ -61,6 +67,7 @@ def row_parallel_dot_general(
     Args:
         axis_name: mesh axis of the ranks. It divides the tokens, in the last dimension before those that are
             contracted, and the first dimension that is contracted.
+        batch_axis_name: as of `column_parallel_dot_general`.
         options: as of `jaxmagi.matmul_reduce_scatter`.
 
     Returns:
@@ -69,7 +76,7 @@ def row_parallel_dot_general(
     Raises:
         ValueError: the axis name is no string, or the options are none.
     """
-    return ParallelDotGeneral(axis_name, options, "rows")
+    return ParallelDotGeneral(axis_name, batch_axis_name, options, "rows")
 
 
 @dataclass(frozen=True)
@@ -78,11 +85,13 @@ class ParallelDotGeneral:
 
     Attributes:
         axis_name: the mesh axis.
+        batch_axis_name: mesh axes of the first dimension.
         options: how rows travel.
         weights: how weights are cut.
     """
 
     axis_name: str
+    batch_axis_name: MeshAxes
     options: CollectiveOptions
     weights: Literal["columns", "rows"]
 
@@ -110,49 +119,63 @@ class ParallelDotGeneral:
         mesh = jax.sharding.get_abstract_mesh()
         if self.axis_name in mesh.manual_axes:
             return self._multiply(lhs, rhs, count)
-        if self.axis_name not in mesh.axis_names:
-            raise ValueError(
-                f"axis_name={self.axis_name!r} is no axis of the mesh, which has {tuple(mesh.axis_names)}: "
-                "call inside jax.shard_map over it, or set the mesh by jax.set_mesh."
-            )
+        for name in (self.axis_name, *axis_names(self.batch_axis_name)):
+            if name not in mesh.axis_names:
+                raise ValueError(
+                    f"{name!r} is no axis of the mesh, which has {tuple(mesh.axis_names)}: call inside "
+                    "jax.shard_map over it, or set the mesh by jax.set_mesh."
+                )
         return self._on_mesh(lhs, rhs, count)
 
     def _multiply(self, lhs: jax.Array, rhs: jax.Array, count: int) -> jax.Array:
         """Multiplies the arrays of a rank, of which so many dimensions are contracted."""
-        product = all_gather_matmul if self.weights == "columns" else matmul_reduce_scatter
-        inner = math.prod(rhs.shape[:count])
+        multiply = all_gather_matmul if self.weights == "columns" else matmul_reduce_scatter
+        inner, outer = math.prod(rhs.shape[:count]), math.prod(rhs.shape[count:])
         x = lhs.reshape(*lhs.shape[: lhs.ndim - count], inner)
-        y = product(x, rhs.reshape(inner, -1), self.axis_name, options=self.options)
+        y = multiply(x, rhs.reshape(inner, outer), self.axis_name, options=self.options)
         return y.reshape(*y.shape[:-1], *rhs.shape[count:])
 
     def _on_mesh(self, lhs: jax.Array, rhs: jax.Array, count: int) -> jax.Array:
-        """Multiplies whole arrays, mapped over the mesh axis."""
-        tokens, contracted = lhs.ndim - count - 1, lhs.ndim - count
-        out_ndim = lhs.ndim + rhs.ndim - 2 * count
+        """Multiplies whole arrays, mapped over the mesh axis and those of the batch."""
+        contracted = lhs.ndim - count
+        tokens, out_ndim = contracted - 1, contracted + rhs.ndim - count
+        batch = self._batch_axes(lhs, tokens)
         cuts = (tokens, count, contracted) if self.weights == "columns" else (contracted, 0, tokens)
         self._check_divides("tokens", lhs.shape[tokens])
-        self._check_divides(
-            "first output dimension" if cuts[1] else "first contracted dimension", rhs.shape[cuts[1]]
-        )
-        left, right, out = (
-            P(*(self.axis_name if i == cut else None for i in range(ndim)))
-            for ndim, cut in zip((lhs.ndim, rhs.ndim, out_ndim), cuts, strict=True)
-        )
+        what = "first output dimension" if self.weights == "columns" else "first contracted dimension"
+        self._check_divides(what, rhs.shape[cuts[1]])
+        left = self._spec(lhs.ndim, cuts[0], batch)
+        right = self._spec(rhs.ndim, cuts[1], ())
+        lhs, rhs = vary_alike((lhs, rhs))  # what a surrounding shard_map has mapped over
         return jax.shard_map(
             lambda x, w: self._multiply(x, w, count),
             in_specs=(left, right),
-            out_specs=out,
-            axis_names={self.axis_name},
+            out_specs=self._spec(out_ndim, cuts[2], batch),
+            axis_names={self.axis_name, *(name for axes in batch for name in axis_names(axes))},
             check_vma=_checks_vma(),
-        )(self._cut(lhs, cuts[0]), self._cut(rhs, cuts[1]))
+        )(_reshard(lhs, left), _reshard(rhs, right))
 
-    def _cut(self, x: jax.Array, dimension: int) -> jax.Array:
-        """Reshards an array over an Explicit axis; over an Auto axis shard_map does so."""
-        if self.axis_name not in jax.sharding.get_abstract_mesh().explicit_axes:
-            return x
-        entries = [_without(axes, self.axis_name) for axes in jax.typeof(x).sharding.spec]
-        entries[dimension] = self.axis_name
-        return jax.sharding.reshard(x, P(*entries))
+    def _batch_axes(self, lhs: jax.Array, tokens: int) -> tuple[MeshAxes, ...]:
+        """Returns the mesh axes that each dimension before the tokens is sharded over."""
+        if self.batch_axis_name is not None:
+            if tokens == 0:
+                raise ValueError(
+                    f"batch_axis_name={self.batch_axis_name!r} needs lhs [batch, ..., tokens, features], but "
+                    f"it has shape {lhs.shape}."
+                )
+            manual = jax.sharding.get_abstract_mesh().manual_axes
+            left = tuple(name for name in axis_names(self.batch_axis_name) if name not in manual)
+            return (left or None,)
+        *batch, over = tuple(jax.typeof(lhs).sharding.spec)[: tokens + 1]
+        if over not in (None, self.axis_name, (self.axis_name,)):
+            raise ValueError(f"lhs {lhs.shape} has its tokens sharded over {over!r}, not {self.axis_name!r}.")
+        return tuple(batch)
+
+    def _spec(self, ndim: int, cut: int, batch: tuple[MeshAxes, ...]) -> P:
+        """Returns the spec of an array that is cut over the mesh axis along one dimension."""
+        entries = [*batch, *[None] * (ndim - len(batch))]
+        entries[cut] = self.axis_name
+        return P(*entries)
 
     def _check_divides(self, what: str, count: int) -> None:
         size = jax.sharding.get_abstract_mesh().shape[self.axis_name]
@@ -172,15 +195,23 @@ def _count_contracted(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Dimensi
             f"{dimension_numbers=}: products over a mesh axis contract the last dimensions of their first "
             "operand with the first ones of their second, and have no batch dimensions."
         )
+    if lhs.shape[lhs.ndim - count :] != rhs.shape[:count]:
+        raise ValueError(
+            f"lhs must end with the dimensions that rhs begins with, {count} of them, but they have shapes "
+            f"{lhs.shape} and {rhs.shape}."
+        )
     if lhs.ndim == count:
         raise ValueError(f"lhs must be [..., tokens, features], but it has shape {lhs.shape}.")
     return count
 
 
-def _without(axes: Any, name: str) -> Any:
-    """Returns the axes of a dimension without one of them."""
-    left = tuple(axis for axis in (axes if isinstance(axes, tuple) else (axes,)) if axis not in (None, name))
-    return left or None
+def _reshard(x: jax.Array, spec: P) -> jax.Array:
+    """Reshards an array over Explicit axes; over Auto axes shard_map does so."""
+    explicit = set(jax.sharding.get_abstract_mesh().explicit_axes)
+    if not explicit:
+        return x
+    kept = (tuple(name for name in axis_names(axes) if name in explicit) or None for axes in tuple(spec))
+    return jax.sharding.reshard(x, P(*kept))
 
 
 def _checks_vma() -> bool:

@@ -11,7 +11,7 @@ from .._checks import jax_array, require_type
 from .._dtypes import DTYPES, accumulator_dtype
 from .._varying import checks_vma, vary_alike, varying_axes
 from ..collectives import CollectiveOptions, axis_size, check_options, check_wire_dtype
-from ._products import Exchange, all_gathered, all_reduced, dot, reduce_scattered
+from ._products import Exchange, Weights, all_gathered, all_reduced, product, reduce_scattered
 
 
 def all_gather_matmul(
@@ -33,7 +33,8 @@ def all_gather_matmul(
         w: weights of this rank, of the same dtype.
         axis_name: mesh axis of s ranks, whose rows are gathered in their order.
         options: its ``wire_dtype`` is the dtype in which parts of the gradient of x travel before they are
-            summed, up to that of accumulators; None: that of x. Static.
+            summed, up to that of accumulators; None: that of x. All but this and ``implementation`` is for
+            custom calls. Static.
 
     Returns:
         All rows times w, accumulated in float32 (float64 for float64), in the dtype of x.
@@ -44,7 +45,7 @@ def all_gather_matmul(
         NotImplementedError: the options ask for "native" or "nccl".
     """
     x, w, exchange = _operands(x, w, axis_name, options)
-    return all_gathered(x, w, exchange, False)
+    return all_gathered(x, w, exchange, Weights())
 
 
 def matmul_reduce_scatter(
@@ -77,7 +78,7 @@ def matmul_reduce_scatter(
     """
     x, w, exchange = _operands(x, w, axis_name, options)
     _check_parts("x must have rows", x.shape[-2], axis_name, x.shape)
-    return reduce_scattered(x, w, exchange, False)
+    return reduce_scattered(x, w, exchange, Weights())
 
 
 def matmul_all_reduce(
@@ -90,8 +91,8 @@ def matmul_all_reduce(
     """Multiplies, and returns the sum over ranks. Call it inside ``jax.shard_map``.
 
     The value of ``jax.lax.psum(x @ w, axis_name)``, and its gradients: the second product of a Megatron block
-    without sequence parallelism (Shoeybi et al., 2019, "Megatron-LM"). Each rank sums some of the rows, which
-    all then gather.
+    without sequence parallelism (Shoeybi et al., 2019, "Megatron-LM"). Each rank sums some rows, or some
+    columns where the axis divides these alone, which all then gather.
 
     Args:
         x: bfloat16, float16, float32 or float64. The axis need not divide its rows.
@@ -114,6 +115,8 @@ def matmul_all_to_all(
     x: Float[Array | np.ndarray, "*batch M K"],
     w: Float[Array | np.ndarray, "K sN"],
     axis_name: str,
+    *,
+    options: CollectiveOptions = CollectiveOptions(),  # noqa: B008 (frozen, so safe to share)
 ) -> Float[Array, "*batch sM N"]:
     """Multiplies, and exchanges columns for rows. Call it inside ``jax.shard_map``.
 
@@ -124,17 +127,22 @@ def matmul_all_to_all(
         x: rows of this rank, bfloat16, float16, float32 or float64.
         w: weights for the columns of all ranks, of the same dtype. The axis divides their number.
         axis_name: mesh axis of s ranks. Rank r gets the r-th of s parts of the columns.
+        options: how products travel. Without a ``wire_dtype``, since nothing is summed. Static.
 
     Returns:
         The rows of all ranks, in their order, in the dtype of x.
 
     Raises:
-        ValueError: as in `all_gather_matmul`, or the axis does not divide the columns.
+        ValueError: as in `all_gather_matmul`, or the axis does not divide the columns, or there is a
+            ``wire_dtype``.
+        NotImplementedError: as there.
     """
-    x, w, exchange = _operands(x, w, axis_name, CollectiveOptions())
+    x, w, exchange = _operands(x, w, axis_name, options)
+    if options.wire_dtype is not None:
+        raise ValueError(f"wire_dtype={options.wire_dtype}, but matmul_all_to_all sums nothing.")
     _check_parts("w must have columns", w.shape[-1], axis_name, w.shape)
-    product = dot(x, w).astype(x.dtype)
-    return jax.lax.all_to_all(product, exchange.axis_name, x.ndim - 1, x.ndim - 2, tiled=True)
+    columns = product(x, w, exchange, Weights())
+    return jax.lax.all_to_all(columns, axis_name, x.ndim - 1, x.ndim - 2, tiled=True)
 
 
 def _operands(
@@ -146,6 +154,8 @@ def _operands(
     x, w = jax_array(x, "x"), jax_array(w, "w")
     if x.ndim < 2 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"x must be [..., M, K] and w [K, N], but they have shapes {x.shape} and {w.shape}.")
+    if 0 in (*x.shape, *w.shape):
+        raise ValueError(f"x and w must not be empty, but they have shapes {x.shape} and {w.shape}.")
     if x.dtype != w.dtype or x.dtype.name not in DTYPES:
         raise ValueError(
             f"x and w must have the same dtype of {DTYPES}, but have {x.dtype.name} and {w.dtype.name}."
@@ -153,7 +163,8 @@ def _operands(
     if _is_invariant(x, axis_name):
         x = jax.lax.pcast(x, axis_name, to="varying")
     x, w = vary_alike((x, w))
-    return x, w, Exchange(axis_name, _wire_dtype(options, x.dtype))
+    precision = jax.config.jax_default_matmul_precision
+    return x, w, Exchange(axis_name, _wire_dtype(options, x.dtype), precision)
 
 
 def _wire_dtype(options: CollectiveOptions, dtype: jnp.dtype) -> jnp.dtype:

@@ -2,17 +2,20 @@
 
 With s ranks on an axis, x ``[..., M, K]`` of a rank and weights w ``[K, N]``:
 
-    all_gathered      [..., M, K] · [K, N]      → [..., sM, N]    the rows of all ranks
+    product           [..., M, K] · [K, N]      → [..., M, N]     of this rank alone
+    all_gathered      [..., M, K] · [K, N]      → [..., sM, N]    of the rows of all ranks
     reduce_scattered  [..., sM, K] · [K, N]     → [..., M, N]     this rank's rows of the sum over ranks
     weight_gradient   [..., M, K], [..., sM, N] → [K, N]          (rows of all ranks)ᵀ · y, summed over "..."
     all_reduced       [..., M, K] · [K, N]      → [..., M, N]     the sum over ranks
 
-Operands have one dtype, and vary over the same mesh axes. Products accumulate in float32 (float64 for
-float64). Sums over ranks do too, rank after rank, so that they are bitwise reproducible.
+Operands have one dtype, in which they are multiplied in both passes, and vary over the same mesh axes.
+Products accumulate in float32 (float64 for float64). Sums over ranks do too, rank after rank, so that they
+are bitwise reproducible. Specs say over which Explicit axes a result is sharded; None where there is only one
+way.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,126 +28,169 @@ type Pair = tuple[jax.Array, jax.Array]
 
 
 class Exchange(NamedTuple):
-    """Says how ranks exchange rows.
+    """Says how ranks multiply and exchange rows.
 
     Attributes:
         axis_name: the mesh axis of the ranks.
         wire_dtype: the dtype in which products travel to be summed.
+        precision: of the products, as of ``jax.default_matmul_precision`` where the function was called.
     """
 
     axis_name: str
     wire_dtype: jnp.dtype
+    precision: str | None
 
 
-def dot(x: jax.Array, w: jax.Array, transposed: bool = False) -> jax.Array:
-    """Returns ``x @ w`` in the dtype of accumulators; with ``transposed`` w is ``[N, K]``."""
-    contracted = (x.ndim - 1,), (int(transposed),)
+class Weights(NamedTuple):
+    """Says how weights lie, and how their product is sharded.
+
+    Attributes:
+        transposed: whether they are ``[N, K]``, not ``[K, N]``.
+        spec: of the product.
+    """
+
+    transposed: bool = False
+    spec: P | None = None
+
+    def back(self, x: jax.Array) -> "Weights":
+        """Returns how they are multiplied with a cotangent, for the gradient of x."""
+        return Weights(not self.transposed, _explicit_spec(x))
+
+
+def _explicit_spec(x: jax.Array) -> P | None:
+    """Returns over which Explicit axes an array is sharded; None if there is no such axis."""
+    return jax.typeof(x).sharding.spec if jax.sharding.get_abstract_mesh().explicit_axes else None
+
+
+def _dot(
+    x: jax.Array, y: jax.Array, contracted: tuple[Any, Any], exchange: Exchange, spec: P | None
+) -> jax.Array:
+    """Multiplies in the dtype of accumulators."""
     return jax.lax.dot_general(
-        x, w, (contracted, ((), ())), preferred_element_type=accumulator_dtype(x.dtype)
+        x,
+        y,
+        (contracted, ((), ())),
+        precision=exchange.precision,
+        preferred_element_type=accumulator_dtype(x.dtype),
+        out_sharding=spec,
     )
 
 
-def _explicit_spec(w: jax.Array) -> P | None:
-    """Returns over which Explicit axes weights are sharded; None if there is no such axis."""
-    return jax.typeof(w).sharding.spec if jax.sharding.get_abstract_mesh().explicit_axes else None
+def _dot_weights(x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights) -> jax.Array:
+    return _dot(x, w, ((x.ndim - 1,), (int(weights.transposed),)), exchange, weights.spec)
 
 
-def scatter_sum(x: jax.Array, exchange: Exchange, dtype: jnp.dtype) -> jax.Array:
-    """Returns this rank's rows of the sum over ranks: ``[..., sM, N]`` → ``[..., M, N]``."""
-    size, axis = jax.lax.axis_size(exchange.axis_name), x.ndim - 2
-    by_rank = x.astype(exchange.wire_dtype).reshape(*x.shape[:-2], size, x.shape[-2] // size, x.shape[-1])
+def _dot_rows(x: jax.Array, y: jax.Array, exchange: Exchange, spec: P | None) -> jax.Array:
+    """Returns ``xᵀ · y`` over all rows, in the dtype of x."""
+    rows = tuple(range(x.ndim - 1))
+    return _dot(x, y, (rows, rows), exchange, spec).astype(x.dtype)
+
+
+def _scatter_sum(x: jax.Array, axis: int, exchange: Exchange, dtype: jnp.dtype) -> jax.Array:
+    """Returns this rank's part of the sum over ranks, of s parts along an axis of the array."""
+    size = jax.lax.axis_size(exchange.axis_name)
+    shape = *x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :]
+    by_rank = x.astype(exchange.wire_dtype).reshape(shape)
     parts = jax.lax.all_to_all(by_rank, exchange.axis_name, axis, axis, tiled=True)
     wide = (jax.lax.index_in_dim(parts, rank, axis, keepdims=False).astype(x.dtype) for rank in range(size))
     return functools.reduce(jnp.add, wide).astype(dtype)
 
 
-def gather(x: jax.Array, exchange: Exchange) -> jax.Array:
+def _gather(x: jax.Array, exchange: Exchange) -> jax.Array:
     """Returns the rows of all ranks: ``[..., M, K]`` → ``[..., sM, K]``."""
     return jax.lax.all_gather(x, exchange.axis_name, axis=x.ndim - 2, tiled=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def all_gathered(x: jax.Array, w: jax.Array, exchange: Exchange, transposed: bool) -> jax.Array:
-    return dot(gather(x, exchange), w, transposed).astype(x.dtype)
+def product(x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights) -> jax.Array:
+    return _dot_weights(x, w, exchange, weights).astype(x.dtype)
 
 
-def _all_gathered_forward(
-    x: jax.Array, w: jax.Array, exchange: Exchange, transposed: bool
+def _product_forward(
+    x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights
 ) -> tuple[jax.Array, Pair]:
-    return all_gathered(x, w, exchange, transposed), (x, w)
+    return product(x, w, exchange, weights), (x, w)
 
 
-def _all_gathered_backward(
-    exchange: Exchange, transposed: bool, operands: Pair, cotangent: jax.Array
-) -> Pair:
+def _product_backward(exchange: Exchange, weights: Weights, operands: Pair, cotangent: jax.Array) -> Pair:
     x, w = operands
-    dw = weight_gradient(x, cotangent, exchange, transposed, _explicit_spec(w))
-    return reduce_scattered(cotangent, w, exchange, not transposed), dw
+    left, right = (cotangent, x) if weights.transposed else (x, cotangent)
+    dw = _dot_rows(left, right, exchange, _explicit_spec(w))
+    return product(cotangent, w, exchange, weights.back(x)), dw
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def reduce_scattered(x: jax.Array, w: jax.Array, exchange: Exchange, transposed: bool) -> jax.Array:
-    return scatter_sum(dot(x, w, transposed), exchange, x.dtype)
+def all_gathered(x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights) -> jax.Array:
+    return _dot_weights(_gather(x, exchange), w, exchange, weights).astype(x.dtype)
+
+
+def _all_gathered_forward(
+    x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights
+) -> tuple[jax.Array, Pair]:
+    return all_gathered(x, w, exchange, weights), (x, w)
+
+
+def _all_gathered_backward(
+    exchange: Exchange, weights: Weights, operands: Pair, cotangent: jax.Array
+) -> Pair:
+    x, w = operands
+    dw = weight_gradient(x, cotangent, exchange, Weights(weights.transposed, _explicit_spec(w)))
+    return reduce_scattered(cotangent, w, exchange, weights.back(x)), dw
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def reduce_scattered(x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights) -> jax.Array:
+    return _scatter_sum(_dot_weights(x, w, exchange, weights), x.ndim - 2, exchange, x.dtype)
 
 
 def _reduce_scattered_forward(
-    x: jax.Array, w: jax.Array, exchange: Exchange, transposed: bool
+    x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights
 ) -> tuple[jax.Array, Pair]:
-    return reduce_scattered(x, w, exchange, transposed), (x, w)
+    return reduce_scattered(x, w, exchange, weights), (x, w)
 
 
 def _reduce_scattered_backward(
-    exchange: Exchange, transposed: bool, operands: Pair, cotangent: jax.Array
+    exchange: Exchange, weights: Weights, operands: Pair, cotangent: jax.Array
 ) -> Pair:
     x, w = operands
-    dw = weight_gradient(cotangent, x, exchange, not transposed, _explicit_spec(w))
-    return all_gathered(cotangent, w, exchange, not transposed), dw
+    dw = weight_gradient(cotangent, x, exchange, Weights(not weights.transposed, _explicit_spec(w)))
+    return all_gathered(cotangent, w, exchange, weights.back(x)), dw
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def weight_gradient(
-    x: jax.Array, y: jax.Array, exchange: Exchange, transposed: bool, spec: P | None
-) -> jax.Array:
-    """Returns ``gather(x)ᵀ · y``, ``[K, N]``, or with ``transposed`` its transpose, ``[N, K]``.
-
-    ``spec`` says over which Explicit axes the weights are sharded.
-    """
-    rows = gather(x, exchange)
-    left, right = (y, rows) if transposed else (rows, y)
-    summed = tuple(range(x.ndim - 1))
-    product = jax.lax.dot_general(
-        left,
-        right,
-        ((summed, summed), ((), ())),
-        preferred_element_type=accumulator_dtype(x.dtype),
-        out_sharding=spec,
-    )
-    return product.astype(x.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def weight_gradient(x: jax.Array, y: jax.Array, exchange: Exchange, gradient: Weights) -> jax.Array:
+    """Returns ``gather(x)ᵀ · y``, ``[K, N]``, or transposed, ``[N, K]``."""
+    rows = _gather(x, exchange)
+    left, right = (y, rows) if gradient.transposed else (rows, y)
+    return _dot_rows(left, right, exchange, gradient.spec)
 
 
 def _weight_gradient_forward(
-    x: jax.Array, y: jax.Array, exchange: Exchange, transposed: bool, spec: P | None
+    x: jax.Array, y: jax.Array, exchange: Exchange, gradient: Weights
 ) -> tuple[jax.Array, Pair]:
-    return weight_gradient(x, y, exchange, transposed, spec), (x, y)
+    return weight_gradient(x, y, exchange, gradient), (x, y)
 
 
 def _weight_gradient_backward(
-    exchange: Exchange, transposed: bool, spec: P | None, operands: Pair, cotangent: jax.Array
+    exchange: Exchange, gradient: Weights, operands: Pair, cotangent: jax.Array
 ) -> Pair:
-    del spec
     x, y = operands
-    dx = reduce_scattered(y, cotangent, exchange, not transposed)
-    return dx, all_gathered(x, cotangent, exchange, transposed)
+    dx = reduce_scattered(y, cotangent, exchange, gradient.back(x))
+    return dx, all_gathered(x, cotangent, exchange, Weights(gradient.transposed, _explicit_spec(y)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def all_reduced(x: jax.Array, w: jax.Array, exchange: Exchange) -> jax.Array:
-    rows, size = x.shape[-2], jax.lax.axis_size(exchange.axis_name)
-    padding = [(0, 0)] * (x.ndim - 2) + [(0, -rows % size), (0, 0)]
-    part = scatter_sum(jnp.pad(dot(x, w), padding), exchange, x.dtype)
-    axis = x.ndim - 2
-    whole = jax.lax.all_gather(part, exchange.axis_name, axis=axis, tiled=True, to="invarying")
-    return jax.lax.slice_in_dim(whole, 0, rows, axis=axis)
+    """Each rank sums some rows, or columns where the axis divides these alone, which all then gather."""
+    part = _dot_weights(x, w, exchange, Weights())
+    rows, axis, size = x.shape[-2], x.ndim - 2, jax.lax.axis_size(exchange.axis_name)
+    if rows % size and w.shape[-1] % size == 0:
+        axis += 1
+    elif rows % size:
+        part = jnp.pad(part, [(0, 0)] * (x.ndim - 2) + [(0, -rows % size), (0, 0)])
+    total = _scatter_sum(part, axis, exchange, x.dtype)
+    whole = jax.lax.all_gather(total, exchange.axis_name, axis=axis, tiled=True, to="invarying")
+    return jax.lax.slice_in_dim(whole, 0, rows, axis=x.ndim - 2)
 
 
 def _all_reduced_forward(x: jax.Array, w: jax.Array, exchange: Exchange) -> tuple[jax.Array, Pair]:
@@ -152,8 +198,8 @@ def _all_reduced_forward(x: jax.Array, w: jax.Array, exchange: Exchange) -> tupl
 
 
 def _all_reduced_backward(exchange: Exchange, operands: Pair, cotangent: jax.Array) -> Pair:
-    _, pullback = jax.vjp(lambda x, w: dot(x, w).astype(x.dtype), *operands)
-    return pullback(_of_each_rank(cotangent, exchange.axis_name))
+    of_rank = _of_each_rank(cotangent, exchange.axis_name)
+    return _product_backward(exchange, Weights(), operands, of_rank)
 
 
 def _of_each_rank(cotangent: jax.Array, axis_name: str) -> jax.Array:
@@ -166,6 +212,7 @@ def _of_each_rank(cotangent: jax.Array, axis_name: str) -> jax.Array:
     return jax.lax.psum(cotangent, axis_name)
 
 
+product.defvjp(_product_forward, _product_backward)
 all_gathered.defvjp(_all_gathered_forward, _all_gathered_backward)
 reduce_scattered.defvjp(_reduce_scattered_forward, _reduce_scattered_backward)
 weight_gradient.defvjp(_weight_gradient_forward, _weight_gradient_backward)

@@ -113,8 +113,39 @@ def test_what_travels() -> None:
     with jax.set_mesh(mesh_of(8)):
         graph, state = nnx.split(Block(True))
         text = str(jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x))(state, batch()))
-    found = re.findall(r"= (all_gather|all_to_all|psum\w*)\[", text)
+    found = re.findall(r"= (all_gather\w*|all_to_all|reduce_scatter|psum\w*)\[", text)
     assert sorted(found) == ["all_gather", "all_to_all"]  # functions are printed behind their callers
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_batches_stay_sharded(kind: AxisType) -> None:
+    """Collectives are in groups along the axis of the weights, and carry a device's own examples."""
+    batch_axes = "data" if kind == AxisType.Auto else None
+    multiply = column_parallel_dot_general(AXIS, batch_axis_name=batch_axes)
+    with jax.set_mesh(mesh_of(4, kind)):
+        x = jax.device_put(batch(), P("data", AXIS))
+        w = jax.device_put(jnp.ones((WIDTH, HIDDEN)), P(None, AXIS))
+        text = jax.jit(lambda x, w: multiply(x, w, DENSE)).lower(x, w).compile().as_text()
+    (gathered,) = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text or "")
+    assert gathered == f"1,{TOKENS},{WIDTH}"
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map_over_another_axis(kind: AxisType, check_vma: bool) -> None:
+    x, w = batch(), jax.random.normal(jax.random.key(2), (WIDTH, HIDDEN))
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        def of_examples(x: jax.Array, w: jax.Array) -> jax.Array:
+            return jnp.sin(COLUMNS(x, w, DENSE))
+
+        specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "axis_names": {"data"}}
+        return jax.shard_map(of_examples, check_vma=check_vma, **specs)(x, w).sum()
+
+    wanted = jax.grad(lambda x, w: jnp.sin(x @ w).sum(), argnums=(0, 1))(x, w)
+    with jax.set_mesh(mesh_of(4, kind)):
+        examples = jax.device_put(x, P("data"))
+        assert_alike(jax.jit(jax.grad(loss, argnums=(0, 1)))(examples, w), wanted)
 
 
 def test_equal_ones_are_equal() -> None:
@@ -141,6 +172,14 @@ DENSE = (((2,), (0,)), ((), ()))
             "The size 8 of mesh axis 'tensor' does not divide the tokens, 20",
         ),
         (((16,), (16, 32)), (((0,), (0,)), ((), ())), {}, ValueError, "lhs must be [..., tokens, features]"),
+        (((2, 24, 12), (16, 32)), DENSE, {}, ValueError, "have shapes (2, 24, 12) and (16, 32)"),
+        (
+            ((2, 8, 16, 8), (8, 16, 32)),
+            (((2, 3), (0, 1)), ((), ())),
+            {},
+            ValueError,
+            "lhs must end with the dimensions that rhs begins with, 2 of them, but they have shapes (2, 8",
+        ),
         (((2, 24, 16), (32, 16)), (((2,), (1,)), ((), ())), {}, NotImplementedError, "dimension_numbers="),
         (
             ((2, 24, 16), (2, 16, 32)),
@@ -168,7 +207,7 @@ def test_products_that_do_not_fit(
 
 def test_an_axis_that_is_none() -> None:
     x, w = jnp.ones((2, 24, 16)), jnp.ones((16, 32))
-    with pytest.raises(ValueError, match="axis_name='tensor' is no axis of the mesh, which has"):
+    with pytest.raises(ValueError, match="'tensor' is no axis of the mesh, which has"):
         ROWS(x, w, DENSE)
     with pytest.raises(ValueError, match="axis_name must be a str, but it is None"):
         row_parallel_dot_general(None)  # pyright: ignore[reportArgumentType]
