@@ -94,7 +94,7 @@ private:
     ContextTransfers& transfers_;
     int* const counters_;
     uint32_t* const flags_;
-    const uint8_t* copied_;          // own keys that are copied in front of received ones (CopiedRowsParams)
+    const uint8_t* copied_;                       // own keys that are copied in front of received ones (CopiedRowsParams)
     std::vector<cudaEvent_t> copies_, arrivals_;  // of parts: when they have copied keys, and all keys
 };
 

@@ -50,8 +50,9 @@ struct KernelAttributes {
 
 // How many multiprocessors attention leaves to NCCL. Rows travel between hosts all the while that it computes: with 16
 // free ones a causal backward pass took 1.18 to 1.27 times as long as attention or transfer alone, with 4 0.96 to 1.11
-// times. Forward passes took as long with 4, 8 and 16 (docs/log/context.md). NCCL has a few CTAs for a peer, of which a multiprocessor holds several. Those that find
-// none wait for a launch of attention to end, and no CTA of attention waits for them.
+// times. Forward passes took as long with 4, 8 and 16 (docs/log/context.md). NCCL has a few CTAs for a peer, of which a
+// multiprocessor holds several. Those that find none wait for a launch of attention to end, and no CTA of attention
+// waits for them.
 inline constexpr int kMostNetworkSms = 4;
 
 // Returns how many multiprocessors attention leaves free while there is something to transfer: those of transfers, or

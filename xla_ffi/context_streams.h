@@ -50,7 +50,8 @@ public:
     cudaStream_t transfers() const { return streams_.transfers(); }
     // Returns the stream of copies of own keys, so that those of a part run beside the transfer of the part before.
     cudaStream_t copies() const { return streams_.copies(); }
-    // Returns the stream of what the host does before a transfer. Nothing else is in it, so that the host waits for nothing else.
+    // Returns the stream of what the host does before a transfer. Nothing else is in it, so that the host waits for
+    // nothing else.
     cudaStream_t setup() const { return streams_.setup(); }
     cudaStream_t helpers() const { return streams_.helpers(); }
     cudaStream_t of_launch(int number) const { return number % 2 == 0 ? program_ : streams_.side(); }

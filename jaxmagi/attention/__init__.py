@@ -29,5 +29,6 @@ from ._reference import (
 from ._sharding import (
     MeshAxes as MeshAxes,
     axis_names as axis_names,
+    reshard as reshard,
 )
 from ._validation import check_operands as check_operands

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from .._varying import varying_axes
@@ -69,3 +70,12 @@ def like_operand(gradient: jax.Array | None, operand: jax.Array | None) -> jax.A
 def axis_names(axes: MeshAxes | Sequence[str]) -> tuple[str, ...]:
     """Returns the names of the mesh axes that an entry of a PartitionSpec stands for."""
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def reshard(x: Any, spec: P) -> jax.Array:
+    """Reshards an array over the Explicit axes of a spec; over Auto axes shard_map does so."""
+    explicit = set(jax.sharding.get_abstract_mesh().explicit_axes)
+    if not explicit:
+        return jnp.asarray(x)
+    kept = P(*(tuple(name for name in axis_names(axes) if name in explicit) or None for axes in spec))
+    return jax.sharding.reshard(jnp.asarray(x), kept)

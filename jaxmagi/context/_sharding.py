@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from .._partitioning import axes_of_vmap
-from ..attention import MeshAxes, axis_names
+from .._varying import checks_vma
+from ..attention import MeshAxes, axis_names, reshard
 from ..planning import GroupCastSpec, RelayedSpec
 
 
@@ -185,21 +185,12 @@ def _checks_vma() -> bool:
 
     Without a surrounding one it stays off, as jax.vmap with a spmd_axis_name fails with it (jax 0.11.2).
     """
-    names = jax.sharding.get_abstract_mesh().manual_axes
-    return any(name in jax.typeof(jax.lax.axis_index(name)).manual_axis_type.varying for name in names)
+    return any(map(checks_vma, jax.sharding.get_abstract_mesh().manual_axes))
 
 
 def shard_operands(operands: ContextOperands, sharding: OperandSharding) -> ContextOperands:
     """Reshards the operands over Explicit axes; over Auto axes shard_map does so."""
-    explicit = set(jax.sharding.get_abstract_mesh().explicit_axes)
-
-    def put(x: Any, spec: P) -> jax.Array:
-        if not explicit:
-            return jnp.asarray(x)
-        kept = P(*(tuple(name for name in axis_names(axes) if name in explicit) or None for axes in spec))
-        return jax.sharding.reshard(jnp.asarray(x), kept)
-
-    return jax.tree.map(put, operands, sharding.specs(operands))
+    return jax.tree.map(reshard, operands, sharding.specs(operands))
 
 
 def map_over_mesh[**Args, Result](

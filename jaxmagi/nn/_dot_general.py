@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmagi._checks import require_type
 from jaxmagi._varying import checks_vma, vary_alike
-from jaxmagi.attention import MeshAxes, axis_names
+from jaxmagi.attention import MeshAxes, axis_names, reshard
 from jaxmagi.collectives import CollectiveOptions, check_options
 from jaxmagi.overlap import all_gather_matmul, matmul_reduce_scatter
 
@@ -153,7 +153,7 @@ class ParallelDotGeneral:
             out_specs=self._spec(out_ndim, cuts[2], batch),
             axis_names={self.axis_name, *(name for axes in batch for name in axis_names(axes))},
             check_vma=_checks_vma(),
-        )(_reshard(lhs, left), _reshard(rhs, right))
+        )(reshard(lhs, left), reshard(rhs, right))
 
     def _batch_axes(self, lhs: jax.Array, tokens: int) -> tuple[MeshAxes, ...]:
         """Returns the mesh axes that each dimension before the tokens is sharded over."""
@@ -203,15 +203,6 @@ def _count_contracted(lhs: jax.Array, rhs: jax.Array, dimension_numbers: Dimensi
     if lhs.ndim == count:
         raise ValueError(f"lhs must be [..., tokens, features], but it has shape {lhs.shape}.")
     return count
-
-
-def _reshard(x: jax.Array, spec: P) -> jax.Array:
-    """Reshards an array over Explicit axes; over Auto axes shard_map does so."""
-    explicit = set(jax.sharding.get_abstract_mesh().explicit_axes)
-    if not explicit:
-        return x
-    kept = (tuple(name for name in axis_names(axes) if name in explicit) or None for axes in tuple(spec))
-    return jax.sharding.reshard(x, P(*kept))
 
 
 def _checks_vma() -> bool:

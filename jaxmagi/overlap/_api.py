@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from .._checks import jax_array, require_type
 from .._dtypes import DTYPES, accumulator_dtype
-from .._varying import checks_vma, vary_alike, varying_axes
+from .._varying import vary_alike
 from ..collectives import CollectiveOptions, axis_size, check_options, check_wire_dtype
 from ._products import Exchange, Weights, all_gathered, all_reduced, product, reduce_scattered
 
@@ -160,9 +160,7 @@ def _operands(
         raise ValueError(
             f"x and w must have the same dtype of {DTYPES}, but have {x.dtype.name} and {w.dtype.name}."
         )
-    if _is_invariant(x, axis_name):
-        x = jax.lax.pcast(x, axis_name, to="varying")
-    x, w = vary_alike((x, w))
+    x, w, _ = vary_alike((x, w, jax.lax.axis_index(axis_name)))  # which varies over the axis
     precision = jax.config.jax_default_matmul_precision
     return x, w, Exchange(axis_name, _wire_dtype(options, x.dtype), precision)
 
@@ -177,11 +175,6 @@ def _wire_dtype(options: CollectiveOptions, dtype: jnp.dtype) -> jnp.dtype:
         )
     check_wire_dtype(options, "products accumulate in", accumulator_dtype(dtype))
     return dtype if options.wire_dtype is None else jnp.dtype(options.wire_dtype)
-
-
-def _is_invariant(x: jax.Array, axis_name: str) -> bool:
-    """Returns whether shard_map knows that all ranks have the same array."""
-    return checks_vma(axis_name) and axis_name not in varying_axes(x)
 
 
 def _check_parts(what: str, count: int, axis_name: str, shape: tuple[int, ...]) -> None:

@@ -15,6 +15,7 @@ way.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -101,15 +102,18 @@ def _gather(x: jax.Array, exchange: Exchange) -> jax.Array:
     return jax.lax.all_gather(x, exchange.axis_name, axis=x.ndim - 2, tiled=True)
 
 
+def _keeping_operands(function: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, Pair]]:
+    """Returns the forward rule of a function of two arrays, which keeps these for the backward rule."""
+
+    def forward(x: jax.Array, y: jax.Array, *static: Any) -> tuple[jax.Array, Pair]:
+        return function(x, y, *static), (x, y)
+
+    return forward
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def product(x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights) -> jax.Array:
     return _dot_weights(x, w, exchange, weights).astype(x.dtype)
-
-
-def _product_forward(
-    x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights
-) -> tuple[jax.Array, Pair]:
-    return product(x, w, exchange, weights), (x, w)
 
 
 def _product_backward(exchange: Exchange, weights: Weights, operands: Pair, cotangent: jax.Array) -> Pair:
@@ -124,12 +128,6 @@ def all_gathered(x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weight
     return _dot_weights(_gather(x, exchange), w, exchange, weights).astype(x.dtype)
 
 
-def _all_gathered_forward(
-    x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights
-) -> tuple[jax.Array, Pair]:
-    return all_gathered(x, w, exchange, weights), (x, w)
-
-
 def _all_gathered_backward(
     exchange: Exchange, weights: Weights, operands: Pair, cotangent: jax.Array
 ) -> Pair:
@@ -141,12 +139,6 @@ def _all_gathered_backward(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def reduce_scattered(x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights) -> jax.Array:
     return _scatter_sum(_dot_weights(x, w, exchange, weights), x.ndim - 2, exchange, x.dtype)
-
-
-def _reduce_scattered_forward(
-    x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights
-) -> tuple[jax.Array, Pair]:
-    return reduce_scattered(x, w, exchange, weights), (x, w)
 
 
 def _reduce_scattered_backward(
@@ -163,12 +155,6 @@ def weight_gradient(x: jax.Array, y: jax.Array, exchange: Exchange, gradient: We
     rows = _gather(x, exchange)
     left, right = (y, rows) if gradient.transposed else (rows, y)
     return _dot_rows(left, right, exchange, gradient.spec)
-
-
-def _weight_gradient_forward(
-    x: jax.Array, y: jax.Array, exchange: Exchange, gradient: Weights
-) -> tuple[jax.Array, Pair]:
-    return weight_gradient(x, y, exchange, gradient), (x, y)
 
 
 def _weight_gradient_backward(
@@ -193,10 +179,6 @@ def all_reduced(x: jax.Array, w: jax.Array, exchange: Exchange) -> jax.Array:
     return jax.lax.slice_in_dim(whole, 0, rows, axis=x.ndim - 2)
 
 
-def _all_reduced_forward(x: jax.Array, w: jax.Array, exchange: Exchange) -> tuple[jax.Array, Pair]:
-    return all_reduced(x, w, exchange), (x, w)
-
-
 def _all_reduced_backward(exchange: Exchange, operands: Pair, cotangent: jax.Array) -> Pair:
     of_rank = _of_each_rank(cotangent, exchange.axis_name)
     return _product_backward(exchange, Weights(), operands, of_rank)
@@ -212,8 +194,8 @@ def _of_each_rank(cotangent: jax.Array, axis_name: str) -> jax.Array:
     return jax.lax.psum(cotangent, axis_name)
 
 
-product.defvjp(_product_forward, _product_backward)
-all_gathered.defvjp(_all_gathered_forward, _all_gathered_backward)
-reduce_scattered.defvjp(_reduce_scattered_forward, _reduce_scattered_backward)
-weight_gradient.defvjp(_weight_gradient_forward, _weight_gradient_backward)
-all_reduced.defvjp(_all_reduced_forward, _all_reduced_backward)
+product.defvjp(_keeping_operands(product), _product_backward)
+all_gathered.defvjp(_keeping_operands(all_gathered), _all_gathered_backward)
+reduce_scattered.defvjp(_keeping_operands(reduce_scattered), _reduce_scattered_backward)
+weight_gradient.defvjp(_keeping_operands(weight_gradient), _weight_gradient_backward)
+all_reduced.defvjp(_keeping_operands(all_reduced), _all_reduced_backward)

@@ -56,9 +56,8 @@ PRODUCTS = {
 }  # fmt: skip
 
 
-def mesh_of(*shape: int, kind: AxisType = AxisType.Auto) -> Mesh:
-    names = ("data", AXIS)[-len(shape) :]
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+def mesh_of(size: int) -> Mesh:
+    return jax.make_mesh((size,), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def spec(ndim: int, cut: int | None) -> P:

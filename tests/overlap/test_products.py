@@ -111,8 +111,8 @@ COLLECTIVES = {
     "all_reduce": ["all_gather_invariant", "all_to_all"],
     "all_to_all": ["all_to_all", "all_to_all", "psum_invariant"],
 }
-"""What both passes send: all-to-alls carry parts of sums, and no cotangent of an all-reduce travels. Weights
-that all ranks have, of the product with an all-to-all, get the sum of their gradients."""
+"""Lists what both passes send. All-to-alls carry parts of sums, and no cotangent of an all-reduce travels.
+Weights that all ranks have, of the product with an all-to-all, get the sum of their gradients."""
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

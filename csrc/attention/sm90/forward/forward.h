@@ -42,16 +42,17 @@ struct ForwardParams {
     // of them with `kv_heads`, from the pointers on, and in further parts the heads that follow.
     int q_row_heads, kv_row_heads, row_heads;
     // Parts of the heads, which SMs compute one after the other. More than one take claims_all and own keys. Part p has
-    // the query heads from p * heads on, kv_heads in arrays of its own, and a counter. An SM that finds no work left in a part
-    // goes on with the first one that has arrived by then and has work left, if no other SM of the call has ended, as
-    // `drained` tells. Otherwise it ends, and leaves the rest to another call, so that no SM waits.
+    // the query heads from p * heads on, kv_heads in arrays of its own, and a counter. An SM that finds no work left in
+    // a part goes on with the first one that has arrived by then and has work left, if no other SM of the call has
+    // ended, as `drained` tells. Otherwise it ends, and leaves the rest to another call, so that no SM waits.
     int num_parts = 1;
     const uint32_t* num_arrived = nullptr;  // parts whose keys are there, which may grow; null: all
     int key_begin, key_end;  // only keys in between count
     const void* q;           // [batch, q_len, q_row_heads, dim]
     const void *k, *v;       // [num_parts, batch, kv_len, kv_row_heads, dim]
-    // Of length 0 where k and v have all keys. Otherwise blocks of keys that are all own are read there, from the heads
-    // of the first part on, and k and v have received keys and the last own_keys_of_blocks() own ones.
+    // Where the rank has its own keys, from the heads of the first part on: blocks of keys that are all own are read
+    // there, and k and v have received keys and the last own_keys_of_blocks() own ones. It has length 0 where k and v
+    // have all keys.
     OwnKeys own = {};
     int num_masks, capacity;  // 1 mask, or one for each example; bands of a mask
     const ScheduledBand* bands;
