@@ -50,7 +50,8 @@ endfunction()
 file(GLOB_RECURSE kernels CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/*.cu")
 set(xla_ffi "${PROJECT_SOURCE_DIR}/xla_ffi")
 file(GLOB host_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/collectives/*.cc" "${xla_ffi}/attention_cuda_*.cc"
-     "${xla_ffi}/collectives_*.cc" "${xla_ffi}/communicator.cc" "${xla_ffi}/context_*.cc" "${xla_ffi}/device_memory.cc" "${xla_ffi}/module_cuda.cc")
+     "${xla_ffi}/collectives_*.cc" "${xla_ffi}/communicator.cc" "${xla_ffi}/context_*.cc" "${xla_ffi}/device_memory.cc"
+     "${xla_ffi}/module_cuda.cc" "${xla_ffi}/overlap_cuda.cc")
 jaxmagi_compile_kernels(kernel_objects ${kernels})
 jaxmagi_add_module(_cuda ${host_sources} ${kernel_objects})
 target_include_directories(_cuda PRIVATE "${PROJECT_BINARY_DIR}/generated")

@@ -6,6 +6,7 @@
 #include <tuple>
 #include <vector>
 
+#include "csrc/collectives/address_exchange.h"
 #include "csrc/collectives/part_rows.h"
 #include "csrc/collectives/remote_kernels.h"
 #include "csrc/collectives/transfer_params.h"
@@ -22,7 +23,8 @@ public:
         Peers& peers = connect_peers(current_ordinal(), bootstrap);
         const std::lock_guard lock(mutex_);
         if (not loaded_.contains(current_ordinal()))
-            for (const auto preload : {preload_push, preload_pull, preload_remote_kernels, preload_part_rows})
+            for (const auto preload : {preload_push, preload_pull, preload_remote_kernels, preload_part_rows,
+                                       preload_address_exchange})
                 check_cuda(preload(), "loading the kernels");
         loaded_.insert(current_ordinal());
         groups_[key(group)] = &peers;

@@ -56,17 +56,17 @@ void check_buffers(Kind kind, const Buffers& buffers, const TransferAttributes& 
 // --- parameters ---
 
 // Returns the bit mask of slots that the kernels serve; all other ranks are left to NCCL.
-uint64_t native_slots(const Peers& peers, const TransferAttributes& attributes) {
-    const int64_t per_host = attributes.ranks_per_host;  // 0 if all ranks count as one host
+uint64_t native_slots(const GroupCall& call, const Peers& peers) {
+    const int64_t per_host = call.ranks_per_host;  // 0 if all ranks count as one host
     uint64_t native = 0;
     for (int peer = 0; peer < peers.size; ++peer) {
         const int slot = peers.slots[peer];
         const bool is_self = peer == peers.rank;
         const bool is_one_host = per_host == 0 or peers.rank / per_host == peer / per_host;
         const bool is_reached = is_self or (slot >= 0 and peers.is_reachable[slot] and is_one_host);
-        if (not is_reached and attributes.implementation == Implementation::kNative)
+        if (not is_reached and call.implementation == Implementation::kNative)
             fail("implementation='native': ", peers.who(), " does not reach the memory of ", peers.name_of(peer));
-        if (is_reached and (is_self or attributes.implementation != Implementation::kNccl))
+        if (is_reached and (is_self or call.implementation != Implementation::kNccl))
             native |= uint64_t{1} << slot;
     }
     return native;
@@ -125,22 +125,6 @@ uint64_t publish_offset_in_pool(const ffi::AnyBuffer& buffer, const Peers& peers
     return kIsOffset | static_cast<uint64_t>(static_cast<const char*>(shared) - pool.begin);
 }
 
-void publish_arrays(TransferParams& params, const std::vector<ffi::AnyBuffer>& shared, Peers& peers, Scratch& scratch) {
-    const bool crosses_processes = std::popcount(params.native) > 1 and not peers.is_one_process;
-    uint64_t staged = 0;
-    for (int i = 0; i < params.num_arrays; ++i) {
-        if (not crosses_processes)
-            params.published[i] = publish_address(params, shared[i], peers, scratch);
-        else if (peers.sharing == Sharing::kXlaPools)
-            params.published[i] = publish_offset_in_pool(shared[i], peers, scratch);
-        else
-            params.published[i] = kIsOffset | std::exchange(staged, staged + shared[i].size_bytes());
-    }
-    if (staged > peers.shared_bytes[peers.slot])
-        throw std::runtime_error("the staging buffer has " + std::to_string(peers.shared_bytes[peers.slot]) +
-                                 " bytes, and the call needs " + std::to_string(staged));
-}
-
 }  // namespace
 
 Buffers to_buffers(const ffi::RemainingArgs& arguments, const ffi::RemainingRets& results) {
@@ -170,11 +154,9 @@ bool are_all_native(const Peers& peers, Implementation implementation, int64_t r
            (ranks_per_host == 0 or ranks_per_host >= peers.size);
 }
 
-TransferParams to_params(Kind kind, const Buffers& buffers, const TransferAttributes& attributes, Peers& peers,
-                         Scratch& scratch) {
-    check_buffers(kind, buffers, attributes);
+TransferParams to_group_params(const GroupCall& call, uint64_t hash, const Peers& peers) {
     TransferParams params{};
-    params.kind = kind;
+    params.kind = call.kind;
     params.host_name = peers.device_host_name;
     params.rank = peers.rank;
     params.size = peers.size;
@@ -182,7 +164,36 @@ TransferParams to_params(Kind kind, const Buffers& buffers, const TransferAttrib
     params.num_slots = peers.num_slots();
     params.slots = peers.device_slots;
     std::ranges::copy(peers.ranks, params.ranks);
-    params.native = native_slots(peers, attributes);
+    params.native = native_slots(call, peers);
+    params.call_hash = hash;
+    params.call = peers.calls;
+    params.timeout_ns = static_cast<uint64_t>(to_int("timeout_ms", call.timeout_ms, 1)) * 1'000'000;
+    std::ranges::copy(peers.control, params.controls);
+    std::ranges::copy(peers.shared, params.shared);
+    return params;
+}
+
+void publish_arrays(TransferParams& params, const std::vector<ffi::AnyBuffer>& shared, Peers& peers, Scratch& scratch) {
+    const bool crosses_processes = std::popcount(params.native) > 1 and not peers.is_one_process;
+    uint64_t staged = 0;
+    for (size_t i = 0; i < shared.size(); ++i) {
+        if (not crosses_processes)
+            params.published[i] = publish_address(params, shared[i], peers, scratch);
+        else if (peers.sharing == Sharing::kXlaPools)
+            params.published[i] = publish_offset_in_pool(shared[i], peers, scratch);
+        else
+            params.published[i] = kIsOffset | std::exchange(staged, staged + shared[i].size_bytes());
+    }
+    if (staged > peers.shared_bytes[peers.slot])
+        throw std::runtime_error("the staging buffer has " + std::to_string(peers.shared_bytes[peers.slot]) +
+                                 " bytes, and the call needs " + std::to_string(staged));
+}
+
+TransferParams to_params(Kind kind, const Buffers& buffers, const TransferAttributes& attributes, Peers& peers,
+                         Scratch& scratch) {
+    check_buffers(kind, buffers, attributes);
+    const GroupCall call{kind, attributes.implementation, attributes.ranks_per_host, attributes.timeout_ms};
+    TransferParams params = to_group_params(call, hash_of(kind, buffers, attributes), peers);
     params.sends = data_of<const Send>("sends", buffers.sends);
     params.receives = data_of<const Receive>("receives", buffers.receives);
     params.batch = static_cast<int>(buffers.sends.dimensions()[0]);
@@ -192,15 +203,10 @@ TransferParams to_params(Kind kind, const Buffers& buffers, const TransferAttrib
     params.pair_rows = static_cast<int>(attributes.pair_rows);
     params.input_stride = params.input_rows;
     params.input_pitch = 1;
-    params.call_hash = hash_of(kind, buffers, attributes);
-    params.timeout_ns = static_cast<uint64_t>(to_int("timeout_ms", attributes.timeout_ms, 1)) * 1'000'000;
-    params.call = peers.calls;
     params.num_sms = to_int("num_sms", attributes.num_sms, 1, hopper_device().num_sms);
     if (std::popcount(params.native) < peers.size)
         params.num_sms = std::min(params.num_sms, hopper_device().num_sms - kNcclSms);
     set_arrays(params, buffers);
-    std::ranges::copy(peers.control, params.controls);
-    std::ranges::copy(peers.shared, params.shared);
     publish_arrays(params, shared_arrays(kind, buffers), peers, scratch);
     return params;
 }

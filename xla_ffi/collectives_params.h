@@ -64,6 +64,22 @@ bool may_access_processes(const collectives::Peers& peers, Implementation implem
 // Returns whether all ranks of the group move rows by kernels. It is the same on all ranks.
 bool are_all_native(const collectives::Peers& peers, Implementation implementation, int64_t ranks_per_host);
 
+// How the ranks of a group make a call.
+struct GroupCall {
+    Kind kind;
+    Implementation implementation;
+    int64_t ranks_per_host, timeout_ms;
+};
+
+// Returns the parameters of a call that concern the group alone, without arrays. `hash` is equal on all ranks that make
+// the same call.
+collectives::TransferParams to_group_params(const GroupCall& call, uint64_t hash, const collectives::Peers& peers);
+
+// Sets the addresses by which peers access these arrays of the rank, which are the first of the call. Peers access
+// arrays that they cannot reach in staging buffers or in `scratch` instead.
+void publish_arrays(collectives::TransferParams& params, const std::vector<xla::ffi::AnyBuffer>& shared,
+                    collectives::Peers& peers, Scratch& scratch);
+
 // Peers access arrays that they cannot reach in staging buffers or in `scratch` instead.
 collectives::TransferParams to_params(Kind kind, const Buffers& buffers, const TransferAttributes& attributes,
                                       collectives::Peers& peers, Scratch& scratch);

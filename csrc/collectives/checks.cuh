@@ -66,8 +66,10 @@ struct CallText {
 
 // Returns the text for a rank and its native peers, which share a host.
 __device__ inline CallText native_text(const TransferParams& params) {
-    return {params.kind == Kind::kCast ? "group_cast on " : "group_reduce on ",
-            params.host_name == nullptr ? "one host" : params.host_name};
+    const char* const name = params.kind == Kind::kCast     ? "group_cast on "
+                             : params.kind == Kind::kReduce ? "group_reduce on "
+                                                            : "matmul_reduce_scatter on ";
+    return {name, params.host_name == nullptr ? "one host" : params.host_name};
 }
 
 __device__ inline void check_same_call(int rank, int peer, uint64_t own_hash, uint64_t hash, CallText text) {

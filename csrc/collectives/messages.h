@@ -15,11 +15,17 @@
 
 namespace jaxmagi::collectives {
 
-enum class Kind { kCast, kReduce };
+// Kinds of calls of a group. A product with a collective has no messages.
+enum class Kind { kCast, kReduce, kMatmulReduceScatter };
 
 // Returns the name of a kind in messages.
 constexpr const char* name_of(Kind kind) {
-    return kind == Kind::kCast ? "group_cast" : "group_reduce";
+    switch (kind) {
+        case Kind::kCast: return "group_cast";
+        case Kind::kReduce: return "group_reduce";
+        case Kind::kMatmulReduceScatter: return "matmul_reduce_scatter";
+    }
+    return "";
 }
 
 // A rank and the shape of its transfer, which is equal on all ranks.

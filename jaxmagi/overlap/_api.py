@@ -76,7 +76,7 @@ def matmul_reduce_scatter(
         ValueError: as in `all_gather_matmul`, or the axis does not divide the rows.
         NotImplementedError: as there.
     """
-    x, w, exchange = _operands(x, w, axis_name, options)
+    x, w, exchange = _operands(x, w, axis_name, options, has_kernel=True)
     _check_parts("x must have rows", x.shape[-2], axis_name, x.shape)
     return reduce_scattered(x, w, exchange, Weights())
 
@@ -146,7 +146,7 @@ def matmul_all_to_all(
 
 
 def _operands(
-    x: Any, w: Any, axis_name: str, options: CollectiveOptions
+    x: Any, w: Any, axis_name: str, options: CollectiveOptions, has_kernel: bool = False
 ) -> tuple[jax.Array, jax.Array, Exchange]:
     """Returns both operands, which vary over the same axes, and how ranks exchange rows."""
     require_type(axis_name, str, "axis_name")
@@ -161,20 +161,36 @@ def _operands(
             f"x and w must have the same dtype of {DTYPES}, but have {x.dtype.name} and {w.dtype.name}."
         )
     x, w, _ = vary_alike((x, w, jax.lax.axis_index(axis_name)))  # which varies over the axis
-    precision = jax.config.jax_default_matmul_precision
-    return x, w, Exchange(axis_name, _wire_dtype(options, x.dtype), precision)
+    return x, w, _exchange(options, axis_name, x.dtype, has_kernel)
 
 
-def _wire_dtype(options: CollectiveOptions, dtype: jnp.dtype) -> jnp.dtype:
-    """Returns the dtype in which products of operands of a dtype travel."""
+def _exchange(options: CollectiveOptions, axis_name: str, dtype: jnp.dtype, has_kernel: bool) -> Exchange:
+    """Returns how ranks multiply operands of a dtype."""
     check_options("options", options)
-    if options.implementation not in (None, "xla"):
-        raise NotImplementedError(
-            f'implementation="{options.implementation}": products with a collective are plain JAX on all '
-            'platforms. Use implementation="xla", or None.'
-        )
+    _check_implementation(options, has_kernel)
     check_wire_dtype(options, "products accumulate in", accumulator_dtype(dtype))
-    return dtype if options.wire_dtype is None else jnp.dtype(options.wire_dtype)
+    return Exchange(
+        axis_name,
+        wire_dtype=dtype if options.wire_dtype is None else jnp.dtype(options.wire_dtype),
+        precision=jax.config.jax_default_matmul_precision,
+        native=options.implementation == "native",
+        timeout=options.timeout,
+    )
+
+
+def _check_implementation(options: CollectiveOptions, has_kernel: bool) -> None:
+    if options.implementation in (None, "xla"):
+        return
+    if options.implementation != "native" or not has_kernel:
+        raise NotImplementedError(
+            f'implementation="{options.implementation}": only matmul_reduce_scatter has a kernel, "native", '
+            'and other products with a collective are plain JAX. Use implementation="xla", or None.'
+        )
+    if jax.sharding.get_abstract_mesh().explicit_axes:
+        raise NotImplementedError(
+            'implementation="native" with Explicit mesh axes that no shard_map maps over: '
+            f'{jax.sharding.get_abstract_mesh()}. Use implementation="xla", or None.'
+        )
 
 
 def _check_parts(what: str, count: int, axis_name: str, shape: tuple[int, ...]) -> None:

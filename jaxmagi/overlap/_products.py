@@ -24,22 +24,10 @@ from jax.sharding import PartitionSpec as P
 
 from .._dtypes import accumulator_dtype
 from .._varying import checks_vma
+from ._exchange import Exchange
+from ._primitive import matmul_reduce_scatter_p
 
 type Pair = tuple[jax.Array, jax.Array]
-
-
-class Exchange(NamedTuple):
-    """Says how ranks multiply and exchange rows.
-
-    Attributes:
-        axis_name: the mesh axis of the ranks.
-        wire_dtype: the dtype in which products travel to be summed.
-        precision: of the products, as of ``jax.default_matmul_precision`` where the function was called.
-    """
-
-    axis_name: str
-    wire_dtype: jnp.dtype
-    precision: str | None
 
 
 class Weights(NamedTuple):
@@ -138,6 +126,8 @@ def _all_gathered_backward(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def reduce_scattered(x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights) -> jax.Array:
+    if exchange.native:
+        return matmul_reduce_scatter_p.bind(x, w, exchange=exchange, transposed=weights.transposed)
     return _scatter_sum(_dot_weights(x, w, exchange, weights), x.ndim - 2, exchange, x.dtype)
 
 

@@ -1,0 +1,113 @@
+#pragma once
+
+#include <cuda.h>
+
+#include "csrc/common/math.h"
+#include "csrc/common/sm90/cluster.cuh"
+#include "csrc/common/sm90/element.cuh"
+#include "csrc/common/sm90/panel.h"
+#include "csrc/common/sm90/warpgroup.cuh"
+#include "csrc/overlap/reduce_scatter.h"
+
+// Sizes, arguments and shared memory of the GEMM.
+
+namespace jaxmagi::overlap {
+
+using namespace sm90;
+
+// Two CTAs of a cluster compute tiles below each other, which together are a pair.
+inline constexpr int kTileRows = 128, kTileColumns = 256, kClusterCtas = 2, kPairRows = kClusterCtas * kTileRows,
+                     kPanels = panels(kTileColumns);
+
+template <typename Element_, bool kTransposedW_> struct GemmConfig {
+    using Element = Element_;
+    static constexpr bool kTransposedW = kTransposedW_;
+    static constexpr int kDepth = kPanelColumns, kStages = 4;
+    static constexpr int kConsumers = kTileRows / 64, kThreads = (kConsumers + 1) * kWarpgroupThreads;
+    static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+
+    static constexpr int kXBytes = kTileRows * kPanelRowBytes, kWBytes = kTileColumns * kPanelRowBytes,
+                         kStageBytes = kXBytes + kWBytes;
+    static constexpr int kBuffers = 2;                         // of a consumer, for panels on their way
+    static constexpr int kPanelBytes = 64 * kPanelRowBytes;    // of a consumer's rows
+    static constexpr int kBarriers = kStages * kStageBytes + kConsumers * kBuffers * kPanelBytes;
+    static constexpr int kClaims = 2;                          // tiles that a cluster has claimed at most
+    static constexpr int kNumBarriers = 2 * kStages + kConsumers * kBuffers + 2 * kClaims,
+                         kClaimed = kBarriers + 8 * kNumBarriers;
+    static constexpr int kAlignment = 1024, kBytes = kAlignment + kClaimed + 4 * kClaims;
+    static_assert(kBytes <= 227 * 1024);
+};
+
+struct GemmTensorMaps {
+    CUtensorMap x, w, y;
+};
+
+struct GemmArguments {
+    ReduceScatterShape shape;
+    int lag;  // rounds (tiles.cuh) by which tiles of the rank itself are behind those of others
+    char* received;
+    ReceivedLayout layout;
+    uint64_t timeout_ns;
+
+    // Returns the memory of a rank in which it receives tiles.
+    __device__ __forceinline__ char* received_by(int rank) const {
+        return reinterpret_cast<char* const*>(received)[rank];
+    }
+};
+
+template <typename Config> struct GemmMemory {
+    SharedAddress base;
+
+    // It is opaque, since ptxas would compute it anew in each step, with a special register that it waits for.
+    __device__ __forceinline__ explicit GemmMemory(const void* raw)
+        : base(opaque((shared_address(raw) + Config::kAlignment - 1) & ~(Config::kAlignment - 1u))) {}
+
+    __device__ __forceinline__ SharedAddress x(int stage) const { return base + stage * Config::kStageBytes; }
+    __device__ __forceinline__ SharedAddress w(int stage) const { return x(stage) + Config::kXBytes; }
+    __device__ __forceinline__ SharedAddress buffer(int consumer, int item) const {
+        return base + Config::kStages * Config::kStageBytes +
+               (consumer * Config::kBuffers + item % Config::kBuffers) * Config::kPanelBytes;
+    }
+
+    __device__ __forceinline__ Mbarrier full(int stage) const { return barrier(2 * stage); }
+    __device__ __forceinline__ Mbarrier empty(int stage) const { return barrier(2 * stage + 1); }
+    __device__ __forceinline__ Mbarrier loaded(int consumer, int item) const {
+        return barrier(2 * Config::kStages + consumer * Config::kBuffers + item % Config::kBuffers);
+    }
+
+    // A claimed tile, and barriers: it is there, and all have read it. The latter counts in the cluster's first CTA.
+    __device__ __forceinline__ SharedAddress claim(int index) const { return base + Config::kClaimed + 4 * index; }
+    __device__ __forceinline__ Mbarrier claimed(int index) const {
+        return barrier(Config::kNumBarriers - 2 * Config::kClaims + 2 * index);
+    }
+    __device__ __forceinline__ Mbarrier read(int index) const {
+        return barrier(Config::kNumBarriers - 2 * Config::kClaims + 2 * index + 1);
+    }
+
+private:
+    __device__ __forceinline__ Mbarrier barrier(int index) const { return {base + Config::kBarriers + 8 * index}; }
+};
+
+// A place in a ring, and the parity of its present use.
+template <int kCount> struct RingPlace {
+    int index = 0, parity = 0;
+
+    __device__ __forceinline__ void next() {
+        if (++index == kCount) {
+            index = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// Named barriers of a consumer and its mover, for each buffer.
+inline constexpr int kHandOverThreads = kWarpgroupThreads + 32;
+
+__device__ __forceinline__ int buffer_filled(int consumer, int item) {
+    return 1 + 2 * consumer + item % 2;
+}
+__device__ __forceinline__ int buffer_free(int consumer, int item) {
+    return 5 + 2 * consumer + item % 2;
+}
+
+}  // namespace jaxmagi::overlap

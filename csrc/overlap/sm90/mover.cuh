@@ -1,0 +1,123 @@
+#pragma once
+
+#include "csrc/common/sm90/bulk.cuh"
+#include "csrc/common/sm90/system_memory.cuh"
+#include "csrc/overlap/sm90/claims.cuh"
+
+namespace jaxmagi::overlap {
+
+// Moves panels of a consumer's rows: those for other ranks to these, those of other ranks to the consumer, and sums to
+// the result. One warp is the mover of a consumer, and one lane of it does all but meet the consumer.
+template <typename Config> struct GemmMover {
+    GemmMemory<Config> memory;
+    const GemmTensorMaps& maps;
+    const GemmArguments& arguments;
+    int consumer;
+
+    __device__ __forceinline__ void run() const {
+        const bool leads = elect_lane();
+        const int cta = cluster_rank();
+        ClaimedTiles<Config> tiles(memory, arguments);
+#pragma unroll 1
+        for (TilePlace place; tiles.next(place, leads);) {
+            if (leads)
+                bulk_wait_read<0>();  // all buffers are free
+            __syncwarp();
+            const int64_t part = (int64_t{place.number} * kClusterCtas + cta) * Config::kConsumers + consumer;
+            if (place.to == arguments.shape.rank)
+                collect(part, place, cta, leads);
+            else
+                send(part, place.to, leads);
+        }
+        if (leads)
+            bulk_wait();
+    }
+
+private:
+    __device__ __forceinline__ int64_t parts_of_rank() const {
+        return arguments.layout.num_flags / (arguments.shape.ranks - 1);
+    }
+
+    // Return the flag and the tile of a part from a source, counted without the rank that receives.
+    __device__ __forceinline__ uint32_t* flag(char* received, int source, int64_t part) const {
+        return reinterpret_cast<uint32_t*>(received + arguments.layout.flags) + source * parts_of_rank() + part;
+    }
+    __device__ __forceinline__ char* tile(char* received, int source, int64_t part) const {
+        return received + arguments.layout.tiles + (source * parts_of_rank() + part) * (kPanels * Config::kPanelBytes);
+    }
+
+    // Stores a part of a tile to another rank, and sets its flag there.
+    __device__ __forceinline__ void send(int64_t part, int to, bool leads) const {
+        char* const received = arguments.received_by(to);
+        const int source = arguments.shape.rank - (arguments.shape.rank > to);
+        for (int panel = 0; panel < Config::kBuffers; ++panel)
+            named_barrier_arrive(buffer_free(consumer, panel), kHandOverThreads);
+#pragma unroll 1
+        for (int panel = 0; panel < kPanels; ++panel) {
+            named_barrier_sync(buffer_filled(consumer, panel), kHandOverThreads);
+            if (leads) {
+                bulk_store(tile(received, source, part) + panel * Config::kPanelBytes, memory.buffer(consumer, panel),
+                           Config::kPanelBytes);
+                bulk_commit();
+                bulk_wait_read<0>();
+            }
+            __syncwarp();
+            if (panel + Config::kBuffers < kPanels)
+                named_barrier_arrive(buffer_free(consumer, panel), kHandOverThreads);
+        }
+        if (leads) {
+            bulk_wait();
+            fence_global_for_async();
+            store_release(flag(received, source, part), 1);
+        }
+        __syncwarp();
+    }
+
+    // Brings a part of a tile from all other ranks, panel after panel, and stores the sums.
+    __device__ __forceinline__ void collect(int64_t part, const TilePlace& place, int cta, bool leads) const {
+        const int sources = arguments.shape.ranks - 1, items = kPanels * sources;
+        if (leads) {
+            for (int source = 0; source < sources; ++source)
+                wait_for(flag(arguments.received, source, part), source);
+            fence_global_for_async();
+            for (int item = 0; item < Config::kBuffers; ++item)
+                load(item, part);
+        }
+        __syncwarp();
+#pragma unroll 1
+        for (int item = 0; item < items; ++item) {
+            named_barrier_sync(buffer_filled(consumer, item), kHandOverThreads);
+            if (leads and item % sources == sources - 1) {
+                tma_store(maps.y, {place.column + item / sources * kPanelColumns, 0,
+                                   place.row + cta * kTileRows + consumer * 64, place.example},
+                          memory.buffer(consumer, item));
+                bulk_commit();
+                bulk_wait_read<0>();
+            }
+            if (leads and item + Config::kBuffers < items)
+                load(item + Config::kBuffers, part);
+            __syncwarp();
+        }
+    }
+
+    // Loads the panel of a source: items go through the sources of each panel.
+    __device__ __forceinline__ void load(int item, int64_t part) const {
+        const int sources = arguments.shape.ranks - 1;
+        memory.loaded(consumer, item).arrive_and_expect(Config::kPanelBytes);
+        bulk_load(memory.buffer(consumer, item),
+                  tile(arguments.received, item % sources, part) + item / sources * Config::kPanelBytes,
+                  Config::kPanelBytes, memory.loaded(consumer, item));
+    }
+
+    // Waits until a part has come, or until the time limit. Then the call has failed, which another kernel reports: with
+    // a call of printf in this one, ptxas would have products wait for each other.
+    __device__ __forceinline__ void wait_for(const uint32_t* flag, int source) const {
+        uint32_t* const failure = reinterpret_cast<uint32_t*>(arguments.received + arguments.layout.failure);
+        const uint64_t begin = nanoseconds();
+        while (load_acquire(flag) == 0 and load_acquire(failure) == 0)
+            if (nanoseconds() - begin >= arguments.timeout_ns)
+                store_release(failure, 1 + source + (source >= arguments.shape.rank));
+    }
+};
+
+}  // namespace jaxmagi::overlap

@@ -1,0 +1,9 @@
+#pragma once
+
+#include "xla_ffi/collectives_cuda.h"
+
+namespace jaxmagi {
+
+CollectiveHandlers matmul_reduce_scatter_cuda();
+
+}  // namespace jaxmagi
