@@ -8,6 +8,7 @@
 
 #include "csrc/collectives/remote_rows.h"
 #include "csrc/collectives/statistics.h"
+#include "xla_ffi/side_stream.h"
 
 namespace jaxmagi {
 namespace {
@@ -27,33 +28,6 @@ struct Launch {
         remote->exchange(peers, in_stream);
         remote->unpack(in_stream);
     }
-};
-
-// The stream of what runs beside the rest of a transfer. The rest waits for it in `join`, or after a failure.
-class SideStream {
-public:
-    SideStream(TransferOrder& order, cudaStream_t stream) : order_(order), stream_(stream), side_(order.fork(stream)) {}
-    SideStream(const SideStream&) = delete;
-    ~SideStream() {
-        if (is_joined_)
-            return;
-        try {
-            join();
-        } catch (const std::exception&) {  // the error that has come before tells more
-        }
-    }
-
-    cudaStream_t stream() const { return side_; }
-
-    void join() {
-        is_joined_ = true;
-        order_.join(stream_);
-    }
-
-private:
-    TransferOrder& order_;
-    const cudaStream_t stream_, side_;
-    bool is_joined_ = false;
 };
 
 // Returns the memory in which peers access array `i`.

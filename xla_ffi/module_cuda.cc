@@ -10,7 +10,7 @@
 #include "csrc/attention/sm90/tile_schedule.h"
 #include "csrc/collectives/peer_memory.h"
 #include "csrc/collectives/peers.h"
-#include "csrc/overlap/reduce_scatter.h"
+#include "csrc/overlap/products.h"
 #include "sources.h"
 #include "xla_ffi/attention_cuda.h"
 #include "xla_ffi/collectives_cuda.h"
@@ -44,6 +44,7 @@ nb::dict registrations() {
     targets["jaxmagi_group_reduce"] = stages(jaxmagi::group_reduce_cuda());
     targets["jaxmagi_context_forward"] = stages(jaxmagi::context_forward_cuda());
     targets["jaxmagi_context_backward"] = stages(jaxmagi::context_backward_cuda());
+    targets["jaxmagi_all_gather_matmul"] = stages(jaxmagi::all_gather_matmul_cuda());
     targets["jaxmagi_matmul_reduce_scatter"] = stages(jaxmagi::matmul_reduce_scatter_cuda());
     return targets;
 }
@@ -70,10 +71,10 @@ int64_t backward_workspace_bytes(int batch, int q_len, int kv_len, int heads, in
     return jaxmagi::sm90::backward_workspace_bytes(shape, num_masks, deterministic);
 }
 
-int64_t matmul_reduce_scatter_bytes(int examples, int ranks, int rows, int columns) {
-    const jaxmagi::overlap::ReduceScatterShape shape{
-        .examples = examples, .ranks = ranks, .rank = 0, .rows = rows, .columns = columns, .inner = 0};
-    return static_cast<int64_t>(jaxmagi::overlap::received_layout(shape).bytes);
+template <jaxmagi::overlap::Collective kCollective>
+int64_t received_bytes(int examples, int ranks, int rows, int columns, int inner) {
+    return static_cast<int64_t>(
+        jaxmagi::overlap::received_layout(kCollective, {examples, ranks, 0, rows, columns, inner}).bytes);
 }
 
 nb::dict statistics() {
@@ -106,9 +107,13 @@ NB_MODULE(_cuda, m) {
     m.def("tile_schedule_workspace_words", jaxmagi::sm90::tile_schedule_workspace_words, nb::arg("num_masks"),
           nb::arg("capacity"), nb::arg("length"), nb::arg("tile_rows"),
           "Returns the workspace of the tile schedule in words of 8 bytes.");
-    m.def("matmul_reduce_scatter_bytes", matmul_reduce_scatter_bytes, nb::arg("examples"), nb::arg("ranks"),
-          nb::arg("rows"), nb::arg("columns"),
-          "Returns the bytes of the memory in which a rank receives tiles of [examples, rows, columns] from others.");
+    const auto define_received_bytes = [&](const char* name, auto bytes) {
+        m.def(name, bytes, nb::arg("examples"), nb::arg("ranks"), nb::arg("rows"), nb::arg("columns"), nb::arg("inner"),
+              "Returns the bytes of the memory in which a rank receives what others have for its product.");
+    };
+    using jaxmagi::overlap::Collective;
+    define_received_bytes("matmul_reduce_scatter_bytes", received_bytes<Collective::kReduceScatter>);
+    define_received_bytes("all_gather_matmul_bytes", received_bytes<Collective::kAllGather>);
     m.def("collective_statistics", statistics,
           "Returns what the group collectives of this process have moved, by the names of Statistics in Python.");
     m.def("finalize_collectives", jaxmagi::collectives::finalize, nb::call_guard<nb::gil_scoped_release>(),

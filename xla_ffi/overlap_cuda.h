@@ -5,5 +5,6 @@
 namespace jaxmagi {
 
 CollectiveHandlers matmul_reduce_scatter_cuda();
+CollectiveHandlers all_gather_matmul_cuda();
 
 }  // namespace jaxmagi

@@ -27,11 +27,12 @@ __global__ void exchange_addresses_kernel(const __grid_constant__ TransferParams
 }
 
 __global__ void report_failure_kernel(const __grid_constant__ TransferParams params, const uint32_t* failure) {
-    if (*failure != 0)
-        abort_kernel("jaxmagi: rank %d of %d waited for %d ms until rank %d computed its part of a product "
-                     "(matmul_reduce_scatter)\n",
-                     params.rank, params.size, static_cast<int>(params.timeout_ns / 1000000),
-                     static_cast<int>(*failure) - 1);
+    if (*failure == 0)
+        return;
+    const auto [name, place] = native_text(params);
+    abort_kernel("jaxmagi: rank %d of %d waited for %d ms until rank %d did its part (%s%s)\n", params.rank,
+                 params.size, static_cast<int>(params.timeout_ns / 1000000), static_cast<int>(*failure) - 1, name,
+                 place);
 }
 
 }  // namespace

@@ -64,12 +64,19 @@ struct CallText {
     const char *name, *place;
 };
 
+__device__ inline const char* name_before_place(Kind kind) {
+    switch (kind) {
+        case Kind::kCast: return "group_cast on ";
+        case Kind::kReduce: return "group_reduce on ";
+        case Kind::kMatmulReduceScatter: return "matmul_reduce_scatter on ";
+        case Kind::kAllGatherMatmul: return "all_gather_matmul on ";
+    }
+    return "";
+}
+
 // Returns the text for a rank and its native peers, which share a host.
 __device__ inline CallText native_text(const TransferParams& params) {
-    const char* const name = params.kind == Kind::kCast     ? "group_cast on "
-                             : params.kind == Kind::kReduce ? "group_reduce on "
-                                                            : "matmul_reduce_scatter on ";
-    return {name, params.host_name == nullptr ? "one host" : params.host_name};
+    return {name_before_place(params.kind), params.host_name == nullptr ? "one host" : params.host_name};
 }
 
 __device__ inline void check_same_call(int rank, int peer, uint64_t own_hash, uint64_t hash, CallText text) {

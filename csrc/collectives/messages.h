@@ -15,8 +15,8 @@
 
 namespace jaxmagi::collectives {
 
-// Kinds of calls of a group. A product with a collective has no messages.
-enum class Kind { kCast, kReduce, kMatmulReduceScatter };
+// Kinds of calls of a group. Products with a collective have no messages.
+enum class Kind { kCast, kReduce, kMatmulReduceScatter, kAllGatherMatmul };
 
 // Returns the name of a kind in messages.
 constexpr const char* name_of(Kind kind) {
@@ -24,6 +24,7 @@ constexpr const char* name_of(Kind kind) {
         case Kind::kCast: return "group_cast";
         case Kind::kReduce: return "group_reduce";
         case Kind::kMatmulReduceScatter: return "matmul_reduce_scatter";
+        case Kind::kAllGatherMatmul: return "all_gather_matmul";
     }
     return "";
 }

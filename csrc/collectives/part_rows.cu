@@ -72,7 +72,8 @@ __device__ void copy_group(const CopiedRowsParams& params, int64_t example, int6
 __global__ void __launch_bounds__(kThreads)
     copy_part(const __grid_constant__ CopiedRowsParams params, int rows_of_warp) {
     const int group_rows = kWarps * rows_of_warp;
-    const int64_t groups = ceil_div(params.count, int64_t{group_rows}), blocks = ceil_div(params.count, kCopiedBlockRows);
+    const int64_t groups = ceil_div(params.count, int64_t{group_rows});
+    const int64_t blocks = ceil_div(params.count, kCopiedBlockRows);
     const int64_t of_all = params.batch * groups;
     const auto example_of = [&](int64_t group) { return group / groups; };
     const auto row_of = [&](int64_t group) { return group % groups * group_rows; };

@@ -25,7 +25,8 @@ class CollectiveOptions:
 
     It is the ``options`` of `group_cast` and `group_reduce`, and the ``collectives`` of `context_attention`
     and `nn.attention_fn`, where it holds for all transfers of both passes. Products with a collective
-    (`all_gather_matmul`) take it too: plain JAX for now, with a ``wire_dtype`` up to that of accumulators.
+    (`all_gather_matmul`) take it too: None is plain JAX there, and ``wire_dtype`` may be as wide as
+    accumulators.
 
     "native" and "nccl" are custom calls for GPUs: over NVLink straight into the memory of peers on the same
     host, at most 64 of them, and by NCCL to any peer. Over NCCL exactly the rows that each pair of ranks

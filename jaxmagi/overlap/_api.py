@@ -33,8 +33,10 @@ def all_gather_matmul(
         w: weights of this rank, of the same dtype.
         axis_name: mesh axis of s ranks, whose rows are gathered in their order.
         options: its ``wire_dtype`` is the dtype in which parts of the gradient of x travel before they are
-            summed, up to that of accumulators; None: that of x. All but this and ``implementation`` is for
-            custom calls. Static.
+            summed, up to that of accumulators; None: that of x. Its ``implementation`` is None or "xla" for
+            plain JAX, or "native" for a kernel that multiplies while rows travel: for bfloat16 and float16,
+            K and N that 8 divides, and ranks on one host with Hopper GPUs. The product for the gradient of w
+            does not overlap yet. Its ``timeout`` is that of the kernel. Static.
 
     Returns:
         All rows times w, accumulated in float32 (float64 for float64), in the dtype of x.
@@ -42,9 +44,9 @@ def all_gather_matmul(
     Raises:
         ValueError: the axis is no mesh axis that a surrounding ``shard_map`` maps over, or shapes, dtypes or
             options do not fit.
-        NotImplementedError: the options ask for "native" or "nccl".
+        NotImplementedError: the options ask for "nccl", or for "native" where it does not fit.
     """
-    x, w, exchange = _operands(x, w, axis_name, options)
+    x, w, exchange = _operands(x, w, axis_name, options, has_kernel=True)
     return all_gathered(x, w, exchange, Weights())
 
 
@@ -65,12 +67,13 @@ def matmul_reduce_scatter(
         x: bfloat16, float16, float32 or float64. The axis divides its rows.
         w: weights of this rank, of the same dtype.
         axis_name: mesh axis of s ranks. Rank r gets the r-th of s parts of the rows.
-        options: its ``wire_dtype`` is the dtype in which products travel before they are summed, up to that
-            of accumulators; None: that of x. Static.
+        options: as in `all_gather_matmul`; ``wire_dtype`` is the dtype in which products travel before they
+            are summed, and by the kernel they do in that of x. Static.
 
     Returns:
         The sum of the products of all ranks, added up in float32 (float64 for float64) rank after rank, so
-        that it is bitwise reproducible, in the dtype of x.
+        that it is bitwise reproducible, in the dtype of x. The kernel does not round what the rank itself
+        adds.
 
     Raises:
         ValueError: as in `all_gather_matmul`, or the axis does not divide the rows.
@@ -98,7 +101,8 @@ def matmul_all_reduce(
         x: bfloat16, float16, float32 or float64. The axis need not divide its rows.
         w: weights of this rank, of the same dtype.
         axis_name: mesh axis of the ranks.
-        options: as in `matmul_reduce_scatter`. Sums travel in the dtype of x.
+        options: as in `matmul_reduce_scatter`, for sums of rows, which then travel in the dtype of x; with
+            "native" these do not overlap. Static.
 
     Returns:
         As of `matmul_reduce_scatter`, but all rows, which do not vary over the axis.
@@ -107,7 +111,7 @@ def matmul_all_reduce(
         ValueError: as in `all_gather_matmul`.
         NotImplementedError: as there.
     """
-    x, w, exchange = _operands(x, w, axis_name, options)
+    x, w, exchange = _operands(x, w, axis_name, options, has_kernel=True)
     return all_reduced(x, w, exchange)
 
 
@@ -127,7 +131,8 @@ def matmul_all_to_all(
         x: rows of this rank, bfloat16, float16, float32 or float64.
         w: weights for the columns of all ranks, of the same dtype. The axis divides their number.
         axis_name: mesh axis of s ranks. Rank r gets the r-th of s parts of the columns.
-        options: how products travel. Without a ``wire_dtype``, since nothing is summed. Static.
+        options: how products travel. Without a ``wire_dtype``, since nothing is summed; there is no kernel.
+            Static.
 
     Returns:
         The rows of all ranks, in their order, in the dtype of x.
@@ -183,8 +188,8 @@ def _check_implementation(options: CollectiveOptions, has_kernel: bool) -> None:
         return
     if options.implementation != "native" or not has_kernel:
         raise NotImplementedError(
-            f'implementation="{options.implementation}": only matmul_reduce_scatter has a kernel, "native", '
-            'and other products with a collective are plain JAX. Use implementation="xla", or None.'
+            f'implementation="{options.implementation}": products with a collective are plain JAX or, but '
+            'for matmul_all_to_all, "native". Use implementation="xla", or None.'
         )
     if jax.sharding.get_abstract_mesh().explicit_axes:
         raise NotImplementedError(

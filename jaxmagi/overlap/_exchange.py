@@ -12,8 +12,8 @@ class Exchange(NamedTuple):
         axis_name: the mesh axis of the ranks.
         wire_dtype: the dtype in which products travel to be summed.
         precision: of the products, as of ``jax.default_matmul_precision`` where the function was called.
-        native: whether sums are a custom call where they are a product's.
-        timeout: seconds that it waits for other ranks; None: those of `set_timeout`.
+        native: whether products with gathered rows, or that are summed, are custom calls.
+        timeout: seconds that these wait for other ranks; None: those of `set_timeout`.
     """
 
     axis_name: str

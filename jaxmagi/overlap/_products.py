@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from .._dtypes import accumulator_dtype
 from .._varying import checks_vma
 from ._exchange import Exchange
-from ._primitive import matmul_reduce_scatter_p
+from ._primitives import all_gather_matmul_p, matmul_reduce_scatter_p
 
 type Pair = tuple[jax.Array, jax.Array]
 
@@ -113,6 +113,8 @@ def _product_backward(exchange: Exchange, weights: Weights, operands: Pair, cota
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def all_gathered(x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights) -> jax.Array:
+    if exchange.native:
+        return all_gather_matmul_p.bind(x, w, exchange=exchange, transposed=weights.transposed)
     return _dot_weights(_gather(x, exchange), w, exchange, weights).astype(x.dtype)
 
 
@@ -155,16 +157,22 @@ def _weight_gradient_backward(
     return dx, all_gathered(x, cotangent, exchange, Weights(gradient.transposed, _explicit_spec(y)))
 
 
+def _pad_rows(x: jax.Array, size: int) -> jax.Array:
+    """Returns x with rows of zeros behind its own, so that ``size`` divides their number."""
+    missing = -x.shape[-2] % size
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)]) if missing else x
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def all_reduced(x: jax.Array, w: jax.Array, exchange: Exchange) -> jax.Array:
     """Each rank sums some rows, or columns where the axis divides these alone, which all then gather."""
-    part = _dot_weights(x, w, exchange, Weights())
     rows, axis, size = x.shape[-2], x.ndim - 2, jax.lax.axis_size(exchange.axis_name)
-    if rows % size and w.shape[-1] % size == 0:
-        axis += 1
-    elif rows % size:
-        part = jnp.pad(part, [(0, 0)] * (x.ndim - 2) + [(0, -rows % size), (0, 0)])
-    total = _scatter_sum(part, axis, exchange, x.dtype)
+    if exchange.native:
+        total = reduce_scattered(_pad_rows(x, size), w, exchange, Weights())
+    else:
+        part = _dot_weights(x, w, exchange, Weights())
+        axis += rows % size > 0 and w.shape[-1] % size == 0
+        total = _scatter_sum(part if axis == x.ndim - 1 else _pad_rows(part, size), axis, exchange, x.dtype)
     whole = jax.lax.all_gather(total, exchange.axis_name, axis=axis, tiled=True, to="invarying")
     return jax.lax.slice_in_dim(whole, 0, rows, axis=x.ndim - 2)
 

@@ -7,7 +7,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__global__ void __launch_bounds__(kThreads) mark_received_tiles(const ScheduledTile* tiles, int num_tiles, uint8_t* sees_received) {
+__global__ void __launch_bounds__(kThreads)
+    mark_received_tiles(const ScheduledTile* tiles, int num_tiles, uint8_t* sees_received) {
     if (const int i = static_cast<int>(blockIdx.x * kThreads + threadIdx.x); i < num_tiles)
         sees_received[tiles[i].index()] = tiles[i].sees_received();
 }

@@ -36,9 +36,9 @@ __device__ __forceinline__ void bulk_commit() {
 template <int kPending> __device__ __forceinline__ void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
-// Waits until all groups are complete and their writes are visible to this thread.
-__device__ __forceinline__ void bulk_wait() {
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+// Waits until all but the newest `kPending` groups are complete and their writes are visible to this thread.
+template <int kPending = 0> __device__ __forceinline__ void bulk_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // Orders ordinary accesses to global memory with those of bulk copies.

@@ -6,9 +6,13 @@
 
 namespace jaxmagi::sm90 {
 
-// A thread that reads the value with load_acquire also sees all writes that were visible to the storing thread.
+// A thread that reads the value with load_acquire also sees all writes that were visible to the thread that stored it,
+// or added to it.
 __device__ __forceinline__ void store_release(uint32_t* to, uint32_t value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+__device__ __forceinline__ void add_release(uint32_t* to, uint32_t value) {
+    asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
     uint32_t value;

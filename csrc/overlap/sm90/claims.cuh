@@ -10,7 +10,7 @@ template <typename Config> struct TileScheduler {
     const GemmArguments& arguments;
 
     __device__ __forceinline__ void run() const {
-        const TileOrder order(arguments);
+        const TileOrder<Config::kCollective> order(arguments);
         auto* const counter = reinterpret_cast<int*>(arguments.received + arguments.layout.claimed);
         RingPlace<Config::kClaims> place;
         int position;
@@ -30,7 +30,7 @@ template <typename Config> struct ClaimedTiles {
     static constexpr int kReaders = 1 + Config::kConsumers + Config::kConsumers * kWarpgroupThreads / 32;
 
     const GemmMemory<Config>& memory;
-    TileOrder order;
+    TileOrder<Config::kCollective> order;
     RingPlace<Config::kClaims> claim;
 
     __device__ __forceinline__ ClaimedTiles(const GemmMemory<Config>& memory, const GemmArguments& arguments)

@@ -6,8 +6,9 @@
 #include "csrc/common/sm90/cluster.cuh"
 #include "csrc/common/sm90/element.cuh"
 #include "csrc/common/sm90/panel.h"
+#include "csrc/common/sm90/system_memory.cuh"
 #include "csrc/common/sm90/warpgroup.cuh"
-#include "csrc/overlap/reduce_scatter.h"
+#include "csrc/overlap/products.h"
 
 // Sizes, arguments and shared memory of the GEMM.
 
@@ -19,8 +20,9 @@ using namespace sm90;
 inline constexpr int kTileRows = 128, kTileColumns = 256, kClusterCtas = 2, kPairRows = kClusterCtas * kTileRows,
                      kPanels = panels(kTileColumns);
 
-template <typename Element_, bool kTransposedW_> struct GemmConfig {
+template <Collective kCollective_, typename Element_, bool kTransposedW_> struct GemmConfig {
     using Element = Element_;
+    static constexpr Collective kCollective = kCollective_;
     static constexpr bool kTransposedW = kTransposedW_;
     static constexpr int kDepth = kPanelColumns, kStages = 4;
     static constexpr int kConsumers = kTileRows / 64, kThreads = (kConsumers + 1) * kWarpgroupThreads;
@@ -39,12 +41,12 @@ template <typename Element_, bool kTransposedW_> struct GemmConfig {
 };
 
 struct GemmTensorMaps {
-    CUtensorMap x, w, y;
+    CUtensorMap x, gathered, w, y;  // gathered: rows of other ranks, of an all-gather
 };
 
 struct GemmArguments {
-    ReduceScatterShape shape;
-    int lag;  // rounds (tiles.cuh) by which tiles of the rank itself are behind those of others
+    ProductShape shape;
+    int lag;  // of a reduce-scatter: rounds by which tiles of the rank itself are behind those of others (tiles.cuh)
     char* received;
     ReceivedLayout layout;
     uint64_t timeout_ns;
@@ -99,6 +101,17 @@ template <int kCount> struct RingPlace {
         }
     }
 };
+
+// Waits until a flag has a value, or until the time limit. Then the call has failed, which another kernel reports: with
+// a call of printf in the GEMM, ptxas would have products wait for each other.
+__device__ __forceinline__ void wait_for_flag(const GemmArguments& arguments, const uint32_t* flag, uint32_t value,
+                                              int rank) {
+    uint32_t* const failure = reinterpret_cast<uint32_t*>(arguments.received + arguments.layout.failure);
+    const uint64_t begin = nanoseconds();
+    while (load_acquire(flag) < value and load_acquire(failure) == 0)
+        if (nanoseconds() - begin >= arguments.timeout_ns)
+            store_release(failure, 1 + rank);
+}
 
 // Named barriers of a consumer and its mover, for each buffer.
 inline constexpr int kHandOverThreads = kWarpgroupThreads + 32;

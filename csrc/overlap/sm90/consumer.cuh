@@ -23,7 +23,7 @@ template <typename Config> struct GemmConsumer {
         for (TilePlace place; tiles.next(place, thread % 32 == 0);) {
             Sums sums;
             multiply(sums, stage);
-            if (place.to == arguments.shape.rank)
+            if (Config::kCollective == Collective::kReduceScatter and place.rank == arguments.shape.rank)
                 add_and_hand_over(sums);
             else
                 hand_over(sums);
@@ -70,7 +70,7 @@ private:
             arrive_at(memory.empty(stage), thread % 32);
     }
 
-    // Hands a tile over that another rank adds up.
+    // Hands a tile over as it is.
     __device__ __forceinline__ void hand_over(const Sums& sums) const {
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {

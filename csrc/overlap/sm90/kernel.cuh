@@ -5,8 +5,8 @@
 #include "csrc/overlap/sm90/mover.cuh"
 #include "csrc/overlap/sm90/producer.cuh"
 
-// A product of matrices whose parts are summed over ranks. It is persistent. Two CTAs of a cluster compute tiles below
-// each other, and share the weights that both read: each loads half of them to both.
+// A product of matrices with a reduce-scatter or an all-gather. It is persistent. Two CTAs of a cluster compute tiles
+// below each other, and share the weights that both read: each loads half of them to both.
 //
 // Warps of a CTA:
 //   producer           one thread, loads operands step by step of kDepth numbers of the inner dimension
@@ -24,8 +24,9 @@
 //   buffer_free        the mover has no use for it any more
 //   buffer_filled      the consumer has none
 //
-// A tile of another rank (item: a panel):      free -> consumer writes -> filled -> mover stores to the rank -> free ...
-// A tile of this rank (item: a panel of one of the other ranks):
+// A tile for another rank or, of an all-gather, any tile (item: a panel):
+//                    free -> consumer writes -> filled -> mover stores it -> free ...
+// A tile of a reduce-scatter for this rank (item: a panel of one of the other ranks):
 //                    mover loads -> loaded -> consumer adds -> filled -> mover stores the panel's sums, if it was the
 //                    last rank of the panel -> mover loads the item after the next ...
 
@@ -56,6 +57,8 @@ __global__ void __cluster_dims__(kClusterCtas) __launch_bounds__(Config::kThread
         prefetch_tensor_map(maps.x);
         prefetch_tensor_map(maps.w);
         prefetch_tensor_map(maps.y);
+        if (Config::kCollective == Collective::kAllGather)
+            prefetch_tensor_map(maps.gathered);
         init_barriers<Config>(memory);
     }
     __syncthreads();

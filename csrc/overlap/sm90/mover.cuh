@@ -1,7 +1,6 @@
 #pragma once
 
 #include "csrc/common/sm90/bulk.cuh"
-#include "csrc/common/sm90/system_memory.cuh"
 #include "csrc/overlap/sm90/claims.cuh"
 
 namespace jaxmagi::overlap {
@@ -23,17 +22,55 @@ template <typename Config> struct GemmMover {
             if (leads)
                 bulk_wait_read<0>();  // all buffers are free
             __syncwarp();
-            const int64_t part = (int64_t{place.number} * kClusterCtas + cta) * Config::kConsumers + consumer;
-            if (place.to == arguments.shape.rank)
-                collect(part, place, cta, leads);
+            if constexpr (Config::kCollective == Collective::kAllGather)
+                store(place, cta, leads);
             else
-                send(part, place.to, leads);
+                send_or_collect(place, cta, leads);
         }
         if (leads)
             bulk_wait();
     }
 
 private:
+    // Stores a part of a tile into the result.
+    __device__ __forceinline__ void store(const TilePlace& place, int cta, bool leads) const {
+        const int example = place.example * arguments.shape.ranks + place.rank;
+        forward(leads, [&](int panel) { store_panel(place, example, cta, panel, panel); });
+    }
+
+    __device__ __forceinline__ void send_or_collect(const TilePlace& place, int cta, bool leads) const {
+        const int64_t part = (int64_t{place.number} * kClusterCtas + cta) * Config::kConsumers + consumer;
+        if (place.rank == arguments.shape.rank)
+            collect(part, place, cta, leads);
+        else
+            send(part, place.rank, leads);
+    }
+
+    // Calls put(panel) for each panel that the consumer fills, which copies it elsewhere.
+    template <typename Put> __device__ __forceinline__ void forward(bool leads, Put put) const {
+        for (int panel = 0; panel < Config::kBuffers; ++panel)
+            named_barrier_arrive(buffer_free(consumer, panel), kHandOverThreads);
+#pragma unroll 1
+        for (int panel = 0; panel < kPanels; ++panel) {
+            named_barrier_sync(buffer_filled(consumer, panel), kHandOverThreads);
+            if (leads) {
+                put(panel);
+                bulk_commit();
+                bulk_wait_read<0>();
+            }
+            __syncwarp();
+            if (panel + Config::kBuffers < kPanels)
+                named_barrier_arrive(buffer_free(consumer, panel), kHandOverThreads);
+        }
+    }
+
+    // Stores the panel of a buffer into the result.
+    __device__ __forceinline__ void store_panel(const TilePlace& place, int example, int cta, int panel,
+                                                int item) const {
+        const int row = place.row + cta * kTileRows + consumer * 64;
+        tma_store(maps.y, {place.column + panel * kPanelColumns, 0, row, example}, memory.buffer(consumer, item));
+    }
+
     __device__ __forceinline__ int64_t parts_of_rank() const {
         return arguments.layout.num_flags / (arguments.shape.ranks - 1);
     }
@@ -43,28 +80,17 @@ private:
         return reinterpret_cast<uint32_t*>(received + arguments.layout.flags) + source * parts_of_rank() + part;
     }
     __device__ __forceinline__ char* tile(char* received, int source, int64_t part) const {
-        return received + arguments.layout.tiles + (source * parts_of_rank() + part) * (kPanels * Config::kPanelBytes);
+        return received + arguments.layout.data + (source * parts_of_rank() + part) * (kPanels * Config::kPanelBytes);
     }
 
     // Stores a part of a tile to another rank, and sets its flag there.
     __device__ __forceinline__ void send(int64_t part, int to, bool leads) const {
         char* const received = arguments.received_by(to);
-        const int source = arguments.shape.rank - (arguments.shape.rank > to);
-        for (int panel = 0; panel < Config::kBuffers; ++panel)
-            named_barrier_arrive(buffer_free(consumer, panel), kHandOverThreads);
-#pragma unroll 1
-        for (int panel = 0; panel < kPanels; ++panel) {
-            named_barrier_sync(buffer_filled(consumer, panel), kHandOverThreads);
-            if (leads) {
-                bulk_store(tile(received, source, part) + panel * Config::kPanelBytes, memory.buffer(consumer, panel),
-                           Config::kPanelBytes);
-                bulk_commit();
-                bulk_wait_read<0>();
-            }
-            __syncwarp();
-            if (panel + Config::kBuffers < kPanels)
-                named_barrier_arrive(buffer_free(consumer, panel), kHandOverThreads);
-        }
+        const int source = among_others(arguments.shape.rank, to);
+        forward(leads, [&](int panel) {
+            bulk_store(tile(received, source, part) + panel * Config::kPanelBytes, memory.buffer(consumer, panel),
+                       Config::kPanelBytes);
+        });
         if (leads) {
             bulk_wait();
             fence_global_for_async();
@@ -78,7 +104,8 @@ private:
         const int sources = arguments.shape.ranks - 1, items = kPanels * sources;
         if (leads) {
             for (int source = 0; source < sources; ++source)
-                wait_for(flag(arguments.received, source, part), source);
+                wait_for_flag(arguments, flag(arguments.received, source, part), 1,
+                              source + (source >= arguments.shape.rank));
             fence_global_for_async();
             for (int item = 0; item < Config::kBuffers; ++item)
                 load(item, part);
@@ -88,9 +115,7 @@ private:
         for (int item = 0; item < items; ++item) {
             named_barrier_sync(buffer_filled(consumer, item), kHandOverThreads);
             if (leads and item % sources == sources - 1) {
-                tma_store(maps.y, {place.column + item / sources * kPanelColumns, 0,
-                                   place.row + cta * kTileRows + consumer * 64, place.example},
-                          memory.buffer(consumer, item));
+                store_panel(place, place.example, cta, item / sources, item);
                 bulk_commit();
                 bulk_wait_read<0>();
             }
@@ -107,16 +132,6 @@ private:
         bulk_load(memory.buffer(consumer, item),
                   tile(arguments.received, item % sources, part) + item / sources * Config::kPanelBytes,
                   Config::kPanelBytes, memory.loaded(consumer, item));
-    }
-
-    // Waits until a part has come, or until the time limit. Then the call has failed, which another kernel reports: with
-    // a call of printf in this one, ptxas would have products wait for each other.
-    __device__ __forceinline__ void wait_for(const uint32_t* flag, int source) const {
-        uint32_t* const failure = reinterpret_cast<uint32_t*>(arguments.received + arguments.layout.failure);
-        const uint64_t begin = nanoseconds();
-        while (load_acquire(flag) == 0 and load_acquire(failure) == 0)
-            if (nanoseconds() - begin >= arguments.timeout_ns)
-                store_release(failure, 1 + source + (source >= arguments.shape.rank));
     }
 };
 

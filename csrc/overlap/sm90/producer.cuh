@@ -1,6 +1,8 @@
 #pragma once
 
+#include "csrc/common/sm90/bulk.cuh"
 #include "csrc/overlap/sm90/claims.cuh"
+#include "csrc/overlap/sm90/row_blocks.cuh"
 
 namespace jaxmagi::overlap {
 
@@ -16,14 +18,14 @@ template <typename Config> struct GemmProducer {
         RingPlace<Config::kStages> stage;
 #pragma unroll 1
         for (TilePlace place; tiles.next(place, true);) {
-            const Coordinates first_row{0, 0, place.row + cta * kTileRows,
-                                        place.example * arguments.shape.ranks + place.to};
+            const Rows rows = rows_of(place);
 #pragma unroll 1
             for (int step = 0; step < steps; ++step) {
                 memory.empty(stage.index).wait(stage.parity ^ 1);
                 memory.full(stage.index).arrive_and_expect(Config::kStageBytes);
-                tma_load(memory.x(stage.index), maps.x,
-                         {step * Config::kDepth, first_row.y, first_row.z, first_row.w}, memory.full(stage.index));
+                tma_load(memory.x(stage.index), rows.map,
+                         {step * Config::kDepth, 0, place.row + cta * kTileRows, rows.example},
+                         memory.full(stage.index));
                 load_w(stage.index, step * Config::kDepth, place.column, cta);
                 stage.next();
             }
@@ -36,6 +38,29 @@ template <typename Config> struct GemmProducer {
     }
 
 private:
+    // Where the rows of a tile are.
+    struct Rows {
+        const CUtensorMap& map;
+        int example;
+    };
+
+    // Waits for rows of other ranks.
+    __device__ __forceinline__ Rows rows_of(const TilePlace& place) const {
+        const ProductShape& shape = arguments.shape;
+        if constexpr (Config::kCollective == Collective::kReduceScatter)
+            return {maps.x, place.example * shape.ranks + place.rank};
+        if (place.rank == shape.rank)
+            return {maps.x, place.example};
+        const int source = among_others(place.rank, shape.rank);
+        const RowBlocks blocks(shape);
+        const uint32_t* const flags = reinterpret_cast<uint32_t*>(arguments.received + arguments.layout.flags);
+        const int block = place.example * blocks.in_example + place.row / kPairRows;
+        wait_for_flag(arguments, flags + source * blocks.in_example * shape.examples + block,
+                      blocks.pieces(place.row / kPairRows), place.rank);
+        fence_global_for_async();
+        return {maps.gathered, source * shape.examples + place.example};
+    }
+
     // Loads half of the step's weights to both CTAs.
     __device__ __forceinline__ void load_w(int stage, int inner, int column, int cta) const {
         constexpr int kHalf = kTileColumns / kClusterCtas, kPanelBytes = Config::kDepth * kPanelRowBytes;

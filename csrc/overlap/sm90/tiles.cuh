@@ -2,13 +2,15 @@
 
 #include "csrc/overlap/sm90/config.cuh"
 
-// The order of tiles. Each rank gets the same tiles of its rows, which are counted alike on all ranks. A round has the
-// tiles of one number for all ranks: first for the others, beginning with the next one, and behind these the rank's own
-// tile of some rounds before, so that what it adds up has come by then. So rows travel all the while.
+// The order of tiles. There are the same tiles of the rows of each rank, which are counted alike on all ranks.
+//   reduce-scatter  A round has the tiles of one number for all ranks: first for the others, beginning with the next
+//                   one, and behind these the rank's own tile of some rounds before, so that what it adds up has come
+//                   by then. So tiles travel all the while.
+//   all-gather      The rank's own tiles, then those of the rank before, whose rows arrive first, and so on.
 //
-// Clusters claim tiles in this order, and a tile waits only for tiles of other ranks that are before it in their orders.
-// So ranks never wait for each other, however many clusters run at a time: other kernels, which may wait for other ranks
-// themselves, can hold any multiprocessor.
+// Clusters claim tiles in this order, and a tile waits only for tiles of other ranks that are before it in their
+// orders, or for rows, which wait for nothing. So ranks never wait for each other, however many clusters run at a time: other
+// kernels, which may wait for other ranks themselves, can hold any multiprocessor.
 
 namespace jaxmagi::overlap {
 
@@ -18,18 +20,23 @@ inline constexpr int kGroupPairs = 8;
 struct TileNumbers {
     int pairs, column_tiles;  // of an example
 
-    JAXMAGI_HOST_DEVICE explicit TileNumbers(const ReduceScatterShape& shape)
+    JAXMAGI_HOST_DEVICE explicit TileNumbers(const ProductShape& shape)
         : pairs(ceil_div(shape.rows, kPairRows)), column_tiles(ceil_div(shape.columns, kTileColumns)) {}
 
     JAXMAGI_HOST_DEVICE int in_example() const { return pairs * column_tiles; }
 };
 
-// A pair of tiles for a rank, with the first row of it and the first column.
+// A pair of tiles of the rows of a rank, with the first row and the first column.
 struct TilePlace {
-    int to, number, example, row, column;
+    int rank, number, example, row, column;
 };
 
-struct TileOrder {
+// Returns the place of a rank among the others of another one.
+__device__ __forceinline__ int among_others(int rank, int of) {
+    return rank - (rank > of);
+}
+
+template <Collective kCollective> struct TileOrder {
     const GemmArguments& arguments;
     TileNumbers numbers;
     int rounds;
@@ -41,6 +48,8 @@ struct TileOrder {
 
     __device__ __forceinline__ TilePlace at(int position) const {
         const int ranks = arguments.shape.ranks, rank = arguments.shape.rank, lag = arguments.lag;
+        if constexpr (kCollective == Collective::kAllGather)
+            return place((rank + ranks - position / rounds) % ranks, position % rounds);
         const int first = lag * (ranks - 1), middle = (rounds - lag) * ranks;
         if (position < first)
             return place((rank + 1 + position % (ranks - 1)) % ranks, position / (ranks - 1));
@@ -51,11 +60,11 @@ struct TileOrder {
     }
 
 private:
-    __device__ __forceinline__ TilePlace place(int to, int number) const {
+    __device__ __forceinline__ TilePlace place(int of_rank, int number) const {
         const int example = number / numbers.in_example(), tile = number % numbers.in_example();
         const int in_group = kGroupPairs * numbers.column_tiles, group = tile / in_group, rest = tile % in_group;
         const int height = min(kGroupPairs, numbers.pairs - group * kGroupPairs);
-        return {.to = to,
+        return {.rank = of_rank,
                 .number = number,
                 .example = example,
                 .row = (group * kGroupPairs + rest % height) * kPairRows,

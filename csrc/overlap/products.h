@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+// Products of matrices with a collective over the ranks of one host, which overlap: kernels store tiles or rows into
+// the memory of other ranks, and compute others meanwhile.
+
+namespace jaxmagi::overlap {
+
+enum class OperandType { kBF16, kF16 };
+
+// Weights w are [inner, columns].
+enum class Collective {
+    kReduceScatter,  // x [examples, ranks, rows, inner] · w = y [examples, rows, columns]: the rank's rows of the sum
+    kAllGather,      // x [examples, rows, inner] · w = y [examples, ranks, rows, columns]: of the rows of all ranks
+};
+
+// The sizes of a call. `rows` are those of a rank. `inner` and `columns` are multiples of 8.
+struct ProductShape {
+    int examples, ranks, rank, rows, columns, inner;
+};
+
+struct ProductParams {
+    ProductShape shape;
+    OperandType type;
+    const void *x, *w;
+    bool transposed_w;  // w is [columns, inner]
+    void* y;
+    char* received;  // memory of `ReceivedLayout::bytes`, which the other ranks write to
+    uint64_t timeout_ns;
+    int num_sms;
+};
+
+// The memory in which a rank receives data of others: the addresses of that of all ranks; a word that tells which
+// rank, counted from 1, this one has waited for too long; the number of tiles that have been claimed; flags, one for
+// each part that arrives; and the data: tiles of products to be added up, or rows.
+struct ReceivedLayout {
+    size_t failure, claimed, flags, data, bytes;  // offsets, and the size of all
+    int64_t num_flags;
+
+    // Returns the number of words from the failure to the last flag.
+    int64_t num_words() const { return static_cast<int64_t>((data - failure) / sizeof(uint32_t)); }
+};
+
+ReceivedLayout received_layout(Collective collective, const ProductShape& shape);
+
+// Computes the product. The addresses of all ranks' memory are known, and the words behind them were zero before any
+// rank began. When the kernels have ended without a failure, no other rank writes to this one any more.
+cudaError_t matmul_reduce_scatter(const ProductParams& params, cudaStream_t stream);
+
+// The same. Rows travel in a stream of their own, which has the higher priority and waits for what was in `stream`
+// before. It takes some multiprocessors, which help to compute when all rows have left. Afterwards `stream` has to wait
+// for it.
+cudaError_t all_gather_matmul(const ProductParams& params, cudaStream_t stream, cudaStream_t rows_stream);
+
+// Loads the kernels, on each device before their first use.
+cudaError_t preload(Collective collective, OperandType type, bool transposed_w);
+
+}  // namespace jaxmagi::overlap
