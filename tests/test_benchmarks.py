@@ -16,6 +16,7 @@ import pytest
 from benchmarks import (
     _hosts,
     _measure,
+    _overlap_products,
     _report,
     _workloads,
     attention,
@@ -26,9 +27,11 @@ from benchmarks import (
     context_hosts,
     context_memory,
     hosts,
+    overlap,
     sharding,
     train_curve,
 )
+from jaxmagi.calibration import _chain
 from tests.collectives.groups import require_hosts
 from tests.compiling.described import COMPILER, ENVIRONMENT
 from tests.test_examples import SMALL
@@ -135,6 +138,34 @@ def test_collectives(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     row, check = run(collectives, "collectives_pools", options, committed="collectives_h200")
     assert row["implementation"] == "ours in plain lax" and row["received_bytes"] == 16 * 4096
     assert check["measured"] is None and not check["met"]
+
+
+@pytest.mark.parametrize("direction", ["reduce-scatter", "all-gather"])
+def test_overlap(run: Run, monkeypatch: pytest.MonkeyPatch, direction: str) -> None:
+    """Without a GPU ours fails, and rivals have the values of XLA's sequence."""
+    monkeypatch.setattr(overlap, "SIZES", ((128, 16, 24),))
+    monkeypatch.setattr(overlap, "TURN_SECONDS", 1e-3)
+    monkeypatch.setattr(overlap, "PROGRAM_SECONDS", 1e-12)
+    options = f"--rows {direction},.128 --implementations ours|XLA|2|alone --repeats 1 OUT"
+    xla, chunks, product, transfer, ours, *checks = run(overlap, "overlap_cpu", options, committed=None)
+    assert ours["error"].startswith("NotImplementedError")
+    assert (chunks["implementation"], product["of_ideal"], xla["speedup"]) == ("2 chunks by hand", None, None)
+    ideal = max(product["median_us"], transfer["median_us"])
+    assert xla["of_ideal"] == pytest.approx(ideal / xla["median_us"])
+    assert [each["met"] for each in checks] == [False] * 4
+
+
+@pytest.mark.parametrize("direction", ["reduce-scatter", "all-gather"])
+def test_ways_to_multiply_agree(direction: Any) -> None:
+    workload = _overlap_products.Workload("", direction, 64, 8, 16)
+    mesh = _chain.mesh_of(4)
+    found = {
+        name: _chain.on_ranks(lambda x, w, run=way.run: run((x, w), ()), mesh)(*way.operands(mesh))
+        for name, way in _overlap_products.ways(workload, mesh.size).items()
+        if "XLA" in name or "chunks" in name
+    }
+    first, *others = (x.astype(jax.numpy.float32) for x in found.values())
+    assert len(others) == 3 and all(jax.numpy.allclose(first, x, atol=0.1, rtol=0.02) for x in others)
 
 
 def test_context_memory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

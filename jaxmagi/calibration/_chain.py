@@ -27,6 +27,7 @@ AXIS = "ranks"
 COMMUNICATES = re.compile(
     r"[ \"]((?:ragged-)?all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute"
     r"|jaxmagi_group_(?:cast|reduce)|jaxmagi_context_(?:forward|backward)"
+    r"|jaxmagi_(?:all_gather_matmul|matmul_reduce_scatter)"
     r"|(?:call|async)(?=-start))(?:-start)?[(\"]"
 )
 """Finds what communicates in the text of a compiled program."""
