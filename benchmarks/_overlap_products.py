@@ -65,7 +65,7 @@ def ways(workload: Workload, ranks: int) -> dict[str, Way]:
     scatters = workload.direction == "reduce-scatter"
     ours = matmul_reduce_scatter if scatters else all_gather_matmul
     runs: dict[str, Run] = {
-        OURS: lambda operands, _: ours(*operands, AXIS, options=NATIVE),
+        OURS: lambda operands, _: ours(operands[0], operands[1], AXIS, options=NATIVE),
         XLA: _scatter_in_chunks(1, ranks) if scatters else _gather_in_chunks(1),
     }
     for count in CHUNKS:
