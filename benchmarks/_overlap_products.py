@@ -18,7 +18,7 @@ from jaxmagi import (
 )
 from jaxmagi.calibration._chain import AXIS, draw_normal
 
-type Direction = Literal["reduce-scatter", "all-gather"]
+type Direction = Literal["reduce-scatter", "all-gather", "both passes"]
 type Run = Callable[[Any, Any], Any]
 
 OURS, XLA = "ours", "XLA's sequence"
@@ -29,7 +29,10 @@ DTYPE = jnp.bfloat16
 
 
 class Workload(NamedTuple):
-    """A product: rows of all ranks, and a rank's weights [inner, columns]."""
+    """A product: rows of all ranks, and a rank's weights [inner, columns].
+
+    "both passes" are those of an MLP: the product with gathered rows, and back from ``columns`` to ``inner``.
+    """
 
     name: str
     direction: Direction
@@ -40,42 +43,65 @@ class Workload(NamedTuple):
     @property
     def flops(self) -> float:
         """Returns the operations of a rank."""
-        return 2.0 * self.rows * self.inner * self.columns
+        products = 6 if self.direction == "both passes" else 1
+        return 2.0 * products * self.rows * self.inner * self.columns
 
 
 class Way(NamedTuple):
-    """A way to compute a workload: from rows of each rank, of so many numbers, and its weights.
-
-    Without ``columns`` it has no weights.
-    """
+    """A way to compute a workload, from arrays of each rank with these shapes."""
 
     run: Run
-    rows: int
-    width: int
-    columns: int = 0
+    shapes: tuple[tuple[int, int], ...]
 
     def operands(self, mesh: Mesh) -> tuple[jax.Array, ...]:
         """Draws unit-normal operands, which lead with the ranks' rows."""
-        x = draw_normal(0, self.rows, (self.width,), DTYPE, mesh)
-        return (x, draw_normal(1, self.width, (self.columns,), DTYPE, mesh)) if self.columns else (x,)
+        return tuple(
+            draw_normal(seed, rows, (width,), DTYPE, mesh) for seed, (rows, width) in enumerate(self.shapes)
+        )
 
 
 def ways(workload: Workload, ranks: int) -> dict[str, Way]:
-    """Returns the ways to compute a workload, and its product and its transfer alone, by name."""
+    """Returns the ways to compute a workload and, of a product, both parts of it alone, by name."""
+    if workload.direction == "both passes":
+        return _mlps(workload, ranks)
+    weights = workload.inner, workload.columns
     scatters = workload.direction == "reduce-scatter"
-    ours = matmul_reduce_scatter if scatters else all_gather_matmul
-    runs: dict[str, Run] = {
-        OURS: lambda operands, _: ours(operands[0], operands[1], AXIS, options=NATIVE),
-        XLA: _scatter_in_chunks(1, ranks) if scatters else _gather_in_chunks(1),
+    own_rows = workload.rows if scatters else workload.rows // ranks
+    runs = {OURS: _ours(scatters)} | {
+        XLA if count == 1 else f"{count} chunks by hand": _in_chunks(scatters, count, ranks)
+        for count in (1, *CHUNKS)
     }
-    for count in CHUNKS:
-        run = _scatter_in_chunks(count, ranks) if scatters else _gather_in_chunks(count)
-        runs[f"{count} chunks by hand"] = run
-    rows = workload.rows if scatters else workload.rows // ranks
-    found = {name: Way(run, rows, workload.inner, workload.columns) for name, run in runs.items()}
-    found[PRODUCT] = Way(_multiply, workload.rows, workload.inner, workload.columns)
+    found = {name: Way(run, ((own_rows, workload.inner), weights)) for name, run in runs.items()}
+    found[PRODUCT] = Way(_multiply, ((workload.rows, workload.inner), weights))
     found[TRANSFER] = _transfer(workload, ranks)
     return found
+
+
+def _mlps(workload: Workload, ranks: int) -> dict[str, Way]:
+    """Returns both passes of an MLP whose tokens are spread between its layers, by ours and by XLA."""
+    inner, columns = workload.inner, workload.columns
+    shapes = (workload.rows // ranks, inner), (inner, columns), (columns, inner)
+
+    def both_passes(gather: Run, scatter: Run) -> Run:
+        def loss(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+            hidden = jax.nn.gelu(gather((x, up), ()))
+            return scatter((hidden, down), ()).astype(jnp.float32).sum()
+
+        return lambda operands, _: jax.grad(loss, (0, 1, 2))(*operands)
+
+    return {
+        OURS: Way(both_passes(_ours(scatters=False), _ours(scatters=True)), shapes),
+        XLA: Way(both_passes(_in_chunks(False, 1, ranks), _in_chunks(True, 1, ranks)), shapes),
+    }
+
+
+def _ours(scatters: bool) -> Run:
+    multiply = matmul_reduce_scatter if scatters else all_gather_matmul
+    return lambda operands, _: multiply(operands[0], operands[1], AXIS, options=NATIVE)
+
+
+def _in_chunks(scatters: bool, count: int, ranks: int) -> Run:
+    return _scatter_in_chunks(count, ranks) if scatters else _gather_in_chunks(count)
 
 
 def _multiply(operands: Any, _: Any) -> jax.Array:
@@ -118,4 +144,4 @@ def _transfer(workload: Workload, ranks: int) -> Way:
     sources = [[peer for [peer] in targets] for targets in others]
     spec = GroupCastSpec.from_splits(splits, targets, [[rows] * (ranks - 1)] * ranks, sources)
     cast = functools.partial(group_cast, spec=spec, axis_name=AXIS)
-    return Way(lambda operands, _: cast(operands[0]), spec.input_rows, width)
+    return Way(lambda operands, _: cast(operands[0]), ((spec.input_rows, width),))

@@ -4,6 +4,7 @@
 
     reduce-scatter  x [rows, inner] · w [inner, columns], and each rank's rows of the sum over ranks
     all-gather      the rows of all ranks, of which each has its part, · w
+    both passes     of an MLP, whose first product gathers rows and whose second one scatters them
 
 All in bfloat16, with unit-normal operands. Workloads are five sizes from NVLink's rate to that of the tensor
 cores, and the products of layers of Llama 3 8B and 70B whose weights are cut over the ranks: projections to
@@ -94,6 +95,7 @@ def workloads(ranks: int) -> Iterator[Workload]:
                 yield Workload(name, direction, tokens, inner, columns)
                 back: Direction = "all-gather" if direction == "reduce-scatter" else "reduce-scatter"
                 yield Workload(f"{name}, gradient", back, tokens, columns, inner)
+            yield Workload(f"{model} MLP {tokens // 1024}k", "both passes", tokens, width, hidden // ranks)
 
 
 def make_work(way: Way, mesh: Mesh, seconds: float) -> DeviceWork:
@@ -151,6 +153,9 @@ def checks_of(workload: str, direction: str, rows: Sequence[Row | Failure]) -> I
     }
     ours = found.get(OURS)
     speedups = {name: row.speedup for name, row in found.items() if row.speedup and name != OURS}
+    if direction == "both passes":
+        yield check(workload, direction, XLA, speedups.get(XLA), at_least=1.10)
+        return
     of_ideal = ours.of_ideal if ours else None
     if ours is None or ours.inner <= MOST_INNER:
         yield check(workload, direction, "of the ideal", of_ideal, at_least=0.90)
