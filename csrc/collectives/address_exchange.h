@@ -14,8 +14,8 @@ struct FailureAndFlags {
 };
 
 // Tells every rank of a call where it finds the array that each has published, on this device: `addresses` has one for
-// each rank. All ranks are native peers, and their slots are their ranks. Before this the words become zero, so that
-// peers may set them when they know the addresses. Counts as a call of the group.
+// each rank. All ranks are native peers, and their slots are their ranks. The words become zero before a peer
+// can know the addresses. Counts as a call of the group.
 cudaError_t exchange_addresses(const TransferParams& params, FailureAndFlags words, uint64_t* addresses,
                                cudaStream_t stream);
 

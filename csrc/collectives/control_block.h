@@ -12,7 +12,8 @@ namespace jaxmagi::collectives {
 constexpr int kMaxNativeRanks = 64;  // of a host and a group
 constexpr int kMaxArrays = 8;        // of one transfer
 
-// One peer stores these. It overwrites them only after this rank has set `done` for the call before.
+// One peer stores these. It overwrites them only after this rank has set `done` for the call before or, if that is a
+// product with a collective, has told all ranks its address.
 struct alignas(128) PeerSignals {
     uint64_t arrays[kMaxArrays];  // published addresses of the peer's arrays (transfer_params.h)
     uint64_t call_hash;

@@ -41,7 +41,7 @@ struct ReceivedLayout {
     size_t failure, claimed, flags, data, bytes;  // offsets, and the size of all
     int64_t num_flags;
 
-    // Returns the number of words from the failure to the last flag.
+    // Returns the number of words before the data, from the failure on.
     int64_t num_words() const { return static_cast<int64_t>((data - failure) / sizeof(uint32_t)); }
 };
 

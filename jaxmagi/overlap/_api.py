@@ -36,7 +36,8 @@ def all_gather_matmul(
             summed, up to that of accumulators; None: that of x. Its ``implementation`` is None or "xla" for
             plain JAX, or "native" for a kernel that multiplies while rows travel: for bfloat16 and float16,
             K and N that 8 divides, and ranks on one host with Hopper GPUs. The product for the gradient of w
-            does not overlap yet. Its ``timeout`` is that of the kernel. Static.
+            does not overlap yet. Its ``timeout`` is that of the kernel, which takes all multiprocessors:
+            ``num_sms`` and ``ranks_per_host`` do not count. Static.
 
     Returns:
         All rows times w, accumulated in float32 (float64 for float64), in the dtype of x.
@@ -101,8 +102,8 @@ def matmul_all_reduce(
         x: bfloat16, float16, float32 or float64. The axis need not divide its rows.
         w: weights of this rank, of the same dtype.
         axis_name: mesh axis of the ranks.
-        options: as in `matmul_reduce_scatter`, for sums of rows, which then travel in the dtype of x; with
-            "native" these do not overlap. Static.
+        options: as in `matmul_reduce_scatter`, for sums of rows, which then travel in the dtype of x to all
+            ranks, behind the kernel if there is one. Static.
 
     Returns:
         As of `matmul_reduce_scatter`, but all rows, which do not vary over the axis.

@@ -12,7 +12,7 @@ class Exchange(NamedTuple):
         axis_name: the mesh axis of the ranks.
         wire_dtype: the dtype in which products travel to be summed.
         precision: of the products, as of ``jax.default_matmul_precision`` where the function was called.
-        native: whether products with gathered rows, or that are summed, are custom calls.
+        native: whether `all_gathered` and `reduce_scattered` are custom calls.
         timeout: seconds that these wait for other ranks; None: those of `set_timeout`.
     """
 

@@ -105,6 +105,8 @@ def _unsupported_reason(
     x: Any
     x, w = ctx.avals_in
     ranks, sizes = jax.lax.axis_size(exchange.axis_name), (x.shape[-1], _columns(w, transposed))
+    if 0 in x.shape:
+        return f"x is empty: {x.shape}"
     if x.dtype.name not in _DTYPES:
         return f"the operands are {x.dtype.name}, and the kernel multiplies {' and '.join(_DTYPES)}"
     if exchange.wire_dtype != x.dtype:
@@ -112,7 +114,7 @@ def _unsupported_reason(
     if any(size % _UNIT for size in sizes):
         return f"the inner dimension and the columns must be multiples of {_UNIT}, but they are {sizes}"
     if not 2 <= ranks <= _MOST_RANKS:
-        return f"mesh axis {exchange.axis_name!r} has {ranks} ranks, and the kernel is for 2 to {_MOST_RANKS}"
+        return f"mesh axis {exchange.axis_name!r} has size {ranks}, and the kernel is for 2 to {_MOST_RANKS}"
     if is_partitioned(ctx):
         return "XLA's partitioner splits the program"
     if reason := _hopper.unsupported_reason():

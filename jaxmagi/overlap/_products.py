@@ -1,4 +1,4 @@
-"""Products of a rank with gathered rows, or summed over ranks, each the gradient of another, in plain JAX.
+"""Products of a rank with gathered rows, or summed over ranks, each the gradient of another.
 
 With s ranks on an axis, x ``[..., M, K]`` of a rank and weights w ``[K, N]``:
 
@@ -10,7 +10,7 @@ With s ranks on an axis, x ``[..., M, K]`` of a rank and weights w ``[K, N]``:
 
 Operands have one dtype, in which they are multiplied in both passes, and vary over the same mesh axes.
 Products accumulate in float32 (float64 for float64). Sums over ranks do too, rank after rank, so that they
-are bitwise reproducible. Specs say over which Explicit axes a result is sharded; None where there is only one
+are bitwise reproducible. All is plain JAX, but for the custom calls that a user asks for by name. Specs say over which Explicit axes a result is sharded; None where there is only one
 way.
 """
 
@@ -166,6 +166,9 @@ def _pad_rows(x: jax.Array, size: int) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def all_reduced(x: jax.Array, w: jax.Array, exchange: Exchange) -> jax.Array:
     """Each rank sums some rows, or columns where the axis divides these alone, which all then gather."""
+    if exchange.native and x.ndim > 2:  # the kernel takes rows of all examples at once
+        flat = all_reduced(x.reshape(-1, x.shape[-1]), w, exchange)
+        return flat.reshape(*x.shape[:-1], -1)
     rows, axis, size = x.shape[-2], x.ndim - 2, jax.lax.axis_size(exchange.axis_name)
     if exchange.native:
         total = reduce_scattered(_pad_rows(x, size), w, exchange, Weights())

@@ -94,7 +94,7 @@ def test_a_loop_and_the_groups_of_a_larger_mesh() -> None:
         ((8, 24), (24, 8), {}, r"must be multiples of 8, but they are \(12, 8\)"),
         ((8, 16), (16, 12), {}, r"must be multiples of 8, but they are \(8, 12\)"),
         ((8, 16), (16, 8), {"wire_dtype": "float32"}, "wire_dtype=float32, but tiles travel as bfloat16"),
-        ((8, 16), (16, 8), {"size": 1}, "has 1 ranks, and the kernel is for 2 to 64"),
+        ((8, 16), (16, 8), {"size": 1}, "has size 1, and the kernel is for 2 to 64"),
     ],
 )
 def test_what_the_kernel_does_not_fit(x: Any, w: Any, options: dict[str, Any], reason: str) -> None:

@@ -19,7 +19,7 @@ ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 DTYPES = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 KERNELS = pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce"])
 TRANSPOSES = pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
-"""Those of which each is the gradient of another."""
+"""Each is the gradient of the other one."""
 
 
 def operands(
@@ -37,7 +37,7 @@ def product(group: Group, name: str, x: Any, w: Any) -> Any:
 
 
 def results(name: str, x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """What all ranks get, in float64: [ranks, ..., rows, columns]."""
+    """The results of all ranks in float64, [ranks, ..., rows, columns]."""
     x, w = x.astype(np.float64), w.astype(np.float64)
     if name == "all_gather":
         return np.stack([np.concatenate([*x], axis=-2) @ weights for weights in w])

@@ -36,12 +36,14 @@ template <typename Config> struct ClaimedTiles {
     __device__ __forceinline__ ClaimedTiles(const GemmMemory<Config>& memory, const GemmArguments& arguments)
         : memory(memory), order(arguments) {}
 
-    // Reads the next tile. Returns whether there is one. One thread, or all of some warps, of which one lane arrives:
-    // the others have read it, since a warp's accesses of shared memory are made in order.
-    __device__ __forceinline__ bool next(TilePlace& place, bool arrives) {
+    // Reads the next tile, for a warp of which one lane arrives when all have read it, or for a single thread. Returns
+    // whether there is one.
+    template <bool kWarp = true> __device__ __forceinline__ bool next(TilePlace& place, bool arrives) {
         wait_in_cluster(memory.claimed(claim.index), claim.parity);
         int position;
         asm volatile("ld.shared.b32 %0, [%1];" : "=r"(position) : "r"(memory.claim(claim.index)) : "memory");
+        if constexpr (kWarp)
+            __syncwarp();
         if (arrives)
             arrive_at(memory.read(claim.index), 0);
         claim.next();

@@ -17,7 +17,7 @@ template <typename Config> struct GemmProducer {
         ClaimedTiles<Config> tiles(memory, arguments);
         RingPlace<Config::kStages> stage;
 #pragma unroll 1
-        for (TilePlace place; tiles.next(place, true);) {
+        for (TilePlace place; tiles.template next<false>(place, true);) {
             const Rows rows = rows_of(place);
 #pragma unroll 1
             for (int step = 0; step < steps; ++step) {
@@ -38,7 +38,7 @@ template <typename Config> struct GemmProducer {
     }
 
 private:
-    // Where the rows of a tile are.
+    // Tells where the rows of a tile are.
     struct Rows {
         const CUtensorMap& map;
         int example;

@@ -33,7 +33,7 @@ struct PieceOrder {
         const ProductShape& shape = arguments.shape;
         const int of_rank = shape.examples * per_example, rest = index % per_example;
         const int to = (shape.rank + 1 + index / of_rank) % shape.ranks, example = index % of_rank / per_example;
-        const int block = min(rest / per_block, blocks.in_example - 1);
+        const int block = rest / per_block;
         const int64_t offset = static_cast<int64_t>(rest - block * per_block) * RowBlocks::kPieceBytes;
         const int64_t row_bytes = blocks.row_bytes, first_row = block * kPairRows;
         const int64_t part = int64_t{among_others(shape.rank, to)} * shape.examples + example;

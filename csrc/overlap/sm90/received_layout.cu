@@ -1,3 +1,4 @@
+#include "csrc/collectives/control_block.h"
 #include "csrc/overlap/sm90/launch.cuh"
 #include "csrc/overlap/sm90/row_blocks.cuh"
 
@@ -5,7 +6,7 @@ namespace jaxmagi::overlap {
 namespace {
 
 constexpr size_t kAlignment = 1024;  // of the data
-constexpr int kMostRanks = 64;
+constexpr int kMostRanks = collectives::kMaxNativeRanks;
 
 ReceivedLayout layout_of(int64_t num_flags, int64_t data_bytes) {
     const size_t failure = kMostRanks * sizeof(uint64_t), claimed = failure + sizeof(uint32_t),

@@ -8,9 +8,9 @@
 //                   by then. So tiles travel all the while.
 //   all-gather      The rank's own tiles, then those of the rank before, whose rows arrive first, and so on.
 //
-// Clusters claim tiles in this order, and a tile waits only for tiles of other ranks that are before it in their
-// orders, or for rows, which wait for nothing. So ranks never wait for each other, however many clusters run at a time: other
-// kernels, which may wait for other ranks themselves, can hold any multiprocessor.
+// Clusters claim tiles in this order. A tile waits only for tiles of other ranks that are before it in their orders, or
+// for rows, which wait for nothing. So ranks never wait for each other in a circle, as long as one cluster of each runs,
+// and those that push rows: other kernels, which may wait for other ranks themselves, can hold the rest.
 
 namespace jaxmagi::overlap {
 
