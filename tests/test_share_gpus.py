@@ -30,7 +30,7 @@ def temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [
         ("test_bad_on_rank_1", 60, RankFailed, r"rank 1: exit code 1\n"),
         ("test_of_three", 60, RankFailed, "no test takes 2 ranks here"),
-        ("test_hanging", 20, RanksTimedOut, r"within 20 s\n(.*\n)*.* in test_hanging\n"),
+        ("test_hanging", 12, RanksTimedOut, r"within 12 s\n(.*\n)*.* in test_hanging\n"),
     ],
 )
 def test_failures(tmp_path: Path, test: str, seconds: int, error: type[Exception], message: str) -> None:

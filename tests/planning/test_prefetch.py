@@ -249,7 +249,8 @@ assert next(pairs)[1].length == 1000
 
 
 BLOCKED = """
-import itertools, jaxmagi, threading
+import itertools, jaxmagi, threading, jaxmagi.planning._prefetch as prefetch
+prefetch._PATIENCE = 1  # longer than the interrupts take
 def batches():
     yield 0
     threading.Event().wait()
