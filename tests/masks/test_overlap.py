@@ -99,11 +99,11 @@ def _hard_sets() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", _hard_sets())
 def test_many_bands_are_fast(name: str) -> None:
     bands = np.random.default_rng(1).permutation(_hard_sets()[name])
-    seconds = []
-    for _ in range(3):
+    seconds: list[float] = []
+    # The slowest set takes 0.93 s of the processor's time, which other work makes little longer.
+    while not seconds or (min(seconds) >= 2.0 and len(seconds) < 3):
         start = time.process_time()
         mask = AttnMask.from_bands(bands, q_len=2**21, kv_len=2**21)
         seconds.append(time.process_time() - start)
         assert mask.num_bands > 0.99 * _MANY
-    # The slowest set takes 0.93 s of the processor's time, which other work makes little longer.
     assert min(seconds) < 2.0, f"{seconds=}"

@@ -99,7 +99,7 @@ def test_sums_have_the_order_of_ranks() -> None:
     total = np.float32(0)
     for part in parts:
         total += part
-    found = on_mesh(PRODUCTS["reduce_scatter"], mesh_of(8))(
+    found = jax.jit(on_mesh(PRODUCTS["reduce_scatter"], mesh_of(8)))(
         np.tile(parts, (8, 1)), np.ones((8, 1), np.float32)
     )
     np.testing.assert_array_equal(found, np.full((8, 1), total))
@@ -160,7 +160,7 @@ def test_weights_over_an_explicit_axis(product: Product, spec: P) -> None:
     """Weights and their gradients lie over the axis of the data: fully sharded data parallelism."""
     mesh = jax.make_mesh((2, 4), ("data", AXIS), axis_types=(AxisType.Explicit, AxisType.Auto))
     x, w = normal(15, 4, 16, 32), normal(16, 32, 24)
-    wanted = jax.grad(sine_of(on_mesh(product, mesh_of(4), plain=True)), argnums=(0, 1))(x, w)
+    wanted = jax.jit(jax.grad(sine_of(on_mesh(product, mesh_of(4), plain=True)), argnums=(0, 1)))(x, w)
     with jax.set_mesh(mesh):
         examples = jax.device_put(x, P("data") if spec == P("data") else P())
         weights = jax.device_put(w, spec)
@@ -219,7 +219,7 @@ def test_beside_another_axis(product: Product, kind: AxisType) -> None:
     """Examples are spread over an axis that shard_map leaves out."""
     mesh = jax.make_mesh((2, 4), ("data", AXIS), axis_types=(kind, AxisType.Auto))
     x, w = normal(11, 4, 16, 32), normal(12, 32, 24)
-    wanted = on_mesh(product, mesh_of(4), plain=True)(x, w)
+    wanted = jax.jit(on_mesh(product, mesh_of(4), plain=True))(x, w)
     with jax.set_mesh(mesh):
         spread = jax.device_put(x, jax.NamedSharding(mesh, P("data")))
         found = jax.jit(on_mesh(product, mesh))(spread, w)
