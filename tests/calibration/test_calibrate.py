@@ -176,7 +176,7 @@ LESS_WORK: dict[str, Any] = {
     "_MANY_TURNS": 16,
     "_REPEATS": 3,
 }
-"""Has the probes between ranks end sooner; a long transfer still takes several times as long as a short one."""
+"""Has probes between ranks end sooner; a long transfer still takes several times as long as a short one."""
 
 
 def assert_measured(found: CostModel, names: tuple[str, ...]) -> None:
@@ -215,7 +215,8 @@ def check_processes() -> None:
     """Checks that two processes with two devices each get one model, on one host and as if on two."""
     index = jax.process_index()
     assert _processes.largest(np.array([index, -index, 0.5])).tolist() == [1.0, 0.0, 0.5]
-    vars(_probes).update(LESS_WORK)
+    for name, value in LESS_WORK.items():
+        setattr(_probes, name, value)
     print(f"measured {calibrate(**HEADS)!r}")
     socket.gethostname = lambda: f"host {index}"
     machine = Machine(links=dataclasses.replace(TRUTH, ranks_per_host=2))
