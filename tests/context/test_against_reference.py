@@ -87,9 +87,16 @@ def test_large_public_masks(case: MaskCase, x64: None, rng: np.random.Generator)
     check_solution(harness.solve_distributed(problem, plan), expected, FP64_TOLERANCE)
 
 
-@LEVELS
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "v_dim"), [(4, 4, 8, 8), (6, 3, 5, 9), (8, 1, 16, 4), (1, 1, 4, 16)]
+    ("heads", "kv_heads", "dim", "v_dim", "ranks_per_host"),
+    [
+        (4, 4, 8, 8, None),
+        (6, 3, 5, 9, None),
+        (8, 1, 16, 4, None),
+        (1, 1, 4, 16, None),
+        (6, 3, 5, 9, 2),
+        (8, 1, 16, 4, 2),
+    ],
 )
 def test_heads(
     heads: int,
@@ -100,15 +107,17 @@ def test_heads(
     x64: None,
     rng: np.random.Generator,
 ) -> None:
-    """A query head may have a key head for itself, or share it with some or all others."""
+    """A query head may have a key head for itself, or share it with some or all others.
+
+    Transfers have key heads alone: two levels are tested with one of them, and with several.
+    """
     problem = random_problem(rng, heads=heads, kv_heads=kv_heads, dim=dim, v_dim=v_dim)
     check(problem, masks.documents([100, 56, 3, 97]), 4, ranks_per_host=ranks_per_host)
 
 
-@LEVELS
-def test_soft_cap(ranks_per_host: int | None, x64: None, rng: np.random.Generator) -> None:
+def test_soft_cap(x64: None, rng: np.random.Generator) -> None:
     problem, mask = random_problem(rng), masks.documents([100, 56, 3, 97])
-    plan = make_plan(mask, 4, ranks_per_host=ranks_per_host)
+    plan = make_plan(mask, 4)
     solution = harness.solve_distributed(problem, plan, logits_soft_cap=0.7)
     check_solution(solution, oracle(problem, mask, logits_soft_cap=0.7), FP64_TOLERANCE)
 

@@ -110,28 +110,50 @@ def check(examples: Examples) -> None:
         np.testing.assert_allclose(got, want, atol=FP64_TOLERANCE, err_msg=name)
 
 
-@LEVELS
-@pytest.mark.parametrize(
-    "names",
-    [SEQUENCES, {"plan"}, SEQUENCES | {"plan"}, {*NAMES}, {"query"}, {"key", "value"}, {"sinks"}],
-    ids=lambda names: "-".join(sorted(names)),
+# The rule folds the tables of a plan one by one, however many levels they are of. So two levels are tested
+# where tables are mapped, and where they are not.
+TWO_LEVELS: list[Mapped] = [
+    [SEQUENCES],
+    [{"plan"}],
+    [{*NAMES}],
+    [SEQUENCES, {"plan"}],
+    [{"plan", "key"}, {"query", "plan"}],
+]
+
+
+def of_axes(*mapped: Mapped) -> pytest.MarkDecorator:
+    """Runs a test on operands that are mapped, by plans of one level, and of two where these are listed."""
+    cases = [(each, None) for each in mapped] + [(each, 2) for each in mapped if each in TWO_LEVELS]
+
+    def name(each: Mapped, ranks_per_host: int | None) -> str:
+        axes = " of ".join("-".join(sorted(names)) for names in each)
+        return f"{axes}-{'two_levels' if ranks_per_host else 'one_level'}"
+
+    return pytest.mark.parametrize(
+        ("mapped", "ranks_per_host"), [pytest.param(*case, id=name(*case)) for case in cases]
+    )
+
+
+@of_axes(
+    [SEQUENCES],
+    [{"plan"}],
+    [SEQUENCES | {"plan"}],
+    [{*NAMES}],
+    [{"query"}],
+    [{"key", "value"}],
+    [{"sinks"}],
 )
-def test_one_axis(names: set[str], ranks_per_host: int | None, x64: None, rng: np.random.Generator) -> None:
-    check(Examples(rng, [names], ranks_per_host))
+def test_one_axis(mapped: Mapped, ranks_per_host: int | None, x64: None, rng: np.random.Generator) -> None:
+    check(Examples(rng, mapped, ranks_per_host))
 
 
-@LEVELS
-@pytest.mark.parametrize(
-    "mapped",
-    [
-        [SEQUENCES, {"plan"}],
-        [{"plan"}, SEQUENCES],
-        [SEQUENCES, SEQUENCES | {"plan"}],
-        [{"sinks"}, {*NAMES}],
-        [{"query", "sinks"}, {"sinks"}],
-        [{"plan", "key"}, {"query", "plan"}],
-    ],
-    ids=lambda mapped: " of ".join("-".join(sorted(names)) for names in mapped),
+@of_axes(
+    [SEQUENCES, {"plan"}],
+    [{"plan"}, SEQUENCES],
+    [SEQUENCES, SEQUENCES | {"plan"}],
+    [{"sinks"}, {*NAMES}],
+    [{"query", "sinks"}, {"sinks"}],
+    [{"plan", "key"}, {"query", "plan"}],
 )
 def test_two_axes(mapped: Mapped, ranks_per_host: int | None, x64: None, rng: np.random.Generator) -> None:
     check(Examples(rng, mapped, ranks_per_host))

@@ -50,9 +50,15 @@ def test_one_sequence(ranks_per_host: int | None, x64: None, rng: np.random.Gene
     harness.check_solution(kept, harness.oracle(problem, MASK), FP64_TOLERANCE)
 
 
-@pytest.mark.parametrize("mapped", ["sequences", "plans", "sinks", "everything"])
-@LEVELS
+@pytest.mark.parametrize(
+    ("mapped", "ranks_per_host"),
+    [
+        *((mapped, None) for mapped in ("sequences", "plans", "sinks", "everything")),
+        *((mapped, 2) for mapped in ("plans", "everything")),
+    ],
+)
 def test_vmap(mapped: str, ranks_per_host: int | None, rng: np.random.Generator) -> None:
+    """Two levels only have more tables, which are mapped with the plans."""
     axes = {
         "sequences": (0, 0, 0, None, None),
         "plans": (None, None, None, None, 0),
