@@ -296,7 +296,7 @@ def test_sharding(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_train_curve(
     run: Run, monkeypatch: pytest.MonkeyPatch, options: str, name: str, labels: list[str]
 ) -> None:
-    monkeypatch.setattr(train_curve, "OPTIONS", [*SMALL, *train_curve.OPTIONS])
+    monkeypatch.setattr(train_curve, "OPTIONS", [*SMALL, "--layers=1", *train_curve.OPTIONS])
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     first, second, comparison = run(train_curve, name, f"{options}--steps 6 OUT", name.replace("cpu", "h200"))
     assert [first["label"], second["label"]] == labels and comparison["met"]
