@@ -10,8 +10,8 @@ With s ranks on an axis, x ``[..., M, K]`` of a rank and weights w ``[K, N]``:
 
 Operands have one dtype, in which they are multiplied in both passes, and vary over the same mesh axes.
 Products accumulate in float32 (float64 for float64). Sums over ranks do too, rank after rank, so that they
-are bitwise reproducible. All is plain JAX, but for the custom calls that a user asks for by name. Specs say over which Explicit axes a result is sharded; None where there is only one
-way.
+are bitwise reproducible. All is plain JAX, but for the custom calls that users ask for by name. Specs say
+over which Explicit axes a result is sharded; None where there is only one way.
 """
 
 import functools
