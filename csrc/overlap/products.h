@@ -51,9 +51,9 @@ ReceivedLayout received_layout(Collective collective, const ProductShape& shape)
 // rank began. When the kernels have ended without a failure, no other rank writes to this one any more.
 cudaError_t matmul_reduce_scatter(const ProductParams& params, cudaStream_t stream);
 
-// The same. Rows travel in a stream of their own, which has the higher priority and waits for what was in `stream`
-// before. It takes some multiprocessors, which help to compute when all rows have left. Afterwards `stream` has to wait
-// for it.
+// Computes the product under the same conditions. Rows travel in a stream of their own, which has the higher priority
+// and waits for what was in `stream` before. It takes some multiprocessors, which help to compute when all rows have
+// left. Afterwards `stream` has to wait for it.
 cudaError_t all_gather_matmul(const ProductParams& params, cudaStream_t stream, cudaStream_t rows_stream);
 
 // Loads the kernels, on each device before their first use.

@@ -166,18 +166,26 @@ def _pad_rows(x: jax.Array, size: int) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def all_reduced(x: jax.Array, w: jax.Array, exchange: Exchange) -> jax.Array:
     """Each rank sums some rows, or columns where the axis divides these alone, which all then gather."""
-    if exchange.native and x.ndim > 2:  # the kernel takes rows of all examples at once
-        flat = all_reduced(x.reshape(-1, x.shape[-1]), w, exchange)
-        return flat.reshape(*x.shape[:-1], -1)
-    rows, axis, size = x.shape[-2], x.ndim - 2, jax.lax.axis_size(exchange.axis_name)
     if exchange.native:
-        total = reduce_scattered(_pad_rows(x, size), w, exchange, Weights())
+        return _all_reduced_by_kernel(x, w, exchange)
+    part = _dot_weights(x, w, exchange, Weights())
+    rows, axis, size = x.shape[-2], x.ndim - 2, jax.lax.axis_size(exchange.axis_name)
+    if rows % size and w.shape[-1] % size == 0:
+        axis += 1
     else:
-        part = _dot_weights(x, w, exchange, Weights())
-        axis += rows % size > 0 and w.shape[-1] % size == 0
-        total = _scatter_sum(part if axis == x.ndim - 1 else _pad_rows(part, size), axis, exchange, x.dtype)
+        part = _pad_rows(part, size)
+    total = _scatter_sum(part, axis, exchange, x.dtype)
     whole = jax.lax.all_gather(total, exchange.axis_name, axis=axis, tiled=True, to="invarying")
     return jax.lax.slice_in_dim(whole, 0, rows, axis=x.ndim - 2)
+
+
+def _all_reduced_by_kernel(x: jax.Array, w: jax.Array, exchange: Exchange) -> jax.Array:
+    """Sums the rows of all examples at once, since the kernel computes whole tiles of each example."""
+    flat = x.reshape(-1, x.shape[-1])
+    padded = _pad_rows(flat, jax.lax.axis_size(exchange.axis_name))
+    total = reduce_scattered(padded, w, exchange, Weights())
+    whole = jax.lax.all_gather(total, exchange.axis_name, tiled=True, to="invarying")
+    return whole[: flat.shape[0]].reshape(*x.shape[:-1], -1)
 
 
 def _all_reduced_backward(exchange: Exchange, operands: Pair, cotangent: jax.Array) -> Pair:

@@ -77,7 +77,8 @@ template <typename Config> struct GemmMemory {
         return barrier(2 * Config::kStages + consumer * Config::kBuffers + item % Config::kBuffers);
     }
 
-    // A claimed tile, and barriers: it is there, and all have read it. The latter counts in the cluster's first CTA.
+    // Return where a claimed tile is, and the barriers that tell that it is there and that all have read it. The latter
+    // counts in the cluster's first CTA.
     __device__ __forceinline__ SharedAddress claim(int index) const { return base + Config::kClaimed + 4 * index; }
     __device__ __forceinline__ Mbarrier claimed(int index) const {
         return barrier(Config::kNumBarriers - 2 * Config::kClaims + 2 * index);
