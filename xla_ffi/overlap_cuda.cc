@@ -6,7 +6,6 @@
 #include "csrc/overlap/products.h"
 #include "xla_ffi/collectives_groups.h"
 #include "xla_ffi/collectives_params.h"
-#include "xla_ffi/side_stream.h"
 
 // The handlers of products with a collective over the ranks of a host. Their stages are those of collectives
 // (collectives_cuda.cc). Execute launches kernels by which ranks tell each other where they receive tiles or rows,
@@ -117,18 +116,7 @@ ffi::Error initialize(cudaStream_t program, const CollectivesContext& context, f
 }
 
 template <Collective kCollective>
-void multiply(const ProductParams& params, TransferOrder& order, cudaStream_t program) {
-    if constexpr (kCollective == Collective::kReduceScatter) {
-        check_cuda(matmul_reduce_scatter(params, program), "launching the kernel");
-    } else {
-        SideStream rows(order, program);
-        check_cuda(all_gather_matmul(params, program, rows.stream()), "launching the kernels");
-        rows.join();
-    }
-}
-
-template <Collective kCollective>
-void launch(ProductParams params, const TransferParams& group, TransferOrder& order, cudaStream_t program) {
+void launch(ProductParams params, const TransferParams& group, cudaStream_t program) {
     const ReceivedLayout layout = received_layout(kCollective, params.shape);
     // A staging buffer if peers do not reach XLA's.
     params.received = reinterpret_cast<char*>(group.resolve(group.published[0], group.slot));
@@ -136,7 +124,8 @@ void launch(ProductParams params, const TransferParams& group, TransferOrder& or
     check_cuda(exchange_addresses(group, {failure, layout.num_words()}, reinterpret_cast<uint64_t*>(params.received),
                                   program),
                "launching the kernel that exchanges addresses");
-    multiply<kCollective>(params, order, program);
+    const auto product = kCollective == Collective::kReduceScatter ? matmul_reduce_scatter : all_gather_matmul;
+    check_cuda(product(params, program), "launching the kernel");
     check_cuda(report_failure(group, failure, program), "launching the kernel that reports failures");
 }
 
@@ -155,7 +144,7 @@ ffi::Error execute(cudaStream_t program, const DeviceMemory& memory, ffi::AnyBuf
         Scratch scratch(memory);
         publish_arrays(group, {*received}, peers, scratch);
         peers.order.begin(program);
-        launch<kCollective>(params, group, peers.order, program);
+        launch<kCollective>(params, group, program);
         peers.order.end(program);
     });
 }

@@ -34,11 +34,11 @@ struct ProductParams {
     int num_sms;
 };
 
-// The memory in which a rank receives data of others: the addresses of that of all ranks; a word that tells which
-// rank, counted from 1, this one has waited for too long; the number of tiles that have been claimed; flags, one for
-// each part that arrives; and the data: tiles of products to be added up, or rows.
+// The memory in which a rank receives data of others: the addresses of that of all ranks; a word that tells which rank,
+// counted from 1, this one has waited for too long; how many CTAs have begun, and how many tiles and pieces of rows are
+// claimed; flags, one for each part that arrives; and the data: tiles of products to be added up, or rows.
 struct ReceivedLayout {
-    size_t failure, claimed, flags, data, bytes;  // offsets, and the size of all
+    size_t failure, claimed, begun, pushed, flags, data, bytes;  // offsets, and the size of all
     int64_t num_flags;
 
     // Returns the number of words before the data, from the failure on.
@@ -51,10 +51,9 @@ ReceivedLayout received_layout(Collective collective, const ProductShape& shape)
 // rank began. When the kernels have ended without a failure, no other rank writes to this one any more.
 cudaError_t matmul_reduce_scatter(const ProductParams& params, cudaStream_t stream);
 
-// Computes the product under the same conditions. Rows travel in a stream of their own, which has the higher priority
-// and waits for what was in `stream` before. It takes some multiprocessors, which help to compute when all rows have
-// left. Afterwards `stream` has to wait for it.
-cudaError_t all_gather_matmul(const ProductParams& params, cudaStream_t stream, cudaStream_t rows_stream);
+// Computes the product under the same conditions. The CTAs that begin first push the rank's rows to the others before
+// they compute.
+cudaError_t all_gather_matmul(const ProductParams& params, cudaStream_t stream);
 
 // Loads the kernels, on each device before their first use.
 cudaError_t preload(Collective collective, OperandType type, bool transposed_w);

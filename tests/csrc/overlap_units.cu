@@ -50,7 +50,7 @@ template <typename T> __global__ void fill(T* to, int64_t count, uint32_t seed) 
 template <typename T> struct Rank {
     T *x, *w, *y;
     char* received;
-    cudaStream_t stream, rows_stream;
+    cudaStream_t stream;
 };
 
 template <typename T> std::vector<T> to_host(const T* data, int64_t count) {
@@ -80,11 +80,10 @@ template <typename T> struct Problem {
         std::vector<char*> addresses(64);
         for (int r = 0; r < shape.ranks; ++r) {
             Rank<T> rank{device_array<T>(x_size()), device_array<T>(w_size()), device_array<T>(y_size()),
-                         device_array<char>(layout().bytes), nullptr, nullptr};
+                         device_array<char>(layout().bytes), nullptr};
             fill<<<264, 256>>>(rank.x, x_size(), 2 * r);
             fill<<<264, 256>>>(rank.w, w_size(), 2 * r + 1);
-            for (cudaStream_t* stream : {&rank.stream, &rank.rows_stream})
-                must(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking));
+            must(cudaStreamCreateWithFlags(&rank.stream, cudaStreamNonBlocking));
             addresses[r] = rank.received;
             ranks.push_back(rank);
         }
@@ -98,7 +97,6 @@ template <typename T> struct Problem {
                                static_cast<void*>(rank.received)})
                 must(cudaFree(data));
             must(cudaStreamDestroy(rank.stream));
-            must(cudaStreamDestroy(rank.rows_stream));
         }
     }
 
@@ -123,8 +121,7 @@ template <typename T> struct Problem {
                                  .timeout_ns = 5'000'000'000,
                                  .num_sms = 132 / shape.ranks / 2 * 2};
             params.shape.rank = r;
-            must(gathers() ? all_gather_matmul(params, rank.stream, rank.rows_stream)
-                           : matmul_reduce_scatter(params, rank.stream));
+            must((gathers() ? all_gather_matmul : matmul_reduce_scatter)(params, rank.stream));
         }
     }
 

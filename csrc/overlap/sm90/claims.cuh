@@ -4,7 +4,8 @@
 
 namespace jaxmagi::overlap {
 
-// Claims tiles for a cluster, some time before they are computed. One thread of its first CTA does this.
+// Claims tiles for a cluster, some time before they are computed, but not before it has pushed rows: others could have
+// computed them by then. One thread of its first CTA does this.
 template <typename Config> struct TileScheduler {
     GemmMemory<Config> memory;
     const GemmArguments& arguments;
@@ -14,6 +15,8 @@ template <typename Config> struct TileScheduler {
         auto* const counter = reinterpret_cast<int*>(arguments.received + arguments.layout.claimed);
         RingPlace<Config::kClaims> place;
         int position;
+        if constexpr (Config::kCollective == Collective::kAllGather)
+            memory.pushed().wait(0);
         do {
             memory.read(place.index).wait(place.parity ^ 1);
             position = atomicAdd(counter, 1);

@@ -19,6 +19,7 @@ using namespace sm90;
 // Two CTAs of a cluster compute tiles below each other, which together are a pair.
 inline constexpr int kTileRows = 128, kTileColumns = 256, kClusterCtas = 2, kPairRows = kClusterCtas * kTileRows,
                      kPanels = panels(kTileColumns);
+inline constexpr int kPieceBytes = 64 * 1024;  // of rows on their way
 
 template <Collective kCollective_, typename Element_, bool kTransposedW_> struct GemmConfig {
     using Element = Element_;
@@ -26,7 +27,7 @@ template <Collective kCollective_, typename Element_, bool kTransposedW_> struct
     static constexpr bool kTransposedW = kTransposedW_;
     static constexpr int kDepth = kPanelColumns, kStages = 4;
     static constexpr int kConsumers = kTileRows / 64, kThreads = (kConsumers + 1) * kWarpgroupThreads;
-    static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+    static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 
     static constexpr int kXBytes = kTileRows * kPanelRowBytes, kWBytes = kTileColumns * kPanelRowBytes,
                          kStageBytes = kXBytes + kWBytes;
@@ -34,7 +35,9 @@ template <Collective kCollective_, typename Element_, bool kTransposedW_> struct
     static constexpr int kPanelBytes = 64 * kPanelRowBytes;    // of a consumer's rows
     static constexpr int kBarriers = kStages * kStageBytes + kConsumers * kBuffers * kPanelBytes;
     static constexpr int kClaims = 2;                          // tiles that a cluster has claimed at most
-    static constexpr int kNumBarriers = 2 * kStages + kConsumers * kBuffers + 2 * kClaims,
+    static constexpr int kPushBuffers = kStages * kStageBytes / kPieceBytes;
+    static constexpr int kPushBarriers = kCollective == Collective::kAllGather ? kPushBuffers + 1 : 0;
+    static constexpr int kNumBarriers = 2 * kStages + kConsumers * kBuffers + 2 * kClaims + kPushBarriers,
                          kClaimed = kBarriers + 8 * kNumBarriers;
     static constexpr int kAlignment = 1024, kBytes = kAlignment + kClaimed + 4 * kClaims;
     static_assert(kBytes <= 227 * 1024 and kConsumers == 2 and kBuffers == 2);  // named barriers count on the latter
@@ -50,6 +53,7 @@ struct GemmArguments {
     char* received;
     ReceivedLayout layout;
     uint64_t timeout_ns;
+    const void* x;  // the own rows, which an all-gather pushes
 
     // Returns the memory of a rank in which it receives tiles.
     __device__ __forceinline__ char* received_by(int rank) const {
@@ -81,13 +85,27 @@ template <typename Config> struct GemmMemory {
     // counts in the cluster's first CTA.
     __device__ __forceinline__ SharedAddress claim(int index) const { return base + Config::kClaimed + 4 * index; }
     __device__ __forceinline__ Mbarrier claimed(int index) const {
-        return barrier(Config::kNumBarriers - 2 * Config::kClaims + 2 * index);
+        return barrier(kClaimBarriers + 2 * index);
     }
     __device__ __forceinline__ Mbarrier read(int index) const {
-        return barrier(Config::kNumBarriers - 2 * Config::kClaims + 2 * index + 1);
+        return barrier(kClaimBarriers + 2 * index + 1);
+    }
+
+    // Return where a piece of rows is on its way, which is the memory of stages, and the barriers that tell that it is
+    // there and that both CTAs of the cluster have pushed their pieces.
+    __device__ __forceinline__ SharedAddress piece(int turn) const {
+        return base + turn % Config::kPushBuffers * kPieceBytes;
+    }
+    __device__ __forceinline__ Mbarrier piece_loaded(int turn) const {
+        return barrier(kClaimBarriers + 2 * Config::kClaims + turn % Config::kPushBuffers);
+    }
+    __device__ __forceinline__ Mbarrier pushed() const {
+        return barrier(kClaimBarriers + 2 * Config::kClaims + Config::kPushBuffers);
     }
 
 private:
+    static constexpr int kClaimBarriers = 2 * Config::kStages + Config::kConsumers * Config::kBuffers;
+
     __device__ __forceinline__ Mbarrier barrier(int index) const { return {base + Config::kBarriers + 8 * index}; }
 };
 

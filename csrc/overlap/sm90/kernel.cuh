@@ -18,6 +18,8 @@
 //   full (1)           the stage has its bytes, those that the other CTA loads among them
 //   empty (consumer warps of both CTAs)  the stage may be overwritten in both CTAs
 //   loaded (1)         a buffer has a panel of another rank
+//   piece_loaded (1)   a piece of the rows that a CTA pushes before it computes is there
+//   pushed (producers of both CTAs)  the memory of stages is free of pieces
 //   claimed (1)        a claimed tile is known
 //   read (producers, movers and consumer warps of both CTAs)  all have read it
 // Named barriers, between a consumer and its mover, for each buffer:
@@ -43,6 +45,11 @@ template <typename Config> __device__ __forceinline__ void init_barriers(const G
     for (int claim = 0; claim < Config::kClaims; ++claim) {
         memory.claimed(claim).init(1);
         memory.read(claim).init(ClaimedTiles<Config>::kReaders * kClusterCtas);
+    }
+    if constexpr (Config::kCollective == Collective::kAllGather) {
+        for (int buffer = 0; buffer < Config::kPushBuffers; ++buffer)
+            memory.piece_loaded(buffer).init(1);
+        memory.pushed().init(kClusterCtas);
     }
     fence_mbarrier_init();
 }

@@ -65,7 +65,8 @@ cudaError_t launch_gemm(const ProductParams& params, const GemmTensorMaps& maps,
                                   .lag = lag,
                                   .received = params.received,
                                   .layout = received_layout(kCollective, params.shape),
-                                  .timeout_ns = params.timeout_ns};
+                                  .timeout_ns = params.timeout_ns,
+                                  .x = params.x};
     const int ctas = clusters_of(params.shape, num_sms) * kClusterCtas;
     return with_config<kCollective>(params.type, params.transposed_w, [&](auto config) {
         using Config = decltype(config);

@@ -2,7 +2,7 @@
 
 #include "csrc/common/sm90/bulk.cuh"
 #include "csrc/overlap/sm90/claims.cuh"
-#include "csrc/overlap/sm90/row_blocks.cuh"
+#include "csrc/overlap/sm90/pusher.cuh"
 
 namespace jaxmagi::overlap {
 
@@ -13,6 +13,8 @@ template <typename Config> struct GemmProducer {
     const GemmArguments& arguments;
 
     __device__ __forceinline__ void run() const {
+        if constexpr (Config::kCollective == Collective::kAllGather)
+            RowPusher<Config>{memory, arguments}.run();
         const int cta = cluster_rank(), steps = ceil_div(arguments.shape.inner, Config::kDepth);
         ClaimedTiles<Config> tiles(memory, arguments);
         RingPlace<Config::kStages> stage;

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <algorithm>
-
 #include "csrc/overlap/sm90/config.cuh"
 
 namespace jaxmagi::overlap {
@@ -9,8 +7,6 @@ namespace jaxmagi::overlap {
 // The rows of a rank in blocks, which are those of a pair of tiles, and travel in pieces. A flag counts the pieces of a
 // block that have arrived.
 struct RowBlocks {
-    static constexpr int kPieceBytes = 64 * 1024;
-
     int rows, row_bytes, in_example;
 
     JAXMAGI_HOST_DEVICE explicit RowBlocks(const ProductShape& shape)

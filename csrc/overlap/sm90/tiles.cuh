@@ -9,8 +9,8 @@
 //   all-gather      The rank's own tiles, then those of the rank before, whose rows arrive first, and so on.
 //
 // Clusters claim tiles in this order. A tile waits only for tiles of other ranks that are before it in their orders, or
-// for rows, which wait for nothing. So ranks never wait for each other in a circle, as long as one cluster of each runs,
-// and those that push rows: other kernels, which may wait for other ranks themselves, can hold the rest.
+// for rows, which the clusters that begin first push before they compute. So ranks never wait for each other in a
+// circle, as long as one cluster of each runs: other kernels, which may wait for ranks themselves, can hold the rest.
 
 namespace jaxmagi::overlap {
 
