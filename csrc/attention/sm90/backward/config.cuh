@@ -59,11 +59,12 @@ template <typename Config> struct BackwardMemory {
     // the first run of t, which belongs to item t - kRuns or a later one. Its keys were loaded after the last product
     // of item t - kRuns - 1, and so after all consumers had stored the gradients of the item before that.
     static constexpr int kRuns = Config::kConsumers == 2 ? 4 : 2, kWorkItems = kRuns + 2;
-    // The producer describes step s after the consumers released the queries of step m = s - kQStages - 1. They had
-    // then stored dQ of step m, for which the reducer had to have read dQ of step m - 1. With two warps that take
-    // turns, the one that read it was done with step m - 3, and the other one, which had read dQ of step m - 2, with
-    // step m - 4.
-    static constexpr int kSteps = Config::kQStages + 4;
+    // The producer describes step s after the consumers released the queries of step s - kQStages - 1. They had then
+    // stored dQ of step m, which is that one or, in narrow kernels, the one before, and for which the reducer had to
+    // have read dQ of step m - 1. With two warps that take turns, the one that read it was done with step m - 3, and
+    // the other one, which had read dQ of step m - 2, with step m - 4.
+    static constexpr int kSteps = Config::kQStages + (Config::kWide ? 4 : 5);
+    static constexpr int kDsPlaces = Config::kWide ? 0 : 2;  // with barriers of their own
     static constexpr int kSingleBarriers = 2;
     static constexpr int kK = 0, kV = kK + Config::kKBytes, kQ = kV + Config::kVBytes,
                          kDout = kQ + Config::kQStages * Config::kQBytes,
@@ -77,8 +78,9 @@ template <typename Config> struct BackwardMemory {
                          kBarriers = kSchedule + static_cast<int>(sizeof(BackwardSchedule)),
                          kStageBarriers = kSingleBarriers + 2 * kRuns,
                          kStepBarriers = kStageBarriers + 2 * Config::kQStages + 2 * Config::kDoutStages,
-                         kEnd = kBarriers + 8 * (kStepBarriers + kSteps), kMostBytes = 227 * 1024, kAlignment = 1024,
-                         kBase = 1024;
+                         kDsBarriers = kStepBarriers + kSteps,
+                         kEnd = kBarriers + 8 * (kDsBarriers + 2 * kDsPlaces), kMostBytes = 227 * 1024,
+                         kAlignment = 1024, kBase = 1024;
     // Dynamic shared memory begins at kBase, behind what the system reserves, as load_backward checks; if it were
     // declared to be aligned, ptxas would spill.
     static constexpr int kBytes = kEnd;
@@ -156,6 +158,10 @@ template <typename Config> struct BackwardMemory {
     __device__ __forceinline__ Mbarrier described(unsigned step) const {
         return barrier(kStepBarriers + step % kSteps);
     }
+    // In narrow kernels: dS of all keys of the tile is stored; the product for dQ has read it.
+    __device__ __forceinline__ Mbarrier ds_full(unsigned step) const { return barrier(kDsBarriers + step % 2); }
+    __device__ __forceinline__ Mbarrier ds_empty(unsigned step) const { return barrier(kDsBarriers + 2 + step % 2); }
+    __device__ __forceinline__ static int ds_parity(unsigned step) { return step / 2 & 1; }
     __device__ __forceinline__ static int step_parity(unsigned step) { return step / kSteps & 1; }
     // Parity of the number of times that the stage of the step was used before.
     __device__ __forceinline__ static int q_parity(unsigned step) { return step / Config::kQStages & 1; }
@@ -179,6 +185,10 @@ template <typename Config> struct BackwardMemory {
         }
         for (int step = 0; step < kSteps; ++step)
             described(step).init(1);
+        for (int place = 0; place < kDsPlaces; ++place) {
+            ds_full(place).init(Config::kConsumerThreads / 32);
+            ds_empty(place).init(Config::kConsumers);
+        }
         fence_mbarrier_init();
     }
 
@@ -189,14 +199,17 @@ private:
 };
 
 // Named barriers. kPartEmpty + i and kPartFull + i are those of consumer warpgroup i and a reducer warp, kReducerTurn +
-// i that of reducer warp i and the other one.
+// i that of reducer warp i and the other one, kRowsZeroFilled + i that of consumer warpgroup i alone. Narrow kernels
+// have kTensorTurn + i, of consumer warpgroup i and the other one, and wide ones kLogitsStored and kLogitsRead.
 enum BackwardBarrier {
     kLogitsStored = 1,
     kLogitsRead = 2,
+    kTensorTurn = 1,
     kZeroFilled = 3,
     kPartEmpty = 4,
     kPartFull = 7,
-    kReducerTurn = 10
+    kReducerTurn = 10,
+    kRowsZeroFilled = 12
 };
 inline constexpr int kPartThreads = kWarpgroupThreads + 32, kTurnThreads = 64;
 

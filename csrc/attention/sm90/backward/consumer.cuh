@@ -26,19 +26,6 @@ template <int kCount, int kSize> __device__ __forceinline__ void clear(float (&x
         clear(x[i]);
 }
 
-// Adds up dK and dV over the steps of a work item.
-template <typename Consumer>
-__device__ __forceinline__ void run_steps(Consumer& consumer, typename Consumer::KeyGradient& dk,
-                                          typename Consumer::ValueGradient& dv, int num_steps) {
-    typename Consumer::Logits p, ds;
-    consumer.issue_logits(p);
-    consumer.finish_logits(p, ds);
-#pragma unroll 1
-    for (int left = num_steps - 1; left > 0; --left)
-        consumer.template step<false>(dk, dv, p, ds);
-    consumer.template step<true>(dk, dv, p, ds);
-}
-
 template <typename Consumer> __device__ __forceinline__ void run_consumer(Consumer consumer) {
     for (int item = 0;; ++item) {
         consumer.memory.kv_full().wait(item & 1);
@@ -51,7 +38,7 @@ template <typename Consumer> __device__ __forceinline__ void run_consumer(Consum
         clear(dv);
         if (num_steps > 0) {
             zero_masked_keys(consumer.memory, consumer.thread, consumer.memory.work_item(item));
-            run_steps(consumer, dk, dv, num_steps);
+            consumer.run_steps(dk, dv, num_steps);
         }
         consumer.store(dk, dv, item);
     }

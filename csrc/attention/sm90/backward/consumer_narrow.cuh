@@ -6,20 +6,25 @@
 #include "csrc/attention/sm90/backward/softmax.cuh"
 #include "csrc/attention/sm90/backward/store_logits.cuh"
 
-// The consumer warpgroup of narrow kernels, with a head dimension of at most 128. The products for S, dP and dQ take
-// nearly all of the bandwidth of shared memory. Those for dV and dK have P and dS from registers and leave half of it
-// to others: a part of dV runs while the warpgroups wait for each other's dS, the rest and dK while dQ is stored, read
-// by the reducer and sent. So dQ has left when S of the next step comes.
+// The consumer warpgroup of narrow kernels, with a head dimension of at most 128. The two warpgroups take turns: the
+// products of one keep the tensor cores busy while the other one computes P and dS. A warpgroup alone with the tensor
+// cores has to have Q of the next step and the reducer's buffer for dQ in time: dK comes first, since Q is loaded again
+// behind it, and dQ before dV, since it is stored beside dV.
 
 namespace jaxmagi::sm90 {
 
 template <typename Config> struct BackwardConsumerNarrow {
     using Element = typename Config::Element;
     using Products = BackwardProducts<Config>;
-    using Logits = typename Products::Logits;
     using KeyGradient = typename Products::KeyGradient;
     using ValueGradient = typename Products::ValueGradient;
     using Softmax = TransposedSoftmax<Config>;
+
+    // P and dS of a step, rounded, and the accumulator of S. Transposed dQ takes its registers: ptxas finds no others.
+    struct Logits {
+        typename Products::Operand p, ds;
+        typename Products::Logits s;
+    };
 
     BackwardMemory<Config> memory;
     const BackwardArguments& args;
@@ -27,79 +32,81 @@ template <typename Config> struct BackwardConsumerNarrow {
     Products products{memory, thread.warpgroup};
     unsigned current = 0;  // index of the current step; between work items, of the next one
 
-    // Adds the current step to dK, dV and, through the reducer, to dQ. It begins with P and dS of the step and no
-    // product in flight, and ends with those of the next step unless this one is the last of the work item.
-    template <bool kLast>
-    __device__ __forceinline__ void step(KeyGradient& dk, ValueGradient& dv, Logits& p, Logits& ds) {
-        constexpr int kAll = Config::kRows / 16, kFirst = kAll / 2;  // queries, by 16
-        typename Products::Operand p_operand, ds_operand;
-        round_to_operand<Element>(ds, ds_operand);
-        round_to_operand<Element>(p, p_operand);
-        store_transposed_ds<Config>(memory.ds(current), thread, ds_operand);
-        products.template issue_dv<0, kFirst>(dv, p_operand, current);
-        wgmma_commit();
-        fence_shared_for_async();
-        named_barrier_sync(kLogitsStored, Config::kConsumerThreads);
+    // Adds up dK and dV over the steps of a work item.
+    __device__ __forceinline__ void run_steps(KeyGradient& dk, ValueGradient& dv, int num_steps) {
+        Logits logits;
+        begin_steps(logits);
+        if (num_steps == 1)
+            return step<true, true>(dk, dv, logits);
+        step<true, false>(dk, dv, logits);
+#pragma unroll 1
+        for (int left = num_steps - 2; left > 0; --left)
+            step<false, false>(dk, dv, logits);
+        step<false, true>(dk, dv, logits);
+    }
+
+    // Adds the current step to dK and dV and, through the reducer, the step before to dQ, unless this is the first one
+    // of the work item. It begins with P and dS of the step, rounded, and no product in flight, and ends with those of
+    // the next step; the last one ends with its own dQ.
+    template <bool kFirst, bool kLast>
+    __device__ __forceinline__ void step(KeyGradient& dk, ValueGradient& dv, Logits& logits) {
         typename Products::QueryGradient own_dq;
-        auto& dq = query_gradient(p, own_dq);
-        if constexpr (Config::kTransposedDq)
-            products.issue_transposed_dq(dq, current);
-        else
-            products.issue_dq(dq, current);
+        auto& dq = query_gradient(logits, own_dq);
+        if constexpr (not kFirst)
+            await_ds(current - 1);
+        take_turn();
+        products.issue_dk(dk, logits.ds, current);
         wgmma_commit();
-        products.template issue_dv<kFirst, kAll>(dv, p_operand, current);
+        if constexpr (not kFirst)
+            issue_dq(dq, current - 1);
+        products.issue_dv(dv, logits.p, current);
         wgmma_commit();
-        wgmma_wait<1>();  // dQ
-        fence_operand(dq);
-        hand_over_dq(memory, thread, dq);  // waits for kPartEmpty and arrives at kPartFull
-        products.issue_dk(dk, ds_operand, current);
-        wgmma_commit();
-        wgmma_wait<1>();  // dV
-        fence_operand(dv);
-        thread.release(memory.dout_empty(current));
-        wgmma_wait<0>();  // dK
+        store_ds(logits);  // waits for ds_empty and arrives at ds_full
+        wgmma_wait<kFirst ? 1 : 2>();  // dK
         fence_operand(dk);
         thread.release(memory.q_empty(current));
-        ++current;
+        if constexpr (not kFirst) {
+            wgmma_wait<1>();  // dQ
+            hand_over_dq(dq, current - 1);
+        }
+        bool has_masked_rows = false;  // of the next step
         if constexpr (not kLast) {
-            issue_logits(p);
-            finish_logits(p, ds);
+            has_masked_rows = await_queries(current + 1);
+            issue_logits(logits, current + 1);
+        }
+        wgmma_wait<kLast ? 0 : 1>();  // dV
+        fence_operand(dv);
+        thread.release(memory.dout_empty(current));
+        if constexpr (kLast) {
+            pass_turn();
+            await_ds(current);
+            issue_dq(dq, current);
+            wgmma_wait<0>();  // dQ
+            hand_over_dq(dq, current);
+            ++current;
+        } else {
+            ++current;
+            finish_logits(logits, has_masked_rows);
         }
     }
 
-    __device__ __forceinline__ void issue_logits(Logits& p) const {
-        memory.q_full(current).wait(memory.q_parity(current));
-        products.issue_qk(p, current);
-        wgmma_commit();
+    // Computes P and dS of the first step of a work item.
+    __device__ __forceinline__ void begin_steps(Logits& logits) const {
+        const bool has_masked_rows = await_queries(current);
+        take_turn();
+        issue_logits(logits, current);
+        finish_logits(logits, has_masked_rows);
     }
 
-    // Computes P and dS of the current step, for which the product for S was issued.
-    __device__ __forceinline__ void finish_logits(Logits& p, Logits& ds) const {
-        memory.dout_full(current).wait(memory.dout_parity(current));
-        const bool has_masked_rows = zero_masked_rows(memory, thread, current);  // waits for kZeroFilled if it has
-        products.issue_dov(ds, current);
-        wgmma_commit();
-        Softmax softmax{memory, args, thread, current, has_masked_rows};
-        wgmma_wait<1>();  // S
-        fence_operand(p);
-        softmax.compute_p(p);
-        softmax.load_delta();
-        wgmma_wait<0>();  // dP
-        fence_operand(ds);
-        softmax.compute_ds(ds, p);
-    }
-
-    // Transposed dQ takes the registers of P: ptxas finds no others for it.
-    __device__ __forceinline__ static auto& query_gradient(Logits& p, typename Products::QueryGradient& own) {
-        if constexpr (Config::kTransposedDq)
-            return p;
-        else
-            return own;
+    // Called before anything else.
+    __device__ __forceinline__ void give_first_turn() const {
+        if (thread.warpgroup == 1)
+            pass_turn();
     }
 
     __device__ __forceinline__ void store(const KeyGradient& dk, const ValueGradient& dv, int item) const {
         const BackwardEpilogue<Config> epilogue(args, memory.work_item(item), thread);
-        thread.release_keys(memory.kv_empty());
+        thread.arrive_by_warps(memory.kv_empty());
         if (not memory.schedule().adds_gradients()) {
             epilogue.store(dk, epilogue.gradients.dk, args.dim, args.scale);
             epilogue.store(dv, epilogue.gradients.dv, args.v_dim, 1.f);
@@ -107,6 +114,80 @@ template <typename Config> struct BackwardConsumerNarrow {
             epilogue.hand_over(memory, thread, dk, args.scale);
             epilogue.hand_over(memory, thread, dv, 1.f);
         }
+    }
+
+private:
+    // Waits until the other warpgroup has issued the products of its step.
+    __device__ __forceinline__ void take_turn() const {
+        named_barrier_sync(kTensorTurn + thread.warpgroup, Config::kConsumerThreads);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        named_barrier_arrive(kTensorTurn + 1 - thread.warpgroup, Config::kConsumerThreads);
+    }
+
+    // Waits for Q of a step. Returns true if the block has fully masked rows.
+    __device__ __forceinline__ bool await_queries(unsigned step) const {
+        memory.q_full(step).wait(memory.q_parity(step));
+        return memory.rows(step)->block_has_masked_rows != 0;
+    }
+
+    // Waits until both warpgroups have stored dS of a step.
+    __device__ __forceinline__ void await_ds(unsigned step) const {
+        memory.ds_full(step).wait(memory.ds_parity(step));
+        fence_shared_for_async();
+    }
+
+    __device__ __forceinline__ void issue_logits(Logits& logits, unsigned step) const {
+        products.issue_qk(logits.s, step);
+        wgmma_commit();
+    }
+
+    // Issues the product for dP of the current step behind that for S, passes the turn on, and computes P and dS.
+    __device__ __forceinline__ void finish_logits(Logits& logits, bool has_masked_rows) const {
+        typename Products::Logits dp;
+        memory.dout_full(current).wait(memory.dout_parity(current));
+        zero_masked_rows(memory, thread, current, has_masked_rows);
+        products.issue_dov(dp, current);
+        wgmma_commit();
+        pass_turn();
+        Softmax softmax{memory, args, thread, current, has_masked_rows};
+        softmax.load_lse();
+        wgmma_wait<1>();  // S
+        fence_operand(logits.s);
+        softmax.begin_p(logits.s);
+        softmax.load_delta();
+        wgmma_wait<0>();  // dP
+        fence_operand(dp);
+        softmax.finish(logits.s, dp, logits.p, logits.ds);
+    }
+
+    // Stores dS of the current step for the products for dQ of both warpgroups.
+    __device__ __forceinline__ void store_ds(const Logits& logits) const {
+        memory.ds_empty(current).wait(memory.ds_parity(current) ^ 1);
+        store_transposed_ds<Config>(memory.ds(current), thread, logits.ds);
+        thread.arrive_by_warps(memory.ds_full(current));
+    }
+
+    __device__ __forceinline__ void issue_dq(auto& dq, unsigned step) const {
+        if constexpr (Config::kTransposedDq)
+            products.issue_transposed_dq(dq, step);
+        else
+            products.issue_dq(dq, step);
+        wgmma_commit();
+    }
+
+    // Hands dQ of a step over, whose product is complete.
+    __device__ __forceinline__ void hand_over_dq(auto& dq, unsigned step) const {
+        fence_operand(dq);
+        thread.release(memory.ds_empty(step));
+        sm90::hand_over_dq(memory, thread, dq);  // waits for kPartEmpty and arrives at kPartFull
+    }
+
+    __device__ __forceinline__ static auto& query_gradient(Logits& logits, typename Products::QueryGradient& own) {
+        if constexpr (Config::kTransposedDq)
+            return logits.s;
+        else
+            return own;
     }
 };
 

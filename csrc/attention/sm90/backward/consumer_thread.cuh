@@ -26,11 +26,11 @@ struct ConsumerThread {
         if (thread == 0)
             empty.arrive();
     }
-    // Each warp arrives, since in work items without steps no product keeps the warps together.
-    __device__ __forceinline__ void release_keys(Mbarrier kv_empty) const {
+    // Arrives once for each warp, where no product keeps the warps together.
+    __device__ __forceinline__ void arrive_by_warps(Mbarrier barrier) const {
         __syncwarp();
         if (thread % 32 == 0)
-            kv_empty.arrive();
+            barrier.arrive();
     }
 };
 

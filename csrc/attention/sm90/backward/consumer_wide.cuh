@@ -27,6 +27,17 @@ template <typename Config> struct BackwardConsumerWide {
     Products products{memory, thread.warpgroup};
     unsigned current = 0;  // index of the current step; between work items, of the next one
 
+    // Adds up dK and dV over the steps of a work item.
+    __device__ __forceinline__ void run_steps(KeyGradient& dk, ValueGradient& dv, int num_steps) {
+        Logits p, ds;
+        issue_logits(p);
+        finish_logits(p, ds);
+#pragma unroll 1
+        for (int left = num_steps - 1; left > 0; --left)
+            step<false>(dk, dv, p, ds);
+        step<true>(dk, dv, p, ds);
+    }
+
     // Adds the current step to dK, dV and, through the reducer, to dQ. It begins with P and dS of the step and no
     // product in flight, and ends with P and dS of the next step unless this one is the last of the work item.
     template <bool kLast>
@@ -77,7 +88,8 @@ template <typename Config> struct BackwardConsumerWide {
     // Computes P and dS of the current step, for which the product for S was issued.
     __device__ __forceinline__ void finish_logits(Logits& p, Logits& ds) const {
         memory.dout_full(current).wait(memory.dout_parity(current));
-        const bool has_masked_rows = zero_masked_rows(memory, thread, current);  // waits for kZeroFilled if it has
+        const bool has_masked_rows = memory.rows(current)->block_has_masked_rows != 0;
+        zero_masked_rows(memory, thread, current, has_masked_rows);
         products.issue_dov(ds, current);
         wgmma_commit();
         const Softmax softmax{memory, args, thread, current, has_masked_rows};
@@ -90,7 +102,7 @@ template <typename Config> struct BackwardConsumerWide {
     }
 
     __device__ __forceinline__ void store(const KeyGradient& dk, const ValueGradient& dv, int item) const {
-        thread.release_keys(memory.kv_empty());
+        thread.arrive_by_warps(memory.kv_empty());
         const BackwardEpilogueWide<Config> epilogue(args, memory.work_item(item), thread.index());
         if constexpr (Config::kCanAddGradients)
             if (memory.schedule().adds_gradients())

@@ -20,17 +20,20 @@
 //               Step j begins with P(j) and dS(j). Its products are issued in the order in which they stand here, and
 //               the last step leaves out all that has j + 1:
 //               consumer_narrow.cuh (64, 80 or 128 queries, D up to 128):
-//                        dS(j) is stored, dV += P(j)·dO(j) over the first queries (32 of 64 or 80, 64 of 128);
-//                        dQ = dS(j)·K;  dV over the others,
-//                        dQ is stored meanwhile;  dK += dS(j)·Q(j);  S(j+1) = K·Q(j+1);
-//                        dP(j+1) = V·dO(j+1), P(j+1) is computed meanwhile;  dS(j+1)
+//                        turn begins;  dK += dS(j)·Q(j);  dQ = dS(j-1)·K;  dV += P(j)·dO(j), dS(j) and dQ are stored
+//                        meanwhile;  S(j+1) = K·Q(j+1);  dP(j+1) = V·dO(j+1);
+//                        turn ends;  P(j+1), dS(j+1)
+//                        The first step leaves out dQ; the last one computes that of its own dS when its turn is over
 //               consumer_wide.cuh (64 queries, D above 128):
 //                        P(j) and dS(j) are stored;  dV += P(j)·dO(j);  dK += dS(j)·Q(j);  dQ = dS(j)·K;
 //                        S(j+1) = Q(j+1)·K, dQ is stored meanwhile (with three warpgroups, before);
 //                        dP(j+1) = dO(j+1)·V, P(j+1) is computed meanwhile;  dS(j+1)
 //   reducer     adds dQ(j) to the sums while the consumers go on, with a fixed order when its ticket comes up; behind
 //               the last step dK and dV, if they are sums
-// All variants wait for the product of dQ in step(), before hand_over_dq.
+// The two consumer warpgroups of narrow kernels take turns: while one issues the products of a step, the other computes
+// P and dS. Therefore dQ is that of the step before, of which both warpgroups have stored dS, and Q, which is loaded
+// again as soon as dK is there, comes before dQ and dV.
+// All variants wait for the product of dQ before hand_over_dq.
 //
 // Mbarriers (arrivals of a phase), who completes them, and what they protect:
 //   run_full (1)   scheduler          a run and, with the first run of a work item, the work item
@@ -45,13 +48,17 @@
 //   dout_full (1)  producer and TMA   dO of a step
 //   dout_empty (consumer warpgroups)  dO, after the product for dV
 //   described (1)  producer           the descriptor of a step, for the reducer, which two behind the last step end
+//   ds_full (all consumer warps)      narrow kernels: dS of a step, for dQ. Warpgroups have the fence when they have
+//                                     waited: one that stores would wait in it for its stores
+//   ds_empty (consumer warpgroups)    narrow kernels: one of two places for dS, after the product for dQ
 // Named barriers:
-//   kLogitsStored (consumers)  dS of all keys of the tile is stored, for dQ; in wide kernels P too, for dV. The other
-//                              kernels have two places for dS. A warpgroup overwrites dS(j) in step j + 2, after the
-//                              barrier of step j + 1, to which all came after they had waited for dQ(j)
-//   kLogitsRead (consumers)    P and dS may be overwritten, since all warpgroups have waited for the products of the
-//                              step before. Only wide kernels need it: they have one place for each
-//   kZeroFilled (consumers)    keys and values that no query sees, or fully masked rows of Q and dO, are zero-filled
+//   kTensorTurn + i (consumers)  narrow kernels: warpgroup i may issue the products of a step. The other one gives it
+//                                the turn behind dP; the first turn is that of warpgroup 0
+//   kLogitsStored (consumers)  wide kernels: P and dS of all keys of the tile are stored, for dV, dK and dQ
+//   kLogitsRead (consumers)    wide kernels: P and dS may be overwritten, since all warpgroups have waited for the
+//                              products of the step before
+//   kZeroFilled (consumers)    keys and values that no query sees are zero-filled
+//   kRowsZeroFilled + i (warpgroup i)  fully masked rows of Q and dO are zero-filled
 //   kPartEmpty + i (warpgroup i and the reducer)  the warpgroup's part, of dQ, dK or dV, may be overwritten: the
 //                                                 reducer has read the one before; it arrives once before it has read
 //                                                 any
@@ -66,7 +73,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     extern __shared__ char raw[];
     const BackwardMemory<Config> memory(raw, false);
     const int warpgroup = uniform(threadIdx.x / kWarpgroupThreads);
-    const int thread = threadIdx.x % kWarpgroupThreads;
+    // Opaque: ptxas would read the special register again between products, and wait for them.
+    const int thread = opaque(static_cast<int>(threadIdx.x) % kWarpgroupThreads);
     if (warpgroup == 0 and thread == 0) {
         prefetch_tensor_map(maps.q);
         prefetch_tensor_map(maps.dout);
@@ -95,10 +103,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         // Computed again: ptxas would keep `warpgroup` in local memory.
         const ConsumerThread consumer{uniform(threadIdx.x / kWarpgroupThreads) - 1, thread};
         const BackwardMemory<Config> own_memory(raw, true);
-        if constexpr (Config::kWide)
+        if constexpr (Config::kWide) {
             run_consumer(BackwardConsumerWide<Config>{own_memory, args, consumer});
-        else
-            run_consumer(BackwardConsumerNarrow<Config>{own_memory, args, consumer});
+        } else {
+            const BackwardConsumerNarrow<Config> narrow{own_memory, args, consumer};
+            narrow.give_first_turn();
+            run_consumer(narrow);
+        }
     }
 }
 

@@ -38,14 +38,13 @@ template <typename Config> struct BackwardProducts {
         issue_over_head_dim<Config::kVDim>(dp, v, dout);
     }
 
-    // dV += P · dO, over queries [16 · kBegin, 16 · kEnd)
-    template <int kBegin, int kEnd>
+    // dV += P · dO, with P from registers
     __device__ __forceinline__ void issue_dv(ValueGradient& dv, const Operand& p, unsigned step) const {
+        const SwizzledOperand dout(memory.dout(step), Config::kRows * kPanelRowBytes);
         fence_operand(dv);
         wgmma_fence();
-        const SwizzledOperand dout(memory.dout(step), Config::kRows * kPanelRowBytes);
 #pragma unroll
-        for (int i = kBegin; i < kEnd; ++i)
+        for (int i = 0; i < Config::kRows / 16; ++i)
             Wgmma<Element, Config::kVDim>::template mma<1>(dv, p[i], dout.at(i * 16 * kPanelRowBytes), true);
     }
 

@@ -35,12 +35,26 @@ private:
     }
 };
 
-// log-sum-exp, or delta, of the queries of all registers, read early: the loads overlap with a product.
-template <int kCount> struct EarlyStatistics {
-    float2 pairs[kCount / 4];
+// log-sum-exp, or delta, of the queries of the first 4 * kPairs registers, read early so that the loads overlap with a
+// product, and of the others.
+template <int kPairs> struct EarlyStatistics {
+    ColumnStatistics columns;
+    float2 pairs[kPairs];
 
-    __device__ __forceinline__ float2 lse_log2(int i) const { return pairs[i / 4]; }
-    __device__ __forceinline__ float2 delta(int i) const { return pairs[i / 4]; }
+    __device__ __forceinline__ void load_lse() {
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i)
+            pairs[i] = columns.lse_log2(4 * i);
+    }
+    __device__ __forceinline__ void load_delta() {
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i)
+            pairs[i] = columns.delta(4 * i);
+    }
+    __device__ __forceinline__ float2 lse_log2(int i) const {
+        return i / 4 < kPairs ? pairs[i / 4] : columns.lse_log2(i);
+    }
+    __device__ __forceinline__ float2 delta(int i) const { return i / 4 < kPairs ? pairs[i / 4] : columns.delta(i); }
 };
 
 // log-sum-exp and delta of the query of registers i and i + 1 (i even), where queries are rows.
@@ -51,22 +65,30 @@ struct RowStatistics {
     __device__ __forceinline__ float2 delta(int i) const { return {row_delta[i / 2 % 2], row_delta[i / 2 % 2]}; }
 };
 
-// Turns logits into probabilities.
+// Turns logits into the logarithms, of base 2, of probabilities.
 template <int kCount, typename Statistics>
-__device__ __forceinline__ void compute_p(float (&logits)[kCount], const Statistics& statistics, float to_log2) {
+__device__ __forceinline__ void compute_log2_p(float (&logits)[kCount], const Statistics& statistics, float to_log2) {
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) {
         const float2 lse = statistics.lse_log2(i);
-        logits[i] = exp2_approx(logits[i] * to_log2 - lse.x);
-        logits[i + 1] = exp2_approx(logits[i + 1] * to_log2 - lse.y);
+        logits[i] = logits[i] * to_log2 - lse.x;
+        logits[i + 1] = logits[i + 1] * to_log2 - lse.y;
     }
 }
 
-template <int kCount>
+// Turns the logarithms in registers [kBegin, kEnd) into probabilities.
+template <int kBegin, int kEnd, int kCount> __device__ __forceinline__ void exponentiate(float (&log2_p)[kCount]) {
+#pragma unroll
+    for (int i = kBegin; i < kEnd; ++i)
+        log2_p[i] = exp2_approx(log2_p[i]);
+}
+
+// Masks probabilities in the first kFirst registers, and logarithms of probabilities in the others.
+template <int kFirst, int kCount>
 __device__ __forceinline__ void apply_mask(float (&p)[kCount], const BackwardVisibleBits& visible) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
-        p[i] = visible[i] ? p[i] : 0.f;
+        p[i] = visible[i] ? p[i] : i < kFirst ? 0.f : -INFINITY;
 }
 
 // Turns gradients of the probabilities into those of the logits.
@@ -88,30 +110,33 @@ template <int kCount> __device__ __forceinline__ void apply_tanh(float (&logits)
         logits[i] = fast_tanh(logits[i] * logit_scale);
 }
 
-// With a soft cap, turns tanh(logits / cap) into probabilities, and gradients of the probabilities into those of the
-// logits.
-template <int kCount, typename Statistics>
-__device__ __forceinline__ void compute_capped_p_and_ds(float (&tanh)[kCount], float (&dp)[kCount],
-                                                        const Statistics& statistics,
-                                                        const BackwardVisibleBits& visible, float cap_log2) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        const float2 lse = statistics.lse_log2(i / 2 * 2), delta = statistics.delta(i / 2 * 2);
-        const float t = tanh[i], p = exp2_approx(cap_log2 * t - (i % 2 ? lse.y : lse.x));
-        const float ds = p * (1.f - t * t) * (dp[i] - (i % 2 ? delta.y : delta.x));
-        tanh[i] = visible[i] ? p : 0.f;
-        dp[i] = visible[i] ? ds : 0.f;
-    }
+// P and dS of two logits.
+struct ProbabilitiesAndGradients {
+    float2 p, ds;
+};
+
+// With a soft cap, returns P and dS of two logits, of which tanh(logit / cap) is given.
+__device__ __forceinline__ ProbabilitiesAndGradients capped(float2 tanh, float2 dp, float2 lse_log2, float2 delta,
+                                                            float cap_log2, bool first_visible, bool second_visible) {
+    const float2 p{exp2_approx(cap_log2 * tanh.x - lse_log2.x), exp2_approx(cap_log2 * tanh.y - lse_log2.y)};
+    const float2 ds{p.x * (1.f - tanh.x * tanh.x) * (dp.x - delta.x), p.y * (1.f - tanh.y * tanh.y) * (dp.y - delta.y)};
+    return {{first_visible ? p.x : 0.f, second_visible ? p.y : 0.f},
+            {first_visible ? ds.x : 0.f, second_visible ? ds.y : 0.f}};
 }
 
 // P and dS of a step from transposed logits: 64 keys of the warpgroup by kRows queries. To be made when the statistics
 // of the step are there, before S is waited for.
 template <typename Config> struct TransposedSoftmax {
     static constexpr int kCount = Config::kRows / 2;
+    using Element = typename Config::Element;
+    using Operand = uint32_t[kCount / 8][4];
     static_assert(kCount <= 64);
-    // Statistics are read before the products after which they are needed are waited for. With 128 queries (D 64) these
-    // loads take longer than loads after the wait: 6 % more clocks for a full mask.
-    static constexpr bool kEarlyStatistics = not Config::kSoftCap and Config::kRows < 128;
+    // Statistics are read before the products after which they are needed are waited for, of as many queries as there
+    // are registers for.
+    static constexpr int kEarlyPairs = Config::kRows < 128 ? kCount / 4 : 8;
+    // So many registers of P are computed before dP is waited for. The exponentials of 128 queries take longer than dP:
+    // those of the second half run beside the arithmetic of dS.
+    static constexpr int kFirst = Config::kRows < 128 ? kCount : kCount / 2;
 
     BackwardMemory<Config> memory;
     const BackwardArguments& args;
@@ -120,55 +145,56 @@ template <typename Config> struct TransposedSoftmax {
     bool has_masked_rows;  // some query exists and sees no key
     const StepDescriptor& descriptor = memory.descriptor(step);
     bool masked = descriptor.masked or has_masked_rows;
-    // With a soft cap both P and dS are masked, otherwise only P, once it is there.
+    // With a soft cap both P and dS are masked, otherwise only P.
     BackwardVisibleBits visible = Config::kSoftCap and masked ? visible_bits() : BackwardVisibleBits{};
-    EarlyStatistics<kCount> early = load_lse();
+    EarlyStatistics<kEarlyPairs> early{statistics(), {}};
 
-    __device__ __forceinline__ void compute_p(float (&p)[kCount]) const {
+    // To be called before S is waited for.
+    __device__ __forceinline__ void load_lse() { early.load_lse(); }
+
+    // Computes as much of P from S as is due before dP is waited for.
+    __device__ __forceinline__ void begin_p(float (&p)[kCount]) const {
         if constexpr (Config::kSoftCap) {
             apply_tanh(p, args.logit_scale);
         } else {
-            sm90::compute_p(p, current_statistics(), args.logit_scale);
+            compute_log2_p(p, early, args.logit_scale);
+            exponentiate<0, kFirst>(p);
             if (masked)
-                apply_mask(p, visible_bits());
+                apply_mask<kFirst>(p, visible_bits());
         }
     }
 
-    __device__ __forceinline__ void compute_ds(float (&dp)[kCount], float (&p)[kCount]) const {
-        if constexpr (Config::kSoftCap)
-            compute_capped_p_and_ds(p, dp, statistics(), visible, args.cap_log2);
-        else
-            sm90::compute_ds(dp, p, current_statistics());
+    // Computes the rest of P, and dS from dP, and rounds both.
+    __device__ __forceinline__ void finish(float (&p)[kCount], float (&dp)[kCount], Operand& p_operand,
+                                           Operand& ds_operand) const {
+        if constexpr (Config::kSoftCap) {
+            finish_capped(p, dp, p_operand, ds_operand);
+        } else {
+            exponentiate<kFirst, kCount>(p);
+            compute_ds(dp, p, early);
+            round_to_operand<Element>(dp, ds_operand);
+            round_to_operand<Element>(p, p_operand);
+        }
     }
 
     // To be called before dP is waited for.
-    __device__ __forceinline__ void load_delta() {
-        if constexpr (kEarlyStatistics) {
-#pragma unroll
-            for (int i = 0; i < kCount / 4; ++i)
-                early.pairs[i] = statistics().delta(4 * i);
-        }
-    }
+    __device__ __forceinline__ void load_delta() { early.load_delta(); }
 
 private:
-    __device__ __forceinline__ ColumnStatistics statistics() const { return {memory.rows(step), thread.column()}; }
-
-    __device__ __forceinline__ auto current_statistics() const {
-        if constexpr (kEarlyStatistics)
-            return early;
-        else
-            return statistics();
-    }
-
-    __device__ __forceinline__ EarlyStatistics<kCount> load_lse() const {
-        EarlyStatistics<kCount> loaded{};
-        if constexpr (kEarlyStatistics) {
+    // Rounds each pair at once, from the last to the first: in another order ptxas would spill.
+    __device__ __forceinline__ void finish_capped(const float (&tanh)[kCount], const float (&dp)[kCount],
+                                                  Operand& p, Operand& ds) const {
 #pragma unroll
-            for (int i = 0; i < kCount / 4; ++i)
-                loaded.pairs[i] = statistics().lse_log2(4 * i);
+        for (int i = kCount - 2; i >= 0; i -= 2) {
+            const auto [probabilities, gradients] =
+                capped({tanh[i], tanh[i + 1]}, {dp[i], dp[i + 1]}, statistics().lse_log2(i), statistics().delta(i),
+                       args.cap_log2, visible[i], visible[i + 1]);
+            p[i / 8][i / 2 % 4] = Element::pack(probabilities.x, probabilities.y);
+            ds[i / 8][i / 2 % 4] = Element::pack(gradients.x, gradients.y);
         }
-        return loaded;
     }
+
+    __device__ __forceinline__ ColumnStatistics statistics() const { return {memory.rows(step), thread.column()}; }
 
     // A bit for each of the thread's columns: set if the query sees any key at all. The logits of other queries do not
     // count, whatever they are.
@@ -227,16 +253,28 @@ template <typename Config, int kCount> struct WideSoftmax {
         if constexpr (Config::kSoftCap) {
             apply_tanh(p, args.logit_scale);
         } else {
-            sm90::compute_p(p, rows, args.logit_scale);
-            apply_mask(p, visible);
+            compute_log2_p(p, rows, args.logit_scale);
+            exponentiate<0, kCount>(p);
+            apply_mask<kCount>(p, visible);
         }
     }
 
+    // Turns dP into dS and, with a soft cap, tanh into P.
     __device__ __forceinline__ void compute_ds(float (&dp)[kCount], float (&p)[kCount]) const {
-        if constexpr (Config::kSoftCap)
-            compute_capped_p_and_ds(p, dp, rows, visible, args.cap_log2);
-        else
+        if constexpr (Config::kSoftCap) {
+#pragma unroll
+            for (int i = 0; i < kCount; i += 2) {
+                const auto [probabilities, gradients] =
+                    capped({p[i], p[i + 1]}, {dp[i], dp[i + 1]}, rows.lse_log2(i), rows.delta(i), args.cap_log2,
+                           visible[i], visible[i + 1]);
+                p[i] = probabilities.x;
+                p[i + 1] = probabilities.y;
+                dp[i] = gradients.x;
+                dp[i + 1] = gradients.y;
+            }
+        } else {
             sm90::compute_ds(dp, p, rows);
+        }
     }
 
 private:

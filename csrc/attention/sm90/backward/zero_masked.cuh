@@ -3,7 +3,7 @@
 #include "csrc/attention/sm90/backward/config.cuh"
 #include "csrc/attention/sm90/backward/consumer_thread.cuh"
 
-// All consumers together write zeros over what is fully masked. Products multiply it with zeros, but 0 · NaN is NaN.
+// Consumers write zeros over what is fully masked. Products multiply it with zeros, but 0 · NaN is NaN.
 
 namespace jaxmagi::sm90 {
 
@@ -35,13 +35,14 @@ __device__ __forceinline__ void zero_masked_keys(BackwardMemory<Config> memory, 
     named_barrier_sync(kZeroFilled, Config::kConsumerThreads);
 }
 
-// Zero-fills the fully masked rows of Q and dO of a step. Returns true if there are any.
+// Zero-fills the fully masked rows of Q and dO of a step, if it has any. Each warpgroup fills all of them, so that none
+// waits for another.
 template <typename Config>
-__device__ __forceinline__ bool zero_masked_rows(BackwardMemory<Config> memory, ConsumerThread thread, unsigned step) {
-    const bool has_masked_rows = memory.rows(step)->block_has_masked_rows != 0;
+__device__ __forceinline__ void zero_masked_rows(BackwardMemory<Config> memory, ConsumerThread thread, unsigned step,
+                                                 bool has_masked_rows) {
     if (has_masked_rows) {
 #pragma unroll 1
-        for (int i = thread.index_among_consumers(); i < Config::kRows * kZeroVectors; i += Config::kConsumerThreads) {
+        for (int i = thread.index(); i < Config::kRows * kZeroVectors; i += kWarpgroupThreads) {
             const int row = i / kZeroVectors;
             if (memory.rows(step)[row / 8].lse_log2[row % 8] != INFINITY)
                 continue;
@@ -49,9 +50,8 @@ __device__ __forceinline__ bool zero_masked_rows(BackwardMemory<Config> memory, 
             zero_fill<Config::kVDim>(memory.dout(step) + i * 16, Config::kRows);
         }
         fence_shared_for_async();
-        named_barrier_sync(kZeroFilled, Config::kConsumerThreads);
+        named_barrier_sync(kRowsZeroFilled + thread.warpgroup, kWarpgroupThreads);
     }
-    return has_masked_rows;
 }
 
 }  // namespace jaxmagi::sm90
