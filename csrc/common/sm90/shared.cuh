@@ -11,7 +11,8 @@ __device__ __forceinline__ SharedAddress shared_address(const void* pointer) {
     return static_cast<SharedAddress>(__cvta_generic_to_shared(pointer));
 }
 
-// Makes ordinary writes of this thread to shared memory visible to TMA and wgmma. A barrier has to follow.
+// Makes ordinary writes to shared memory visible to TMA and wgmma: those of this thread, if a barrier follows, and
+// those of other threads that a barrier before it has made visible to this one.
 __device__ __forceinline__ void fence_shared_for_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -59,12 +59,13 @@ template <typename Config> struct BackwardMemory {
     // the first run of t, which belongs to item t - kRuns or a later one. Its keys were loaded after the last product
     // of item t - kRuns - 1, and so after all consumers had stored the gradients of the item before that.
     static constexpr int kRuns = Config::kConsumers == 2 ? 4 : 2, kWorkItems = kRuns + 2;
-    // The producer describes step s after the consumers released the queries of step s - kQStages - 1. They had then
-    // stored dQ of step m, which is that one or, in narrow kernels, the one before, and for which the reducer had to
-    // have read dQ of step m - 1. With two warps that take turns, the one that read it was done with step m - 3, and
-    // the other one, which had read dQ of step m - 2, with step m - 4.
+    // The producer describes step s after the consumers released the queries of step c = s - kQStages - 1. Then dQ of
+    // step c - 1 is stored: in wide kernels by all warpgroups, in narrow ones by warpgroup 0, which stores it before it
+    // passes the turn on in which warpgroup 1 releases the queries. So the reducer has read dQ of step c - 2. In wide
+    // kernels it is done with step c - 3. In narrow ones with two warps, of which one passes its turn on before it is
+    // done, only step c - 4 is.
     static constexpr int kSteps = Config::kQStages + (Config::kWide ? 4 : 5);
-    static constexpr int kDsPlaces = Config::kWide ? 0 : 2;  // with barriers of their own
+    static constexpr int kDsPlaces = Config::kWide ? 0 : 2;  // places for dS that have barriers
     static constexpr int kSingleBarriers = 2;
     static constexpr int kK = 0, kV = kK + Config::kKBytes, kQ = kV + Config::kVBytes,
                          kDout = kQ + Config::kQStages * Config::kQBytes,

@@ -4,8 +4,8 @@
 #include "csrc/attention/sm90/backward/zero_masked.cuh"
 #include "csrc/common/sm90/wgmma.cuh"
 
-// The loops of a consumer warpgroup over work items and over the steps of one. `step` of each variant, with the waits
-// for the products of S, dP, dV, dK and dQ, is in consumer_narrow.cuh or consumer_wide.cuh.
+// The loop of a consumer warpgroup over work items. The loop of each variant over the steps of one, `run_steps`, and
+// `step`, with the waits for the products for S, dP, dV, dK and dQ, are in consumer_narrow.cuh or consumer_wide.cuh.
 
 namespace jaxmagi::sm90 {
 

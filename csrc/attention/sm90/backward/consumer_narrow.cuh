@@ -20,7 +20,8 @@ template <typename Config> struct BackwardConsumerNarrow {
     using ValueGradient = typename Products::ValueGradient;
     using Softmax = TransposedSoftmax<Config>;
 
-    // P and dS of a step, rounded, and the accumulator of S. Transposed dQ takes its registers: ptxas finds no others.
+    // P and dS of a step, rounded, and the accumulator of S. Transposed dQ takes the registers of S: ptxas finds no
+    // others.
     struct Logits {
         typename Products::Operand p, ds;
         typename Products::Logits s;
@@ -98,7 +99,7 @@ template <typename Config> struct BackwardConsumerNarrow {
         finish_logits(logits, has_masked_rows);
     }
 
-    // Called before anything else.
+    // Gives warpgroup 0 its first turn. Called once, before all work items.
     __device__ __forceinline__ void give_first_turn() const {
         if (thread.warpgroup == 1)
             pass_turn();
@@ -142,7 +143,8 @@ private:
         wgmma_commit();
     }
 
-    // Issues the product for dP of the current step behind that for S, passes the turn on, and computes P and dS.
+    // Issues the product for dP of the current step behind that for S, once fully masked rows are zero-filled, passes
+    // the turn on, and computes P and dS.
     __device__ __forceinline__ void finish_logits(Logits& logits, bool has_masked_rows) const {
         typename Products::Logits dp;
         memory.dout_full(current).wait(memory.dout_parity(current));
@@ -161,7 +163,8 @@ private:
         softmax.finish(logits.s, dp, logits.p, logits.ds);
     }
 
-    // Stores dS of the current step for the products for dQ of both warpgroups.
+    // Stores dS of the current step for the products for dQ of both warpgroups. The product for dK, which has the same
+    // registers as operand, may be in flight: both only read them.
     __device__ __forceinline__ void store_ds(const Logits& logits) const {
         memory.ds_empty(current).wait(memory.ds_parity(current) ^ 1);
         store_transposed_ds<Config>(memory.ds(current), thread, logits.ds);

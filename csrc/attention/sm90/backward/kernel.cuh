@@ -31,8 +31,8 @@
 //   reducer     adds dQ(j) to the sums while the consumers go on, with a fixed order when its ticket comes up; behind
 //               the last step dK and dV, if they are sums
 // The two consumer warpgroups of narrow kernels take turns: while one issues the products of a step, the other computes
-// P and dS. Therefore dQ is that of the step before, of which both warpgroups have stored dS, and Q, which is loaded
-// again as soon as dK is there, comes before dQ and dV.
+// P and dS. S(0) and dP(0) have a turn of their own. Therefore dQ is that of the step before, of which both warpgroups
+// have stored dS, and dK, behind which Q is loaded again, comes before dQ and dV.
 // All variants wait for the product of dQ before hand_over_dq.
 //
 // Mbarriers (arrivals of a phase), who completes them, and what they protect:
@@ -48,12 +48,13 @@
 //   dout_full (1)  producer and TMA   dO of a step
 //   dout_empty (consumer warpgroups)  dO, after the product for dV
 //   described (1)  producer           the descriptor of a step, for the reducer, which two behind the last step end
-//   ds_full (all consumer warps)      narrow kernels: dS of a step, for dQ. Warpgroups have the fence when they have
-//                                     waited: one that stores would wait in it for its stores
+//   ds_full (all consumer warps)      narrow kernels: dS of a step, for dQ. A warpgroup fences after it has waited:
+//                                     before it arrives, it would wait for its own stores to complete
 //   ds_empty (consumer warpgroups)    narrow kernels: one of two places for dS, after the product for dQ
 // Named barriers:
-//   kTensorTurn + i (consumers)  narrow kernels: warpgroup i may issue the products of a step. The other one gives it
-//                                the turn behind dP; the first turn is that of warpgroup 0
+//   kTensorTurn + i (consumers)  narrow kernels: warpgroup i may issue the products of a step. The other one passes the
+//                                turn on behind dP or, in the last step, dV, so that the last dQ is issued
+//                                outside of turns; the first turn is that of warpgroup 0
 //   kLogitsStored (consumers)  wide kernels: P and dS of all keys of the tile are stored, for dV, dK and dQ
 //   kLogitsRead (consumers)    wide kernels: P and dS may be overwritten, since all warpgroups have waited for the
 //                              products of the step before

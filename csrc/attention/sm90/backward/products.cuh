@@ -4,8 +4,8 @@
 #include "csrc/common/sm90/wgmma.cuh"
 
 // The products of a warpgroup for head dimensions of at most 128. Each function fences the accumulator and issues the
-// wgmmas of one product, issue_dv of a part of it; the caller, `step` in consumer_narrow.cuh, waits for the operands,
-// commits, and waits for the product.
+// wgmmas of one product; the caller, `step` in consumer_narrow.cuh, waits for the operands, commits, and waits for the
+// product.
 //
 // Each warpgroup has 64 keys of every tile. S and dP are transposed, keys by queries, so that P is an operand from
 // registers for the product for dV (FlashAttention-3). dQ sums over all keys of the tile, for which dS of all

@@ -35,8 +35,8 @@ private:
     }
 };
 
-// log-sum-exp, or delta, of the queries of the first 4 * kPairs registers, read early so that the loads overlap with a
-// product, and of the others.
+// log-sum-exp or delta. Those of the queries of the first 4 * kPairs registers are read early, so that the loads
+// overlap with a product, the others when they are needed.
 template <int kPairs> struct EarlyStatistics {
     ColumnStatistics columns;
     float2 pairs[kPairs];
@@ -152,7 +152,7 @@ template <typename Config> struct TransposedSoftmax {
     // To be called before S is waited for.
     __device__ __forceinline__ void load_lse() { early.load_lse(); }
 
-    // Computes as much of P from S as is due before dP is waited for.
+    // Computes as much of P from S as is due before dP is waited for; with a soft cap, only tanh.
     __device__ __forceinline__ void begin_p(float (&p)[kCount]) const {
         if constexpr (Config::kSoftCap) {
             apply_tanh(p, args.logit_scale);
@@ -181,7 +181,8 @@ template <typename Config> struct TransposedSoftmax {
     __device__ __forceinline__ void load_delta() { early.load_delta(); }
 
 private:
-    // Rounds each pair at once, from the last to the first: in another order ptxas would spill.
+    // Computes P and dS from tanh and dP. It rounds each pair at once, from the last to the first: in another order
+    // ptxas would spill.
     __device__ __forceinline__ void finish_capped(const float (&tanh)[kCount], const float (&dp)[kCount],
                                                   Operand& p, Operand& ds) const {
 #pragma unroll
