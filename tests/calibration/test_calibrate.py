@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -237,7 +238,9 @@ def check_processes() -> None:
         return take_times(probes)
 
     _probes.take_times = predict_times
-    assert_known(calibrate(**HEADS), KNOWN_ON_ONE_HOST, truth)
+    found = calibrate(**HEADS)
+    assert_known(found, KNOWN_ON_ONE_HOST, truth)
+    print(f"measured {found!r}")
     socket.gethostname = lambda: f"host {index}"
     machine = Machine(links=dataclasses.replace(TRUTH, ranks_per_host=2))
     _probes.take_times = machine.take_times
@@ -250,7 +253,10 @@ def check_processes() -> None:
 
 
 def test_processes_get_one_model(launch: Launch) -> None:
-    launch(check_processes, processes=2, devices_each=2, timeout=200)
+    logs = launch(check_processes, processes=2, devices_each=2, timeout=200)
+    first, second = (re.findall(r"^measured (.*)$", log, flags=re.MULTILINE) for log in logs)
+    assert first == second and len(first) == 1
+    assert_measured(eval(first[0]), KNOWN_ON_ONE_HOST)
 
 
 def test_command_prints_an_expression(
