@@ -82,9 +82,8 @@ private:
     // Where the production of a run is. Blocks go from right to left, so those of received keys come first.
     struct Step {
         TileBand band;
-        unsigned run, block;    // block: the last one whose keys have been loaded
+        unsigned block;         // the last one whose keys have been loaded
         int key, previous_key;  // the first keys of the next block, and of the last one, whose values are still to load
-        int tail;               // of the first block
     };
 
     // Keys of the first block come before the queries, whose place becomes free later, and values come after the keys
@@ -96,22 +95,25 @@ private:
         const int over = (end - first_key) % kStep;
         const int begin = over == 0 or end - first_key < kStep ? 0 : kStep - over;  // the first column that counts
         const int key = max(end - kStep, first_key);
-        Step step{band_run.band, run, num_blocks, key + begin - kStep, key,
-                  band_run.has_packed_tail ? begin / kPartKeys * kPartKeys : 0};
+        Step step{band_run.band, num_blocks, key + begin - kStep, key};
         memory.k_empty(step.block).wait(memory.parity(step.block) ^ 1);
         memory.descriptor(step.block) = step.band.block(key, begin, min(kStep, end - key), kStep);
-        if (step.tail > 0)
-            load_packed_keys(step.block, run, step.tail);
+        if (band_run.has_packed_tail)
+            load_packed_keys(step.block, run);
         else
             load_keys(step.block, key, source_of(band_run, key));
         if (band_run.first)
             load_queries(band_run.item);
         if (pending_key != kNone)
             load_values(step.block - 1, pending_key, source_of(band_run, pending_key), memory.v_full(step.block - 1));
-        produce_steps<1>(step, band_run, max(band_run.split_key, first_key));
-        if (step.key >= first_key and step.previous_key >= band_run.split_key)
+        if (band_run.has_packed_tail) {  // and so at least two blocks
+            load_next_keys(step, source_of(band_run, step.key));
+            load_packed_values(step.block - 1, run);
+        }
+        produce_steps<1>(step, band_run, max(band_run.split_key, band_run.keys.begin));
+        if (step.key >= band_run.keys.begin and step.previous_key >= band_run.split_key)
             produce_step(step, source_in(band_run, 0), source_in(band_run, 1));
-        produce_steps<0>(step, band_run, first_key);
+        produce_steps<0>(step, band_run, band_run.keys.begin);
     }
 
     // The consumer warps share the issue slots: every instruction in this loop delays them. So the tensor maps of keys
@@ -125,15 +127,18 @@ private:
     }
 
     __device__ __forceinline__ void produce_step(Step& step, const KeySource& source, const KeySource& previous) const {
+        const int previous_key = step.previous_key;
+        load_next_keys(step, source);
+        load_values(step.block - 1, previous_key, previous, memory.v_full(step.block - 1));
+        wait_until_issued();
+    }
+
+    __device__ __forceinline__ void load_next_keys(Step& step, const KeySource& source) const {
         ++step.block;
         memory.k_empty(step.block).wait(memory.parity(step.block) ^ 1);
         memory.descriptor(step.block) = step.band.block(step.key, 0, Config::kKeys, Config::kKeys);
         load_keys(step.block, step.key, source);
-        if (step.tail > 0)
-            load_packed_values(step.block - 1, step.run, step.tail);
-        else
-            load_values(step.block - 1, step.previous_key, previous, memory.v_full(step.block - 1));
-        step.tail = 0;
+        wait_until_issued();
         step.previous_key = step.key;
         step.key -= Config::kKeys;
     }
@@ -152,9 +157,15 @@ private:
                             {0, from.head, key, from.example}, arrived);
     }
 
-    // The first `tail` columns are the last keys of the next run, of which only its packed_keys last ones count.
-    __device__ __forceinline__ void load_packed_keys(unsigned block, unsigned run, int tail) const {
+    // Returns how many columns the packed tail of a block has: those before the first one of the run, in whole parts.
+    // They are the last keys of the next run, of which only its packed_keys last ones count.
+    __device__ __forceinline__ int tail_columns(unsigned block) const {
+        return memory.descriptor(block).first_column / kPartKeys * kPartKeys;
+    }
+
+    __device__ __forceinline__ void load_packed_keys(unsigned block, unsigned run) const {
         memory.run_full(run + 1).wait(memory.run_parity(run + 1));
+        const int tail = tail_columns(block);
         const ForwardBandRun& next = memory.band_run(run + 1);
         memory.packed_tail(block) = next.band.block(next.keys.end - tail, tail - next.packed_keys, tail, Config::kKeys);
         memory.descriptor(block).has_packed_tail = true;
@@ -162,10 +173,10 @@ private:
         load_parts<Config::kDim>(memory.k(block), maps.k_part, run, tail, memory.k_full(block));
     }
 
-    __device__ __forceinline__ void load_packed_values(unsigned block, unsigned run, int tail) const {
+    __device__ __forceinline__ void load_packed_values(unsigned block, unsigned run) const {
         memory.v_empty(block).wait(memory.parity(block) ^ 1);
         memory.v_full(block).arrive_and_expect(Config::kVBytes);
-        load_parts<Config::kVDim>(memory.v(block), maps.v_part, run, tail, memory.v_full(block));
+        load_parts<Config::kVDim>(memory.v(block), maps.v_part, run, tail_columns(block), memory.v_full(block));
     }
 
     template <int kColumns>
@@ -181,6 +192,7 @@ private:
             load<kColumns>(to + i * kPanelRowBytes, part_maps[maps], Config::kKeys, {0, head, i + first_key, example},
                            arrived);
         }
+        wait_until_issued();
     }
 
     __device__ __forceinline__ void load_queries(int item) const {
