@@ -175,10 +175,11 @@ def plan(num_bands: int, num_tiles: int, passes: int, direction: Direction) -> d
     dims, by_keys = (128, 128), direction == "backward"
     length = num_tiles * (extension.backward_tile(*dims)[1] if by_keys else extension.forward_tile(*dims)[0])
     mask = jnp.asarray(shuffled_documents(np.random.default_rng(0), length, num_bands)[None])
+    schedule = functools.partial(_cuda.tile_schedule, by_keys=by_keys, aligns_to_documents=by_keys)
 
     def chain(bands: jax.Array, with_plan: bool) -> jax.Array:
         for _ in range(passes):
-            last = _cuda.tile_schedule(bands, length, length, dims, by_keys)[1] if with_plan else bands
+            last = schedule(bands, length, length, dims)[1] if with_plan else bands
             # 0, but XLA does not know; nor may it join additions.
             bands = jax.lax.optimization_barrier(bands + jnp.minimum(last[0, 0, 1], 0))
         return bands

@@ -25,7 +25,9 @@ struct Backward {
         const sm90::TileShape tile = find_tile(sm90::backward_tile, params.shape.dim, params.shape.v_dim);
         check_num_tiles("k", operands.k, tile.keys);
         check_num_tiles("q", operands.q, 64);  // no kernel has shorter blocks of queries
-        set_tile_schedule(params, operands, params.shape.batch, ceil_div(params.shape.kv_len, tile.keys));
+        params.shape.key_tiles =
+            num_tiles_of(operands.tiles, params.shape.kv_len, tile.keys, not attributes.deterministic);
+        set_tile_schedule(params, operands, params.shape.batch, params.shape.key_tiles);
         check_backward(operands, results, ffi::F32);
         params.row_heads = params.shape.heads;
         params.dq_f32 = params.key_gradients_f32 = results.dq.element_type() == ffi::F32;

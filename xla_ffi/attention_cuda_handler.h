@@ -107,6 +107,16 @@ void set_tensors(auto& params, auto& shape, const auto& operands, const auto& at
     params.num_sms = num_sms(attributes.sm_margin);
 }
 
+// Returns the number of tiles of a schedule over `length` rows. With a tile at each multiple of tile_rows there may be
+// one for each long band, too, if `begins_anywhere`.
+inline int num_tiles_of(const ffi::AnyBuffer& tiles, int length, int tile_rows, bool begins_anywhere) {
+    check_rank("tiles", tiles, 3);
+    const int64_t num_tiles = shape_of(tiles)[1], fewest = ceil_div(length, tile_rows);
+    const int64_t most = fewest + (begins_anywhere ? length / sm90::kLongBandRows : 0);
+    check(fewest <= num_tiles and num_tiles <= most, "there must be ", fewest, " to ", most, " tiles, got ", num_tiles);
+    return static_cast<int>(num_tiles);
+}
+
 // Sets the tile schedule, which has `num_tiles` tiles for each mask.
 void set_tile_schedule(auto& params, const auto& operands, int batch, int num_tiles) {
     check_rank("sorted", operands.sorted, 3);
@@ -114,7 +124,7 @@ void set_tile_schedule(auto& params, const auto& operands, int batch, int num_ti
     check(sorted[0] == 1 or sorted[0] == batch, "there must be 1 tile schedule or one for each of ", batch,
           " examples, got ", sorted[0]);
     check_buffer("sorted", operands.sorted, {sorted[0], sorted[1], 8}, ffi::S32);
-    check_buffer("tiles", operands.tiles, {sorted[0], num_tiles, 4}, ffi::S32);
+    check_buffer("tiles", operands.tiles, {sorted[0], num_tiles, 8}, ffi::S32);
     params.num_masks = static_cast<int>(sorted[0]);
     params.capacity = to_int("the number of bands", sorted[1]);
     params.bands = data_of<const sm90::ScheduledBand>("sorted", operands.sorted);

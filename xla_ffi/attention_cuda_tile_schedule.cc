@@ -27,24 +27,26 @@ struct TileSchedule {
         const bool by_keys = attributes.by_keys;
         const sm90::TileShape tile = find_tile(by_keys ? sm90::backward_tile : sm90::forward_tile,
                                                to_int("dim", attributes.dim, 1), to_int("v_dim", attributes.v_dim, 1));
+        const int q_len = to_int("q_len", attributes.q_len), kv_len = to_int("kv_len", attributes.kv_len);
+        const int length = by_keys ? kv_len : q_len, tile_rows = by_keys ? tile.keys : tile.rows;
         const sm90::TileScheduleParams params{
             .bands = data_of<const int32_t>("bands", bands, 2 * sizeof(int32_t)),
             .num_masks = to_int("the number of masks", shape[0], 1),
             .capacity = to_int("the number of bands", shape[1]),
-            .q_len = to_int("q_len", attributes.q_len),
-            .kv_len = to_int("kv_len", attributes.kv_len),
+            .q_len = q_len,
+            .kv_len = kv_len,
             .own_len = to_int("own_len", attributes.own_len, 0, attributes.kv_len),
             .by_keys = by_keys,
-            .tile_rows = by_keys ? tile.keys : tile.rows,
+            .tile_rows = tile_rows,
             .block_keys = by_keys ? tile.rows : tile.keys,
+            .num_tiles = num_tiles_of(tiles, length, tile_rows, by_keys),
             .sorted = data_of<sm90::ScheduledBand>("sorted", sorted),
             .tiles = data_of<sm90::ScheduledTile>("tiles", tiles),
             .workspace = data_of<uint64_t>("workspace", workspace, alignof(sm90::ScheduledTile))};
-        const int length = by_keys ? params.kv_len : params.q_len;
         const int64_t words =
-            sm90::tile_schedule_workspace_words(params.num_masks, params.capacity, length, params.tile_rows);
+            sm90::tile_schedule_workspace_words(params.num_masks, params.capacity, params.num_tiles);
         check_buffer("sorted", sorted, {shape[0], shape[1], 8}, ffi::S32);
-        check_buffer("tiles", tiles, {shape[0], ceil_div(length, params.tile_rows), 4}, ffi::S32);
+        check_buffer("tiles", tiles, {shape[0], params.num_tiles, 8}, ffi::S32);
         check_buffer("workspace", workspace, {words, 2}, ffi::S32);
         return params;
     }

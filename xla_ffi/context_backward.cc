@@ -24,7 +24,8 @@ sm90::BackwardParams Backward::to_params(const ContextAttributes& attributes, co
     const sm90::TileShape tile = find_tile(sm90::backward_tile, params.shape.dim, params.shape.v_dim);
     check_num_tiles("keys", inputs.k, tile.keys);
     check_num_tiles("q", inputs.q, 64);  // no kernel has shorter blocks of queries
-    set_tile_schedule(params, inputs, params.shape.batch, ceil_div(params.shape.kv_len, tile.keys));
+    params.shape.key_tiles = ceil_div(params.shape.kv_len, tile.keys);
+    set_tile_schedule(params, inputs, params.shape.batch, params.shape.key_tiles);
     check_buffer("dout", inputs.dout, out_shape(inputs.q, inputs.v), inputs.q.element_type());
     check_buffer("lse", inputs.lse, row_shape(inputs.q), ffi::F32);
     check_buffer("delta", inputs.delta, row_shape(inputs.q), ffi::F32);

@@ -57,14 +57,15 @@ template <auto kTile> Tile tile(int dim, int v_dim) {
 }
 
 int64_t backward_workspace_bytes(int batch, int q_len, int kv_len, int heads, int kv_heads, int dim, int v_dim,
-                                 int num_masks, bool deterministic) {
+                                 int key_tiles, int num_masks, bool deterministic) {
     const jaxmagi::sm90::BackwardShape shape{.batch = batch,
                                              .q_len = q_len,
                                              .kv_len = kv_len,
                                              .heads = heads,
                                              .kv_heads = kv_heads,
                                              .dim = dim,
-                                             .v_dim = v_dim};
+                                             .v_dim = v_dim,
+                                             .key_tiles = key_tiles};
     if (not jaxmagi::sm90::backward_tile(dim, v_dim))
         throw nb::value_error(("no kernel for the head dimensions " + std::to_string(dim) + " and " +
                                std::to_string(v_dim)).c_str());
@@ -102,10 +103,11 @@ NB_MODULE(_cuda, m) {
     m.def("backward_tile", tile<jaxmagi::sm90::backward_tile>, nb::arg("dim"), nb::arg("v_dim"),
           "Returns the rows and keys of the backward kernel's tile, or None if no kernel has these head dimensions.");
     m.def("backward_workspace_bytes", backward_workspace_bytes, nb::arg("batch"), nb::arg("q_len"), nb::arg("kv_len"),
-          nb::arg("heads"), nb::arg("kv_heads"), nb::arg("dim"), nb::arg("v_dim"), nb::arg("num_masks"),
-          nb::arg("deterministic"), "Returns the bytes of the backward pass's workspace, a multiple of 16.");
+          nb::arg("heads"), nb::arg("kv_heads"), nb::arg("dim"), nb::arg("v_dim"), nb::arg("key_tiles"),
+          nb::arg("num_masks"), nb::arg("deterministic"),
+          "Returns the bytes of the backward pass's workspace, a multiple of 16.");
     m.def("tile_schedule_workspace_words", jaxmagi::sm90::tile_schedule_workspace_words, nb::arg("num_masks"),
-          nb::arg("capacity"), nb::arg("length"), nb::arg("tile_rows"),
+          nb::arg("capacity"), nb::arg("num_tiles"),
           "Returns the workspace of the tile schedule in words of 8 bytes.");
     const auto define_received_bytes = [&](const char* name, auto bytes) {
         m.def(name, bytes, nb::arg("examples"), nb::arg("ranks"), nb::arg("rows"), nb::arg("columns"), nb::arg("inner"),

@@ -27,6 +27,8 @@ _LOG2E = math.log2(math.e)
 _DTYPES = ("bfloat16", "float16")
 _OUT, _LSE = 0, 1  # among the results
 _PREVIOUS_OUT, _PREVIOUS_LSE = 6, 7  # among the operands
+_LONG_BAND_ROWS = 1024  # kLongBandRows of csrc/attention/sm90/tile_schedule.h
+_ALIGNED_LENGTH = 8192  # tiles begin with documents in sequences of at least this length
 
 
 def unsupported_reason(operands: Sequence[Any], *, scale: float, soft_cap: float) -> str | None:
@@ -130,13 +132,15 @@ def backward(
     v, dout = _pad_dim(v, dims[1]), _pad_dim(dout, dims[1])
     batch, q_len, heads, _ = q.shape
     kv_len, num_masks = k.shape[1], bands.shape[0]
-    shape = batch, q_len, kv_len, heads, k.shape[2], *dims
+    # A fixed order of sums counts additions by tiles that begin at multiples of their length.
+    aligns = not deterministic
+    schedule = tile_schedule(bands, q_len, kv_len, dims, by_keys=True, aligns_to_documents=aligns)
+    shape = batch, q_len, kv_len, heads, k.shape[2], *dims, schedule[1].shape[1]
     size = _compiled().backward_workspace_bytes(*shape, num_masks, deterministic)
     results = (
         *(jax.ShapeDtypeStruct(x.shape, grad_dtype) for x in (q, k, v)),
         jax.ShapeDtypeStruct((size // 16, 4), jnp.int32),
     )
-    schedule = tile_schedule(bands, q_len, kv_len, dims, by_keys=True)
     dq, dk, dv, _ = jax.ffi.ffi_call(BACKWARD, results)(
         q,
         k,
@@ -160,20 +164,25 @@ def tile_schedule(
     dims: tuple[int, int],
     by_keys: bool = False,
     own_len: int | None = None,
+    aligns_to_documents: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the sorted bands [M, C, 8] of M masks and their tiles [M, tiles, 4], by cost.
+    """Returns the sorted bands [M, C, 8] of M masks and their tiles [M, tiles, 8], by cost.
 
     With ``by_keys`` the schedule is that of the transposed masks, for the tiles of the backward kernel.
     The costliest tile comes first. Tiles whose rows see keys from ``own_len`` on come behind the others, as
-    ~tile, and of these the costliest is the last.
+    ~tile, and of these the costliest is the last. With ``aligns_to_documents``, tiles of sequences of 8192
+    rows and more also begin where long documents do; then some tiles may have no rows.
     """
     num_masks, capacity, _ = bands.shape
     rows, keys = (_compiled().backward_tile if by_keys else _compiled().forward_tile)(*dims)
     length, tile = (kv_len, keys) if by_keys else (q_len, rows)
-    words = _compiled().tile_schedule_workspace_words(num_masks, capacity, length, tile)
+    num_tiles = -(-length // tile)
+    if aligns_to_documents:
+        num_tiles += _more_tiles(length, capacity)
+    words = _compiled().tile_schedule_workspace_words(num_masks, capacity, num_tiles)
     results = (
         jax.ShapeDtypeStruct((num_masks, capacity, 8), jnp.int32),
-        jax.ShapeDtypeStruct((num_masks, -(-length // tile), 4), jnp.int32),
+        jax.ShapeDtypeStruct((num_masks, num_tiles, 8), jnp.int32),
         jax.ShapeDtypeStruct((words, 2), jnp.int32),
     )
     own_len = kv_len if own_len is None else own_len
@@ -182,6 +191,16 @@ def tile_schedule(
     call = jax.ffi.ffi_call(TILE_SCHEDULE, results)
     sorted_bands, tiles, _ = call(bands, by_keys=np.bool_(by_keys), **attributes)
     return sorted_bands, tiles
+
+
+def _more_tiles(length: int, capacity: int) -> int:
+    """Returns how many tiles may begin with long bands, beside those at multiples of their length.
+
+    Short sequences have so few work items that some without work would unbalance the rest.
+    """
+    if length < _ALIGNED_LENGTH:
+        return 0
+    return min(max(capacity - 1, 0), length // _LONG_BAND_ROWS)
 
 
 def _compiled() -> ModuleType:

@@ -106,9 +106,11 @@ def backward(
     sizes = _Sizes.of(key, value, steps)
     batch, tokens, heads, _ = query.shape
     dims = key.shape[3], value.shape[3]
+    schedule = attention_cuda.tile_schedule(bands, tokens, sizes.rows, dims, by_keys=True)
 
     def workspace_bytes(parts: int) -> int:
-        shape = batch, tokens, sizes.rows, heads // parts, key.shape[2] // parts, *dims
+        heads_of_part = heads // parts, key.shape[2] // parts
+        shape = batch, tokens, sizes.rows, *heads_of_part, *dims, schedule[1].shape[1]
         return attention_cuda._compiled().backward_workspace_bytes(*shape, bands.shape[0], deterministic)
 
     bytes_of_part = {count: workspace_bytes(count) for count in sorted({1, sizes.parts})}
@@ -132,7 +134,6 @@ def backward(
         jax.ShapeDtypeStruct((all_bytes // 16, 4), jnp.int32),
         jax.ShapeDtypeStruct((_BACKWARD_FLAGS * sizes.parts,), jnp.int32),
     )
-    schedule = attention_cuda.tile_schedule(bands, tokens, sizes.rows, dims, by_keys=True)
     attributes = _attributes(steps, sizes, parts_within_host, scale, soft_cap, deterministic, num_workspaces)
     call = jax.ffi.ffi_call(BACKWARD, results)
     kept = received or (key[:, :0], value[:, :0])

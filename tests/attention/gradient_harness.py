@@ -30,9 +30,13 @@ def poison_both(operands: Operands, shape: Shape, poison: float) -> tuple[Operan
     return poisoned, cotangents._replace(out=jnp.where(masked_queries, poison, cotangents.out))
 
 
-@functools.partial(jax.jit, static_argnames=("logits", "deterministic"))
+@functools.partial(jax.jit, static_argnames=("logits", "deterministic", "sm_margin"))
 def gradients(
-    operands: Operands, logits: Logits, cotangents: Cotangents, deterministic: bool = False
+    operands: Operands,
+    logits: Logits,
+    cotangents: Cotangents,
+    deterministic: bool = False,
+    sm_margin: int = 0,
 ) -> tuple[tuple[jax.Array, jax.Array], Gradients[jax.Array], jax.Array]:
     """Results and gradients of the public function, and the gradient of the sinks."""
 
@@ -50,6 +54,7 @@ def gradients(
             deterministic=deterministic,
             return_residual=True,
             implementation="ffi",
+            sm_margin=sm_margin,
         )
 
     results, pull = jax.vjp(op, operands.query, operands.key, operands.value, operands.sinks)
@@ -64,11 +69,12 @@ def run_and_check_both(
     *,
     cotangents: Cotangents | None = None,
     deterministic: bool = False,
+    sm_margin: int = 0,
 ) -> tuple[Report, Gradients[jax.Array]]:
     """Runs the kernels and asserts that results and gradients are right."""
     logits = logits or default_logits(operands)
     cotangents = cotangents or make_cotangents(shape)
-    results, got, dsinks = gradients(operands, logits, cotangents, deterministic)
+    results, got, dsinks = gradients(operands, logits, cotangents, deterministic, sm_margin)
     report = judge(operands, logits, *results)
     check(report, operands.query.dtype)
     deviations, want_dsinks = judge_gradients(operands, logits, cotangents, got)

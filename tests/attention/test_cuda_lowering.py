@@ -39,7 +39,7 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> None:
         registrations=lambda: {_cuda.TILE_SCHEDULE: {}, _cuda.FORWARD: {}, _cuda.BACKWARD: {}},
         forward_tile=lambda dim, v_dim: (ROWS, 128) if max(dim, v_dim) <= 256 else None,
         backward_tile=lambda dim, v_dim: BACKWARD_TILE,
-        tile_schedule_workspace_words=lambda num_masks, capacity, length, tile_rows: WORDS,
+        tile_schedule_workspace_words=lambda num_masks, capacity, num_tiles: WORDS,
         backward_workspace_bytes=lambda *sizes: WORKSPACE,
     )
     monkeypatch.setitem(_native._EXTENSIONS, "cuda", stand_in)  # pyright: ignore[reportArgumentType]
@@ -124,10 +124,10 @@ def test_schedule_and_kernel(implementation: str | None, dtype: Any, name: str) 
         operands(192, 128, dtype=dtype), implementation=implementation, soft_cap=7.5
     )
     assert schedule.operands == ["1x5x6xi32"]
-    assert schedule.results == ["1x5x8xi32", "1x3x4xi32", f"{WORDS}x2xi32"]
+    assert schedule.results == ["1x5x8xi32", "1x3x8xi32", f"{WORDS}x2xi32"]
     assert schedule.attributes == {"q_len": 300, "kv_len": 400, "own_len": 400, "dim": 192, "v_dim": 128}
     tensors = [f"2x300x8x192x{name}", f"2x400x2x192x{name}", f"2x400x2x128x{name}"]
-    assert kernel.operands == [*tensors, "1x5x8xi32", "1x3x4xi32", "8xf32"]
+    assert kernel.operands == [*tensors, "1x5x8xi32", "1x3x8xi32", "8xf32"]
     assert kernel.results == [f"2x300x8x128x{name}", "2x300x8xf32", "1xi32"]
     assert kernel.attributes == {"scale": 0.125, "soft_cap": 7.5, "sm_margin": 0}
     assert kernel.aliases == {}
@@ -135,7 +135,7 @@ def test_schedule_and_kernel(implementation: str | None, dtype: Any, name: str) 
 
 def test_masks_of_their_own() -> None:
     schedule, kernel = forward_calls(operands() | {"bands": array(2, 5, 6, dtype=jnp.int32)})
-    assert schedule.results[:2] == kernel.operands[3:5] == ["2x5x8xi32", "2x3x4xi32"]
+    assert schedule.results[:2] == kernel.operands[3:5] == ["2x5x8xi32", "2x3x8xi32"]
 
 
 def test_head_dimensions_become_multiples_of_eight() -> None:
@@ -280,11 +280,11 @@ def test_backward_schedule_and_kernel(deterministic: bool, grad_dtype: Any, name
     )
     schedule, kernel = calls[SCHEDULE_OF_KEYS], calls[_cuda.BACKWARD]
     assert schedule.operands == ["1x5x6xi32"]
-    assert schedule.results == ["1x5x8xi32", "1x4x4xi32", f"{WORDS}x2xi32"]
+    assert schedule.results == ["1x5x8xi32", "1x4x8xi32", f"{WORDS}x2xi32"]
     assert schedule.attributes == {"q_len": 300, "kv_len": 400, "own_len": 400, "dim": 192, "v_dim": 128}
     shapes = ["2x300x8x192", "2x400x2x192", "2x400x2x128"]
     rows = ["2x300x8x128xf16", "2x300x8xf32", "2x300x8xf32"]
-    assert kernel.operands == [*(f"{shape}xf16" for shape in shapes), "1x5x8xi32", "1x4x4xi32", *rows]
+    assert kernel.operands == [*(f"{shape}xf16" for shape in shapes), "1x5x8xi32", "1x4x8xi32", *rows]
     assert kernel.results == [*(f"{shape}x{name}" for shape in shapes), f"{WORKSPACE // 16}x4xi32"]
     assert kernel.attributes == {"scale": 0.125, "soft_cap": 7.5, "sm_margin": 9}
     assert kernel.flags == {"deterministic": deterministic}
@@ -329,6 +329,31 @@ def test_shards(axis_type: AxisType) -> None:
     assert calls[_cuda.FORWARD].operands[5] == "4xf32"
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tiles_of_long_documents(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fixed order of sums has none beside those at multiples of their length."""
+    asked = []
+    stand_in = _native._EXTENSIONS["cuda"]
+    monkeypatch.setattr(stand_in, "backward_workspace_bytes", lambda *sizes: asked.append(sizes) or WORKSPACE)
+    calls = calls_in(backward_text(operands(kv_len=9000), deterministic=deterministic))
+    tiles = -(-9000 // BACKWARD_TILE[1]) + (0 if deterministic else 4)
+    assert calls[SCHEDULE_OF_KEYS].results[1] == calls[_cuda.BACKWARD].operands[4] == f"1x{tiles}x8xi32"
+    assert asked == [(2, 300, 9000, 8, 2, 128, 128, tiles, 1, deterministic)]
+
+
+@pytest.mark.parametrize(
+    ("length", "capacity", "more"),
+    [(8191, 9, 0), (8192, 0, 0), (8192, 1, 0), (8192, 4, 3), (8192, 100, 8), (32_768, 23, 22)],
+)
+def test_room_for_tiles_that_begin_with_documents(length: int, capacity: int, more: int) -> None:
+    """One for each long document behind the first, but none where sequences are short."""
+    bands = jax.ShapeDtypeStruct((2, capacity, 6), jnp.int32)
+    schedule = jax.jit(_cuda.tile_schedule, static_argnums=(1, 2, 3, 4, 5, 6))
+    for aligns in (False, True):
+        _, tiles = jax.eval_shape(schedule, bands, 70, length, (128, 128), True, None, aligns)
+        assert tiles.shape == (2, -(-length // BACKWARD_TILE[1]) + more * aligns, 8)
+
+
 @pytest.mark.parametrize("sm_margin", [-1, 0.5])
 def test_margins_that_are_none(sm_margin: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=r"-1|float"):
@@ -340,18 +365,20 @@ def test_the_extension_knows_its_tiles() -> None:
     for dims in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (8, 256)):
         rows, keys = compiled.forward_tile(*dims)
         assert rows % 64 == 0 and keys > 0
-        keys_and_tiles = 4 * 1000 + (4 + 16) * -(-5000 // rows)  # bytes of a schedule
-        assert 8 * compiled.tile_schedule_workspace_words(3, 1000, 5000, rows) >= 3 * keys_and_tiles
+        num_tiles = -(-5000 // rows)
+        keys_and_tiles = 4 * 1000 + (4 + 32) * num_tiles  # bytes of a schedule
+        assert 8 * compiled.tile_schedule_workspace_words(3, 1000, num_tiles) >= 3 * keys_and_tiles
         rows, keys = compiled.backward_tile(*dims)
         assert rows % 16 == 0 and keys % 32 == 0
         sums = 3 * 8 * 5000 * dims[0] * 4
         for deterministic in (False, True):
-            size = compiled.backward_workspace_bytes(3, 5000, 7000, 8, 8, *dims, 1, deterministic)
+            tiles = -(-7000 // keys)
+            size = compiled.backward_workspace_bytes(3, 5000, 7000, 8, 8, *dims, tiles, 1, deterministic)
             assert size % 16 == 0 and size >= sums
     for dims in ((264, 64), (64, 264), (100, 100), (0, 64)):
         assert compiled.forward_tile(*dims) is None and compiled.backward_tile(*dims) is None
         with pytest.raises(ValueError, match=f"no kernel for the head dimensions {dims[0]} and {dims[1]}"):
-            compiled.backward_workspace_bytes(3, 5000, 7000, 8, 8, *dims, 1, False)
+            compiled.backward_workspace_bytes(3, 5000, 7000, 8, 8, *dims, 110, 1, False)
     ours = sorted(name for name in compiled.registrations() if name.startswith("jaxmagi_attention"))
     assert ours == [_cuda.BACKWARD, _cuda.FORWARD, _cuda.TILE_SCHEDULE]
 
@@ -360,8 +387,10 @@ def test_the_extension_knows_its_tiles() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_sums_of_key_gradients_take_memory(dims: tuple[int, int], deterministic: bool) -> None:
     """A group of four heads has two head sets, which add their gradients up in fp32, but for D 192."""
-    size_of = pytest.importorskip("jaxmagi._cuda").backward_workspace_bytes
-    alone, shared = (size_of(3, 5000, 7040, 8, heads, *dims, 1, deterministic) for heads in (8, 2))
+    compiled = pytest.importorskip("jaxmagi._cuda")
+    tiles = 7040 // compiled.backward_tile(*dims)[1]
+    size_of = compiled.backward_workspace_bytes
+    alone, shared = (size_of(3, 5000, 7040, 8, heads, *dims, tiles, 1, deterministic) for heads in (8, 2))
     sums = 0 if dims[0] == 192 else 3 * 2 * 7040 * sum(dims) * 4
     counters = 3 * 2 * 110 * 4  # of additions, for each tile
     assert sums <= shared - alone <= sums + counters + 16

@@ -26,6 +26,8 @@ from .test_gpu_operands import KV_LEN, Q_LEN
 
 pytestmark = pytest.mark.gpu
 
+MULTIPROCESSORS = 132  # of the GPUs that the kernels are for
+
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
@@ -62,6 +64,45 @@ def test_short_documents(rng: np.random.Generator, dim: int, deterministic: bool
     documents = [(begin, end, begin, end, -UNBOUNDED, 0) for begin, end in itertools.pairwise(edges)]
     operands, cotangents = poison_both(make_operands(shape, np.array(documents, np.int32)), shape, jnp.nan)
     run_and_check_both(operands, shape, cotangents=cotangents, deterministic=deterministic)
+
+
+LONG_DOCUMENTS = (300, 1500, 40, 2000, 1027, 1026, 1024, 1023, 1300, 260)
+"""Tiles of keys begin with those of at least 1024 positions that anybody sees."""
+
+
+def long_documents(lengths: tuple[int, ...], gap: int) -> np.ndarray:
+    """Every other document is causal; nobody sees the ``gap`` positions behind each."""
+    edges = np.cumsum((0, *lengths))
+    return np.array(
+        [
+            (begin, end - gap, begin, end - gap, -UNBOUNDED, UNBOUNDED * (i % 2))
+            for i, (begin, end) in enumerate(itertools.pairwise(edges))
+        ],
+        np.int32,
+    )
+
+
+@pytest.mark.parametrize("heads", [2, 8])
+@pytest.mark.parametrize(("dim", "v_dim"), KERNEL_DIMS)
+def test_long_documents(rng: np.random.Generator, dim: int, v_dim: int, heads: int) -> None:
+    """Tiles begin where documents do, with sums of gradients of keys and without, one mask and two masks."""
+    length = sum(LONG_DOCUMENTS)
+    shape = Shape(length, length, heads, 2, dim, v_dim, batch=2)
+    shared = long_documents(LONG_DOCUMENTS, 3)
+    operands, cotangents = poison_both(make_operands(shape, shared), shape, jnp.nan)
+    run_and_check_both(operands, shape, cotangents=cotangents)
+    own = np.stack([shared[::-1], long_documents(LONG_DOCUMENTS[::-1], 0)])
+    run_and_check_both(make_operands(shape, own), shape)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_long_documents_of_whole_groups(rng: np.random.Generator, dim: int) -> None:
+    """Few multiprocessors have many work items: these have all heads of a group, which take turns."""
+    length = sum(LONG_DOCUMENTS)
+    shape = Shape(length, length, 16, 4, dim, dim, batch=2)
+    bands = long_documents(LONG_DOCUMENTS, 0)
+    bands[:, 5] = UNBOUNDED
+    run_and_check_both(make_operands(shape, bands), shape, sm_margin=MULTIPROCESSORS - 12)
 
 
 @pytest.mark.parametrize("long", [0, 8])

@@ -42,17 +42,19 @@ def arrays(target: str) -> dict[str, jax.ShapeDtypeStruct]:
     extension = _native.extension("cuda")
     assert extension is not None, "jaxmagi was built without CUDA"
     rows, _ = extension.forward_tile(DIM, DIM)
-    plan = {"sorted": array(1, BANDS, 8), "tiles": array(1, -(-LENGTH // rows), 4)}
+    plan = {"sorted": array(1, BANDS, 8), "tiles": array(1, -(-LENGTH // rows), 8)}
     if target == _cuda.TILE_SCHEDULE:
-        words = extension.tile_schedule_workspace_words(1, BANDS, LENGTH, rows)
+        words = extension.tile_schedule_workspace_words(1, BANDS, -(-LENGTH // rows))
         return {"bands": array(1, BANDS, 6), **plan, "workspace": array(words, 2)}
     tensor = array(1, LENGTH, HEADS, DIM, dtype=jnp.bfloat16)
     tensors = {"q": tensor, "k": tensor, "v": tensor}
     lse = array(1, LENGTH, HEADS, dtype=jnp.float32)
     if target == _cuda.BACKWARD:
         _, keys = extension.backward_tile(DIM, DIM)
-        plan["tiles"] = array(1, -(-LENGTH // keys), 4)
-        size = extension.backward_workspace_bytes(1, LENGTH, LENGTH, HEADS, HEADS, DIM, DIM, 1, False)
+        num_tiles = -(-LENGTH // keys)
+        plan["tiles"] = array(1, num_tiles, 8)
+        shape = LENGTH, LENGTH, HEADS, HEADS, DIM, DIM, num_tiles
+        size = extension.backward_workspace_bytes(1, *shape, 1, False)
         gradients = {f"d{name}": tensor for name in tensors}
         operands = {**tensors, **plan, "dout": tensor, "lse": lse, "delta": lse}
         return {**operands, **gradients, "workspace": array(size // 16, 4)}
@@ -86,17 +88,19 @@ def test_what_fits_runs(target: str) -> None:
         ),
         (
             _cuda.TILE_SCHEDULE,
-            {"tiles": array(1, 7, 4)},
-            r"tiles must have shape \[1, \d, 4\], got \[1, 7, 4\]",
+            {"workspace": array(1, 2)},
+            r"workspace must have shape \[\d+, 2\], got \[1, 2\]",
         ),
-        (_cuda.FORWARD, {"tiles": array(1, 7, 4)}, r"tiles must have shape \[1, \d, 4\], got \[1, 7, 4\]"),
+        (_cuda.TILE_SCHEDULE, {"tiles": array(1, 1, 8)}, r"there must be (\d) to \1 tiles, got 1"),
+        (_cuda.FORWARD, {"tiles": array(1, 7, 8)}, r"tiles must have shape \[1, \d, 8\], got \[1, 7, 8\]"),
         (_cuda.FORWARD, {"sorted": array(2, BANDS, 8)}, "1 tile schedule or one for each .*, got 2"),
         (_cuda.FORWARD, {"sorted": array(1, BANDS, 8, dtype=jnp.float32)}, "sorted must be s32, got f32"),
         (_cuda.FORWARD, {"q": array(1, LENGTH, HEADS, DIM)}, "q must be bf16 or f16, got s32"),
         (_cuda.FORWARD, {"lse": array(1, LENGTH, HEADS)}, "lse must be f32, got s32"),
         (_cuda.BACKWARD, {"delta": array(1, LENGTH, HEADS)}, "delta must be f32, got s32"),
         (_cuda.BACKWARD, {"dk": array(1, LENGTH, HEADS, DIM, dtype=jnp.float32)}, "dk must be bf16, got f32"),
-        (_cuda.BACKWARD, {"tiles": array(1, 7, 4)}, r"tiles must have shape \[1, \d, 4\], got \[1, 7, 4\]"),
+        (_cuda.BACKWARD, {"tiles": array(1, 3, 4)}, r"tiles must have shape \[1, 3, 8\], got \[1, 3, 4\]"),
+        (_cuda.BACKWARD, {"tiles": array(1, 4, 8)}, "there must be 3 to 3 tiles, got 4"),
         (_cuda.BACKWARD, {"workspace": array(7, 4)}, r"workspace must have shape .*, got \[7, 4\]"),
     ],
 )

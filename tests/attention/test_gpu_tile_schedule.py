@@ -24,24 +24,28 @@ def built() -> None:
         pytest.fail("jaxmagi was built without CUDA")
 
 
-tile_schedule = jax.jit(_cuda.tile_schedule, static_argnums=(1, 2, 3, 4, 5))
+tile_schedule = jax.jit(_cuda.tile_schedule, static_argnums=(1, 2, 3, 4, 5, 6))
 
 
 def check(
     bands: Ints, q_len: int, kv_len: int, dims: tuple[int, int] = DIMS, own_len: int | None = None
 ) -> None:
-    """Compares schedules of bands [M, C, 6], twice by rows and twice by keys, with the reference."""
+    """Compares schedules of bands [M, C, 6], twice by rows and four times by keys, with the reference.
+
+    By keys, tiles begin with long bands in two of them.
+    """
     extension = _native.extension("cuda")
     assert extension is not None
     given = jnp.asarray(bands, jnp.int32)
-    for by_keys in (False, True):
-        first, second = (
-            tile_schedule(given, q_len, kv_len, dims, by_keys, None if by_keys else own_len) for _ in range(2)
-        )
+    for by_keys, aligns in ((False, False), (True, False), (True, True)):
+        own = None if by_keys else own_len
+        first, second = (tile_schedule(given, q_len, kv_len, dims, by_keys, own, aligns) for _ in range(2))
         for i, mask in enumerate(bands):
             if by_keys:
                 rows, keys = extension.backward_tile(*dims)
-                want = make_schedule(transpose(tighten(mask, q_len, kv_len)), kv_len, q_len, keys, rows)
+                more = _cuda._more_tiles(kv_len, bands.shape[1]) if aligns else 0
+                transposed = transpose(tighten(mask, q_len, kv_len))
+                want = make_schedule(transposed, kv_len, q_len, keys, rows, more_tiles=more)
             else:
                 want = make_schedule(mask, q_len, kv_len, *extension.forward_tile(*dims), own_len=own_len)
             for got in (first, second):
@@ -49,7 +53,7 @@ def check(
                 np.testing.assert_array_equal(got[1][i], want.tiles)
 
 
-@pytest.mark.parametrize("count", [1, 2, 31, 33, 255, 256, 257, 1000, 4096, 4097, 9001])
+@pytest.mark.parametrize("count", [1, 2, 31, 33, 127, 128, 129, 383, 384, 385, 1000, 4096, 4097, 9001])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (127, 300), (129, 128), (5000, 4000), (32768, 32769)])
 def test_random_bands(rng: np.random.Generator, q_len: int, kv_len: int, count: int) -> None:
     """Overlapping, unsorted, one in four empty; then sorted, as builders leave them."""
@@ -71,13 +75,22 @@ def test_tiles_that_see_received_keys(rng: np.random.Generator, count: int, own_
 def test_as_many_tiles_as_one_cta_schedules(rng: np.random.Generator, more: int) -> None:
     extension = _native.extension("cuda")
     assert extension is not None
-    length = 256 * extension.forward_tile(*DIMS)[0] + more
+    length = 384 * extension.forward_tile(*DIMS)[0] + more
     check(random_bands(rng, length, length, 200).astype(np.int64)[None], length, length)
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (192, 192), (256, 256)])
 def test_tiles_of_other_kernels(rng: np.random.Generator, dims: tuple[int, int]) -> None:
     check(random_bands(rng, 3000, 3000, 50).astype(np.int64)[None], 3000, 3000, dims)
+
+
+@pytest.mark.parametrize("length", [8192, 40_000, 200_000])
+@pytest.mark.parametrize("count", [8, 40])
+def test_long_documents(rng: np.random.Generator, count: int, length: int) -> None:
+    """Tiles begin with documents, which come in any order. In the second mask none do, for they overlap."""
+    bands = np.stack([shuffled_documents(rng, length, count) for _ in range(3)]).astype(np.int64)
+    bands[1, :, 2:4] = np.clip(bands[1, :, 2:4] + [-1, 1], 0, length)
+    check(bands, length, length)
 
 
 @pytest.mark.parametrize("count", [3, 300])
@@ -105,5 +118,5 @@ def test_any_numbers(rng: np.random.Generator) -> None:
 
 
 def test_hundred_thousand_documents(rng: np.random.Generator) -> None:
-    length = 1 << 24
+    length = 1 << 23
     check(shuffled_documents(rng, length, 100_000)[None].astype(np.int64), length, length)

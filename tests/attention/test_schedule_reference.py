@@ -6,7 +6,7 @@ import pytest
 from jaxmagi.masks import AttnMask
 from tests.cases import random_bands
 
-from .schedule_reference import make_schedule
+from .schedule_reference import make_schedule, rows_of_tiles
 
 Q_LEN, KV_LEN = 75, 90
 
@@ -39,7 +39,23 @@ def test_windows_and_costs(rng: np.random.Generator, tile_rows: int) -> None:
         ]
         assert sorted(schedule.tiles[:, 0]) == list(range(-(-Q_LEN // tile_rows)))
         assert (np.diff(schedule.tiles[:, 3]) <= 0).all()
-        for tile, first, stop, blocks in schedule.tiles:
+        for tile, first, stop, blocks, *_ in schedule.tiles:
             rows = slice(tile * tile_rows, (tile + 1) * tile_rows)
             keys = [mask[rows].any(axis=0).sum() for mask in dense]
             assert sum(keys[first:stop]) == sum(keys) == blocks
+
+
+def test_tiles_begin_with_long_bands(rng: np.random.Generator) -> None:
+    """All rows are those of one tile, in order, and no tile goes on where a long document begins."""
+    for more_tiles in (0, 1, 3, 9):
+        lengths = rng.choice([1, 100, 1023, 1024, 1500, 3000], 12)
+        length, ends = lengths.sum(), lengths.cumsum()
+        bands = np.stack([ends - lengths, ends], 1)
+        rows = rows_of_tiles(bands, length, 128, more_tiles)
+        assert len(rows) == -(-length // 128) + more_tiles
+        used = rows[rows[:, 0] < rows[:, 1]]
+        assert used[0, 0] == 0 and used[-1, 1] == length
+        assert (used[1:, 0] == used[:-1, 1]).all()
+        assert (np.diff(rows, axis=1) <= 128).all()
+        starts = (ends - lengths)[(lengths >= 1024) & (ends > lengths)]
+        assert set(starts[:more_tiles]) <= set(used[:, 0])

@@ -199,7 +199,7 @@ def test_forward(plan: ContextPlan, two_parts: None) -> None:
     lengths = {"q_len": TOKENS, "kv_len": rows, "own_len": TOKENS}
     assert schedule.attributes == {**lengths, "dim": 64, "v_dim": 32}
     assert schedule.flags == {"by_keys": False}
-    tiles = [f"1x{plan.capacity.bands}x8xi32", f"1x{TOKENS // ROWS}x4xi32"]
+    tiles = [f"1x{plan.capacity.bands}x8xi32", f"1x{TOKENS // ROWS}x8xi32"]
     assert schedule.results[:2] == tiles
     assert call.operands == [QUERY, *OWN_KEYS, *tiles, "2x8xf32", *table_types(plan)]
     keys = [*key_types(rows, "bf16"), *key_types(middle, "bf16")]
@@ -219,7 +219,7 @@ def test_backward(
     lengths = {"q_len": TOKENS, "kv_len": rows, "own_len": rows}
     assert schedule.attributes == {**lengths, "dim": 64, "v_dim": 32}
     assert schedule.flags == {"by_keys": True}
-    tiles = [f"1x{plan.capacity.bands}x8xi32", f"1x{-(-rows // KEYS)}x4xi32"]
+    tiles = [f"1x{plan.capacity.bands}x8xi32", f"1x{-(-rows // KEYS)}x8xi32"]
     assert schedule.results[:2] == tiles
     none = kept_types(0)
     assert call.operands == [QUERY, *OWN_KEYS, *tiles, OUT, OF_ROWS, OF_ROWS, *none, *table_types(plan)]
@@ -228,7 +228,7 @@ def test_backward(
     keys = [key_types(count, "bf16") for count in (rows, middle)]
     arrays = [x for pair in (*sums, *on_the_wire, *keys) for x in pair]
     assert call.results == [QUERY, *arrays, f"{2 * WORKSPACE // 16}x4xi32", "8xi32"]
-    sizes = [(1, TOKENS, rows, *heads, 64, 32, 1, False) for heads in ((8, 4), (4, 2))]
+    sizes = [(1, TOKENS, rows, *heads, 64, 32, -(-rows // KEYS), 1, False) for heads in ((8, 4), (4, 2))]
     assert workspaces == sizes
 
 
@@ -380,8 +380,10 @@ def test_parts_of_calls(
     assert forward.results[2] == f"{key}xbf16" and forward.results[-1] == f"{2 * (parts + 2)}xi32"
     assert backward.results[3] == f"{key}xf32"
     assert backward.results[-2:] == [f"{parts * WORKSPACE // 16}x4xi32", f"{4 * parts}xi32"]
+    tiles = -(-rows // KEYS)
     sizes = [
-        (1, TOKENS, rows, 3 * kv_heads // n, kv_heads // n, 64, 32, 1, False) for n in sorted({1, parts})
+        (1, TOKENS, rows, 3 * kv_heads // n, kv_heads // n, 64, 32, tiles, 1, False)
+        for n in sorted({1, parts})
     ]
     assert workspaces == sizes
 
@@ -425,7 +427,8 @@ def test_examples_of_one_plan(plan: ContextPlan, by: str, two_parts: None, works
     assert forward.operands[-4:] == backward.operands[-4:] == table_types(plan, batch=3)
     assert forward.results[2:4] == key_types(rows, "bf16", parts=4, batch=3)
     assert backward.results[3:5] == key_types(rows, "f32", parts=4, batch=3)
-    assert workspaces == [(3, TOKENS, rows, *heads, 64, 32, 1, False) for heads in ((8, 4), (2, 1))]
+    tiles = -(-rows // KEYS)
+    assert workspaces == [(3, TOKENS, rows, *heads, 64, 32, tiles, 1, False) for heads in ((8, 4), (2, 1))]
 
 
 @LEVELS

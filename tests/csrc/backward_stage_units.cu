@@ -153,7 +153,7 @@ public:
         BackwardParams params{};
         params.dtype = DType::kBF16;
         params.dq_f32 = params.key_gradients_f32 = true;
-        params.shape = {shape_.batch, kQueries, kKeys, shape_.heads(), shape_.key_heads, kDim, kDim};
+        params.shape = {shape_.batch, kQueries, kKeys, shape_.heads(), shape_.key_heads, kDim, kDim, num_tiles()};
         params.row_heads = shape_.heads();
         params.q = q_.data();
         params.num_masks = 1;

@@ -26,7 +26,7 @@ void check_received_tiles(Verdict& verdict, std::mt19937& random, int num_tiles)
     std::vector<uint8_t> want;
     for (int tile = 0; tile < num_tiles; ++tile) {
         want.push_back(random() % 2);
-        tiles.push_back({want.back() ? ~tile : tile, 0, 1, 1});
+        tiles.push_back({want.back() ? ~tile : tile, 0, 1, 1, {0, 1}, 0, 0});
     }
     std::ranges::shuffle(tiles, random);
     const DeviceArray scheduled(tiles);

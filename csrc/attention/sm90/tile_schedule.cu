@@ -6,10 +6,10 @@
 #include "csrc/common/math.h"
 #include "csrc/mask/band.h"
 
-// There are four phases: computing the sort keys of bands, sorting bands, finding the bands and the cost of each tile,
-// and sorting tiles by cost. The place of an element in sorted order is the number of keys before its own, which takes
-// n^2 comparisons, but runs on all SMs at once and needs no barrier between CTAs. One CTA runs all phases of a small
-// mask.
+// The phases compute the sort keys of bands, sort bands, find where tiles begin beside multiples of their length (two
+// phases), find the bands and the cost of each tile, and sort tiles by cost. The place of an element in sorted order is
+// the number of keys before its own, which takes n^2 comparisons, but runs on all SMs at once and needs no barrier
+// between CTAs. One CTA runs all phases of a small mask.
 
 namespace jaxmagi::sm90 {
 namespace {
@@ -20,7 +20,7 @@ constexpr int kKeysPerWarp = 4;
 constexpr int kStagedKeys = 4096;  // keys in shared memory at a time
 constexpr int kBandGroup = 128;  // bands that share an entry of max_q1
 constexpr int kThreads = 256, kOneCtaThreads = 1024;
-constexpr int kMaxInOneCta = 256;  // bands, and tiles, of a mask that one CTA schedules
+constexpr int kMaxInOneCta = 384;  // bands, and tiles, of a mask that one CTA schedules
 constexpr int kMaxCtas = 65535;
 constexpr uint32_t kMaxBlocks = 1u << 30;  // of a tile: more are counted as so many
 
@@ -32,6 +32,8 @@ struct MaskBuffers {
     ScheduledTile* unsorted_tiles;
     uint32_t *band_keys, *tile_keys;  // sort keys, below 2^31
     int* max_q1;                      // largest q1 of each kBandGroup sorted bands
+    uint32_t* begins_tile;            // whether a tile begins with a sorted band, 0 or 1
+    int* starts;                      // the first rows of long bands that begin tiles, in order; INT_MAX: no more
 };
 
 // A thread among those that share a phase, which are whole warps.
@@ -46,8 +48,9 @@ struct Threads {
 constexpr int kWordsPerTile = sizeof(ScheduledTile) / sizeof(uint64_t);
 
 JAXMAGI_HOST_DEVICE int64_t workspace_words(int capacity, int num_tiles) {
-    const int64_t keys = int64_t{capacity} + num_tiles, groups = ceil_div(capacity, kBandGroup);
-    return round_up(int64_t{num_tiles} * kWordsPerTile + ceil_div(keys + groups, 2), kWordsPerTile);
+    const int64_t keys = int64_t{capacity} + num_tiles, begins_and_starts = keys;
+    const int64_t numbers = keys + begins_and_starts + ceil_div(capacity, kBandGroup);
+    return round_up(int64_t{num_tiles} * kWordsPerTile + ceil_div(numbers, int64_t{2}), kWordsPerTile);
 }
 
 // Returns the length of the side that is cut into tiles.
@@ -55,22 +58,27 @@ JAXMAGI_HOST_DEVICE int tiled_length(const TileScheduleParams& params) {
     return params.by_keys ? params.kv_len : params.q_len;
 }
 
-JAXMAGI_HOST_DEVICE int num_tiles_of(const TileScheduleParams& params) {
-    return ceil_div(tiled_length(params), params.tile_rows);
+// Returns how many tiles there are beside those that begin at multiples of their length.
+JAXMAGI_HOST_DEVICE int num_starts(const TileScheduleParams& params) {
+    return params.num_tiles - ceil_div(tiled_length(params), params.tile_rows);
 }
 
 __device__ MaskBuffers buffers_of(const TileScheduleParams& params, int64_t mask) {
-    const int num_tiles = num_tiles_of(params);
+    const int num_tiles = params.num_tiles;
     uint64_t* workspace = params.workspace + mask * workspace_words(params.capacity, num_tiles);
     uint32_t* tile_keys = reinterpret_cast<uint32_t*>(workspace + int64_t{num_tiles} * kWordsPerTile);
     uint32_t* band_keys = tile_keys + num_tiles;
+    uint32_t* begins_tile = band_keys + params.capacity;
+    int* starts = reinterpret_cast<int*>(begins_tile + params.capacity);
     return {.bands = params.bands + mask * params.capacity * 6,
             .sorted = params.sorted + mask * params.capacity,
             .tiles = params.tiles + mask * num_tiles,
             .unsorted_tiles = reinterpret_cast<ScheduledTile*>(workspace),
             .band_keys = band_keys,
             .tile_keys = tile_keys,
-            .max_q1 = reinterpret_cast<int*>(band_keys + params.capacity)};
+            .max_q1 = starts + num_tiles,
+            .begins_tile = begins_tile,
+            .starts = starts};
 }
 
 __device__ Band tight_band(const TileScheduleParams& params, const MaskBuffers& mask, int index) {
@@ -87,6 +95,14 @@ __device__ void compute_band_keys(const TileScheduleParams& params, const MaskBu
     }
     for (int i = threads.index; i < ceil_div(params.capacity, kBandGroup); i += threads.count)
         mask.max_q1[i] = 0;
+    for (int i = threads.index; i < num_starts(params); i += threads.count)
+        mask.starts[i] = INT_MAX;
+}
+
+// Returns the CTA's shared memory for keys, the same in all instances of sort().
+__device__ uint32_t (&staged_keys())[kStagedKeys] {
+    __shared__ alignas(16) uint32_t staged[kStagedKeys];
+    return staged;
 }
 
 // Copies keys [start, start + kStagedKeys) to shared memory. Numbers larger than any key follow the last one.
@@ -143,7 +159,7 @@ __device__ int rank_of_lane(const uint32_t (&ranked)[kKeysPerWarp], const int (&
 template <typename Load, typename Place>
 __device__ void sort(const uint32_t* keys, int num_keys, Threads threads, Load load, Place place) {
     static_assert(kKeysPerWarp == 4);  // count_before relies on it for ties
-    __shared__ alignas(16) uint32_t staged[kStagedKeys];
+    uint32_t(&staged)[kStagedKeys] = staged_keys();
     const int stride = threads.num_warps() * kKeysPerWarp, lane = threads.lane();
     for (int base = 0; base < num_keys; base += stride) {
         const int first = base + threads.warp() * kKeysPerWarp;
@@ -193,6 +209,53 @@ template <typename Holds> __device__ int find_end(Range range, int lane, Holds h
     return range.begin;
 }
 
+// Returns true if a sorted band is long and no band before it goes on where it begins.
+__device__ bool begins_tile(const MaskBuffers& mask, int index) {
+    const ScheduledBand& band = mask.sorted[index];
+    if (band.q0 == 0 or band.q1 - band.q0 < kLongBandRows)
+        return false;
+    const int group = index / kBandGroup;
+    for (int i = 0; i < group; ++i)
+        if (mask.max_q1[i] > band.q0)
+            return false;
+    for (int i = group * kBandGroup; i < index; ++i)
+        if (mask.sorted[i].q1 > band.q0)
+            return false;
+    return true;
+}
+
+__device__ void find_starts(const TileScheduleParams& params, const MaskBuffers& mask, Threads threads) {
+    for (int i = threads.index; i < params.capacity; i += threads.count)
+        mask.begins_tile[i] = begins_tile(mask, i);
+}
+
+// Lists the starts in order, as many as there is room for.
+__device__ void list_starts(const TileScheduleParams& params, const MaskBuffers& mask, Threads threads) {
+    for (int i = threads.index; i < params.capacity; i += threads.count) {
+        if (mask.begins_tile[i] == 0)
+            continue;
+        int before = 0;
+#pragma unroll 8  // loads in flight
+        for (int other = 0; other < i; ++other)
+            before += mask.begins_tile[other];
+        if (before < num_starts(params))
+            mask.starts[before] = mask.sorted[i].q0;
+    }
+}
+
+// Returns the rows of a tile. The tiles from starts[i] on are numbered from starts[i] / tile_rows + i + 1 on. The rows
+// before need at most as many numbers as are left for them, and numbers that are left over have no rows.
+__device__ Range rows_of_tile(const TileScheduleParams& params, const MaskBuffers& mask, int tile, int lane) {
+    const int size = params.tile_rows, count = num_starts(params);
+    const auto first_tile = [&](int i) { return mask.starts[i] / size + i + 1; };
+    const int before = find_end({0, count}, lane, [&](int i) { return first_tile(i) <= tile; });
+    const int end = before == count ? INT_MAX : mask.starts[before];
+    const int start = before == 0 ? 0 : mask.starts[before - 1];
+    const int begin = start + (tile - (before == 0 ? 0 : first_tile(before - 1))) * size;
+    const int behind = min(end, tiled_length(params));
+    return {min(begin, behind), min(begin + size, behind)};
+}
+
 // Returns the range from the first band that ends behind the first row to the last one that begins before the end.
 __device__ Range bands_of_rows(const TileScheduleParams& params, const MaskBuffers& mask, Range rows, int lane) {
     const Range groups{0, ceil_div(params.capacity, kBandGroup)}, all{0, params.capacity};
@@ -223,13 +286,13 @@ __device__ ScheduledTile measure(const TileScheduleParams& params, const MaskBuf
         sees_received |= size > 0 and keys.end > params.own_len and not params.by_keys;
     }
     const int num_blocks = static_cast<int>(min(add_lanes(blocks), int64_t{kMaxBlocks}));
-    return {__any_sync(kAllLanes, sees_received) ? ~tile : tile, bands.begin, bands.end, num_blocks};
+    return {__any_sync(kAllLanes, sees_received) ? ~tile : tile, bands.begin, bands.end, num_blocks, rows, 0, 0};
 }
 
 __device__ void measure_tiles(const TileScheduleParams& params, const MaskBuffers& mask, Threads threads) {
-    const int num_tiles = num_tiles_of(params), lane = threads.lane();
-    for (int tile = threads.warp(); tile < num_tiles; tile += threads.num_warps()) {
-        const Range rows = tile_range(tile, params.tile_rows, tiled_length(params));
+    const int lane = threads.lane();
+    for (int tile = threads.warp(); tile < params.num_tiles; tile += threads.num_warps()) {
+        const Range rows = rows_of_tile(params, mask, tile, lane);
         const Range bands = bands_of_rows(params, mask, rows, lane);
         const ScheduledTile measured = measure(params, mask, tile, rows, bands, lane);
         if (lane == 0) {
@@ -241,7 +304,7 @@ __device__ void measure_tiles(const TileScheduleParams& params, const MaskBuffer
 
 __device__ void sort_tiles(const TileScheduleParams& params, const MaskBuffers& mask, Threads threads) {
     const auto load = [&](int index) { return mask.unsorted_tiles[index]; };
-    sort(mask.tile_keys, num_tiles_of(params), threads, load,
+    sort(mask.tile_keys, params.num_tiles, threads, load,
          [&](const ScheduledTile& tile, int rank) { mask.tiles[rank] = tile; });
 }
 
@@ -259,7 +322,8 @@ __global__ void __launch_bounds__(kOneCtaThreads) run_all_phases(const __grid_co
     __shared__ ScheduledBand sorted[kMaxInOneCta];
     __shared__ ScheduledTile unsorted_tiles[kMaxInOneCta];
     __shared__ uint32_t band_keys[kMaxInOneCta], tile_keys[kMaxInOneCta];
-    __shared__ int max_q1[kMaxInOneCta / kBandGroup];
+    __shared__ uint32_t begins_tile[kMaxInOneCta];
+    __shared__ int max_q1[kMaxInOneCta / kBandGroup], starts[kMaxInOneCta];
     const MaskBuffers result = buffers_of(params, blockIdx.x);
     const MaskBuffers mask{.bands = result.bands,
                            .sorted = sorted,
@@ -267,7 +331,9 @@ __global__ void __launch_bounds__(kOneCtaThreads) run_all_phases(const __grid_co
                            .unsorted_tiles = unsorted_tiles,
                            .band_keys = band_keys,
                            .tile_keys = tile_keys,
-                           .max_q1 = max_q1};
+                           .max_q1 = max_q1,
+                           .begins_tile = begins_tile,
+                           .starts = starts};
     const Threads threads{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x)};
     compute_band_keys(params, mask, threads);
     __syncthreads();
@@ -275,6 +341,12 @@ __global__ void __launch_bounds__(kOneCtaThreads) run_all_phases(const __grid_co
     __syncthreads();
     for (int i = threads.index; i < params.capacity; i += threads.count)
         result.sorted[i] = sorted[i];
+    if (num_starts(params) > 0) {
+        find_starts(params, mask, threads);
+        __syncthreads();
+        list_starts(params, mask, threads);
+        __syncthreads();
+    }
     measure_tiles(params, mask, threads);
     __syncthreads();
     sort_tiles(params, mask, threads);
@@ -283,28 +355,32 @@ __global__ void __launch_bounds__(kOneCtaThreads) run_all_phases(const __grid_co
 using Kernel = void (*)(TileScheduleParams);
 
 cudaError_t launch(Kernel kernel, const TileScheduleParams& params, int ctas, int threads, cudaStream_t stream) {
-    kernel<<<dim3(params.num_masks, std::clamp(ctas, 1, kMaxCtas)), threads, 0, stream>>>(params);
+    if (ctas == 0)
+        return cudaSuccess;
+    kernel<<<dim3(params.num_masks, std::min(ctas, kMaxCtas)), threads, 0, stream>>>(params);
     return cudaGetLastError();
 }
 
 }  // namespace
 
-int64_t tile_schedule_workspace_words(int num_masks, int capacity, int length, int tile_rows) {
-    return num_masks * workspace_words(capacity, ceil_div(length, tile_rows));
+int64_t tile_schedule_workspace_words(int num_masks, int capacity, int num_tiles) {
+    return num_masks * workspace_words(capacity, num_tiles);
 }
 
 cudaError_t make_tile_schedule(const TileScheduleParams& params, cudaStream_t stream) {
-    const int num_tiles = num_tiles_of(params);
-    if (std::max(params.capacity, num_tiles) <= kMaxInOneCta)
+    if (std::max(params.capacity, params.num_tiles) <= kMaxInOneCta)
         return launch(run_all_phases, params, 1, kOneCtaThreads, stream);
     constexpr int kWarps = kThreads / kWarpSize, kRanked = kWarps * kKeysPerWarp;
+    const int begin_ctas = num_starts(params) > 0 ? ceil_div(params.capacity, kThreads) : 0;
     const struct {
         Kernel kernel;
         int ctas;
-    } phases[] = {{run_phase<compute_band_keys>, ceil_div(params.capacity, kThreads)},
+    } phases[] = {{run_phase<compute_band_keys>, ceil_div(std::max(params.capacity, num_starts(params)), kThreads)},
                   {run_phase<sort_bands>, ceil_div(params.capacity, kRanked)},
-                  {run_phase<measure_tiles>, ceil_div(num_tiles, kWarps)},
-                  {run_phase<sort_tiles>, ceil_div(num_tiles, kRanked)}};
+                  {run_phase<find_starts>, begin_ctas},
+                  {run_phase<list_starts>, begin_ctas},
+                  {run_phase<measure_tiles>, ceil_div(params.num_tiles, kWarps)},
+                  {run_phase<sort_tiles>, ceil_div(params.num_tiles, kRanked)}};
     for (const auto& [kernel, ctas] : phases)
         if (const cudaError_t error = launch(kernel, params, ctas, kThreads, stream); error != cudaSuccess)
             return error;
@@ -313,7 +389,8 @@ cudaError_t make_tile_schedule(const TileScheduleParams& params, cudaStream_t st
 
 cudaError_t preload_tile_schedule() {
     const Kernel kernels[] = {run_all_phases, run_phase<compute_band_keys>, run_phase<sort_bands>,
-                              run_phase<measure_tiles>, run_phase<sort_tiles>};
+                              run_phase<find_starts>, run_phase<list_starts>, run_phase<measure_tiles>,
+                              run_phase<sort_tiles>};
     for (const Kernel kernel : kernels) {
         cudaFuncAttributes attributes;
         if (const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel); error != cudaSuccess)

@@ -27,7 +27,7 @@ struct BackwardArguments {
     BackwardWorkspace workspace;
     const ScheduledBand* bands;
     const ScheduledTile* tiles;
-    int capacity, q_len, kv_len, heads, kv_heads, dim, v_dim;
+    int capacity, q_len, heads, kv_heads, dim, v_dim;
     AllKeyGradients gradients;
     int own_end;              // where the tiles end that have own keys alone
     const uint32_t* arrived;  // set when CTAs may go on with the second stage, or null (BackwardLaunch)

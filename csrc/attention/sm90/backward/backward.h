@@ -15,6 +15,9 @@ std::optional<TileShape> backward_tile(int dim, int v_dim);
 
 struct BackwardShape {
     int batch, q_len, kv_len, heads, kv_heads, dim, v_dim;
+    // Tiles of keys of a mask in the tile schedule. There may be more than ceil(kv_len / keys of a tile) only if the
+    // order of sums is not fixed, and with KeyTiles::kAll.
+    int key_tiles;
 };
 
 // The place of gradients of own tiles to which no other rank adds any. It has the shape and the type of the own keys.

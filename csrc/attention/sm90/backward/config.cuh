@@ -19,6 +19,7 @@ template <typename Element_, int kDim_, int kVDim_, int kRows_, int kKeys_, int 
           int kDoutStages_, bool kSoftCap_>
 struct BackwardConfig {
     using Element = Element_;
+    using RoundedLogits = uint32_t[kRows_ / 16][4];  // of a warpgroup of a narrow kernel, an operand of wgmma
     static constexpr int kDim = kDim_, kVDim = kVDim_, kRows = kRows_, kKeys = kKeys_, kConsumers = kConsumers_;
     static constexpr int kQStages = kQStages_, kDoutStages = kDoutStages_;
     static constexpr bool kSoftCap = kSoftCap_;
@@ -46,7 +47,7 @@ struct BackwardConfig {
     static constexpr int kVBytes = kKeys * kPanelRowBytes * panels(kVDim);
     static constexpr int kRowsBytes = kRows / 8 * static_cast<int>(sizeof(EightRows));
     // A 16-bit P or dS of a step, queries by keys. There are two: two of dS, or in wide kernels P and dS.
-    static constexpr int kLogitsBytes = kRows * kPanelRowBytes * panels(kKeys);
+    static constexpr int kLogitsBytes = kRows * kPanelRowBytes * panels(kKeys), kLogitsPlaces = 2;
     // The reducer adds to sums in global memory from a part of shared memory for each warpgroup: 64 columns of a row
     // block of dQ, which are contiguous in global memory, or 64 times 64 numbers of dK or dV. Wide kernels store dQ in
     // several passes.
@@ -65,12 +66,13 @@ template <typename Config> struct BackwardMemory {
     // kernels it is done with step c - 3. In narrow ones with two warps, of which one passes its turn on before it is
     // done, only step c - 4 is.
     static constexpr int kSteps = Config::kQStages + (Config::kWide ? 4 : 5);
-    static constexpr int kDsPlaces = Config::kWide ? 0 : 2;  // places for dS that have barriers
+    static constexpr int kDsPlaces = Config::kWide ? 0 : Config::kLogitsPlaces;  // places for dS that have barriers
     static constexpr int kSingleBarriers = 2;
     static constexpr int kK = 0, kV = kK + Config::kKBytes, kQ = kV + Config::kVBytes,
                          kDout = kQ + Config::kQStages * Config::kQBytes,
                          kLogits = kDout + Config::kDoutStages * Config::kDoutBytes,
-                         kParts = kLogits + 2 * Config::kLogitsBytes, kRows = kParts + Config::kPartsBytes,
+                         kParts = kLogits + Config::kLogitsPlaces * Config::kLogitsBytes,
+                         kRows = kParts + Config::kPartsBytes,
                          kDescriptors = kRows + Config::kQStages * Config::kRowsBytes,
                          kItems = kDescriptors + kSteps * static_cast<int>(sizeof(StepDescriptor)),
                          kBandRuns = kItems + kWorkItems * static_cast<int>(sizeof(BackwardWorkItem)),
@@ -112,7 +114,8 @@ template <typename Config> struct BackwardMemory {
     __device__ __forceinline__ SharedAddress p() const { return opaque(shared_address(base) + kLogits); }
     // dS as queries by keys. Wide kernels have one place for it, the others two.
     __device__ __forceinline__ SharedAddress ds(unsigned step) const {
-        return opaque(shared_address(base) + kLogits + (Config::kWide ? 1 : step % 2) * Config::kLogitsBytes);
+        const unsigned place = Config::kWide ? 1 : step % Config::kLogitsPlaces;
+        return opaque(shared_address(base) + kLogits + place * Config::kLogitsBytes);
     }
     __device__ __forceinline__ SharedAddress part(int warpgroup) const {
         return opaque(shared_address(base) + kParts) + warpgroup * Config::kPartBytes;
@@ -160,9 +163,13 @@ template <typename Config> struct BackwardMemory {
         return barrier(kStepBarriers + step % kSteps);
     }
     // In narrow kernels: dS of all keys of the tile is stored; the product for dQ has read it.
-    __device__ __forceinline__ Mbarrier ds_full(unsigned step) const { return barrier(kDsBarriers + step % 2); }
-    __device__ __forceinline__ Mbarrier ds_empty(unsigned step) const { return barrier(kDsBarriers + 2 + step % 2); }
-    __device__ __forceinline__ static int ds_parity(unsigned step) { return step / 2 & 1; }
+    __device__ __forceinline__ Mbarrier ds_full(unsigned step) const {
+        return barrier(kDsBarriers + step % Config::kLogitsPlaces);
+    }
+    __device__ __forceinline__ Mbarrier ds_empty(unsigned step) const {
+        return barrier(kDsBarriers + kDsPlaces + step % Config::kLogitsPlaces);
+    }
+    __device__ __forceinline__ static int ds_parity(unsigned step) { return step / Config::kLogitsPlaces & 1; }
     __device__ __forceinline__ static int step_parity(unsigned step) { return step / kSteps & 1; }
     // Parity of the number of times that the stage of the step was used before.
     __device__ __forceinline__ static int q_parity(unsigned step) { return step / Config::kQStages & 1; }

@@ -1,6 +1,5 @@
 #pragma once
 
-#include "csrc/attention/sm90/backward/hand_over.cuh"
 #include "csrc/attention/sm90/backward/zero_masked.cuh"
 #include "csrc/common/sm90/wgmma.cuh"
 

@@ -2,9 +2,11 @@
 
 #include "csrc/attention/sm90/backward/consumer.cuh"
 #include "csrc/attention/sm90/backward/epilogue.cuh"
+#include "csrc/attention/sm90/backward/hand_over.cuh"
 #include "csrc/attention/sm90/backward/products.cuh"
 #include "csrc/attention/sm90/backward/softmax.cuh"
 #include "csrc/attention/sm90/backward/store_logits.cuh"
+#include "csrc/attention/sm90/backward/zero_masked.cuh"
 
 // The consumer warpgroup of narrow kernels, with a head dimension of at most 128. The two warpgroups take turns: the
 // products of one keep the tensor cores busy while the other one computes P and dS. A warpgroup alone with the tensor
@@ -14,7 +16,7 @@
 namespace jaxmagi::sm90 {
 
 template <typename Config> struct BackwardConsumerNarrow {
-    using Element = typename Config::Element;
+    static_assert(Config::kConsumers == 2, "two warpgroups take turns");
     using Products = BackwardProducts<Config>;
     using KeyGradient = typename Products::KeyGradient;
     using ValueGradient = typename Products::ValueGradient;
@@ -22,8 +24,8 @@ template <typename Config> struct BackwardConsumerNarrow {
 
     // P and dS of a step, rounded, and the accumulator of S. Transposed dQ takes the registers of S: ptxas finds no
     // others.
-    struct Logits {
-        typename Products::Operand p, ds;
+    struct StepRegisters {
+        typename Config::RoundedLogits p, ds;
         typename Products::Logits s;
     };
 
@@ -35,34 +37,34 @@ template <typename Config> struct BackwardConsumerNarrow {
 
     // Adds up dK and dV over the steps of a work item.
     __device__ __forceinline__ void run_steps(KeyGradient& dk, ValueGradient& dv, int num_steps) {
-        Logits logits;
-        begin_steps(logits);
+        StepRegisters registers;
+        begin_steps(registers);
         if (num_steps == 1)
-            return step<true, true>(dk, dv, logits);
-        step<true, false>(dk, dv, logits);
+            return step<true, true>(dk, dv, registers);
+        step<true, false>(dk, dv, registers);
 #pragma unroll 1
         for (int left = num_steps - 2; left > 0; --left)
-            step<false, false>(dk, dv, logits);
-        step<false, true>(dk, dv, logits);
+            step<false, false>(dk, dv, registers);
+        step<false, true>(dk, dv, registers);
     }
 
     // Adds the current step to dK and dV and, through the reducer, the step before to dQ, unless this is the first one
     // of the work item. It begins with P and dS of the step, rounded, and no product in flight, and ends with those of
     // the next step; the last one ends with its own dQ.
     template <bool kFirst, bool kLast>
-    __device__ __forceinline__ void step(KeyGradient& dk, ValueGradient& dv, Logits& logits) {
+    __device__ __forceinline__ void step(KeyGradient& dk, ValueGradient& dv, StepRegisters& registers) {
         typename Products::QueryGradient own_dq;
-        auto& dq = query_gradient(logits, own_dq);
+        auto& dq = query_gradient(registers, own_dq);
         if constexpr (not kFirst)
             await_ds(current - 1);
         take_turn();
-        products.issue_dk(dk, logits.ds, current);
+        products.issue_dk(dk, registers.ds, current);
         wgmma_commit();
         if constexpr (not kFirst)
             issue_dq(dq, current - 1);
-        products.issue_dv(dv, logits.p, current);
+        products.issue_dv(dv, registers.p, current);
         wgmma_commit();
-        store_ds(logits);  // waits for ds_empty and arrives at ds_full
+        store_ds(registers);  // waits for ds_empty and arrives at ds_full
         wgmma_wait<kFirst ? 1 : 2>();  // dK
         fence_operand(dk);
         thread.release(memory.q_empty(current));
@@ -73,7 +75,7 @@ template <typename Config> struct BackwardConsumerNarrow {
         bool has_masked_rows = false;  // of the next step
         if constexpr (not kLast) {
             has_masked_rows = await_queries(current + 1);
-            issue_logits(logits, current + 1);
+            issue_logits(registers, current + 1);
         }
         wgmma_wait<kLast ? 0 : 1>();  // dV
         fence_operand(dv);
@@ -87,16 +89,16 @@ template <typename Config> struct BackwardConsumerNarrow {
             ++current;
         } else {
             ++current;
-            finish_logits(logits, has_masked_rows);
+            finish_logits(registers, has_masked_rows);
         }
     }
 
     // Computes P and dS of the first step of a work item.
-    __device__ __forceinline__ void begin_steps(Logits& logits) const {
+    __device__ __forceinline__ void begin_steps(StepRegisters& registers) const {
         const bool has_masked_rows = await_queries(current);
         take_turn();
-        issue_logits(logits, current);
-        finish_logits(logits, has_masked_rows);
+        issue_logits(registers, current);
+        finish_logits(registers, has_masked_rows);
     }
 
     // Gives warpgroup 0 its first turn. Called once, before all work items.
@@ -138,14 +140,14 @@ private:
         fence_shared_for_async();
     }
 
-    __device__ __forceinline__ void issue_logits(Logits& logits, unsigned step) const {
-        products.issue_qk(logits.s, step);
+    __device__ __forceinline__ void issue_logits(StepRegisters& registers, unsigned step) const {
+        products.issue_qk(registers.s, step);
         wgmma_commit();
     }
 
     // Issues the product for dP of the current step behind that for S, once fully masked rows are zero-filled, passes
     // the turn on, and computes P and dS.
-    __device__ __forceinline__ void finish_logits(Logits& logits, bool has_masked_rows) const {
+    __device__ __forceinline__ void finish_logits(StepRegisters& registers, bool has_masked_rows) const {
         typename Products::Logits dp;
         memory.dout_full(current).wait(memory.dout_parity(current));
         zero_masked_rows(memory, thread, current, has_masked_rows);
@@ -155,19 +157,19 @@ private:
         Softmax softmax{memory, args, thread, current, has_masked_rows};
         softmax.load_lse();
         wgmma_wait<1>();  // S
-        fence_operand(logits.s);
-        softmax.begin_p(logits.s);
+        fence_operand(registers.s);
+        softmax.begin_p(registers.s);
         softmax.load_delta();
         wgmma_wait<0>();  // dP
         fence_operand(dp);
-        softmax.finish(logits.s, dp, logits.p, logits.ds);
+        softmax.finish(registers.s, dp, registers.p, registers.ds);
     }
 
     // Stores dS of the current step for the products for dQ of both warpgroups. The product for dK, which has the same
     // registers as operand, may be in flight: both only read them.
-    __device__ __forceinline__ void store_ds(const Logits& logits) const {
+    __device__ __forceinline__ void store_ds(const StepRegisters& registers) const {
         memory.ds_empty(current).wait(memory.ds_parity(current) ^ 1);
-        store_transposed_ds<Config>(memory.ds(current), thread, logits.ds);
+        store_transposed_ds<Config>(memory.ds(current), thread, registers.ds);
         thread.arrive_by_warps(memory.ds_full(current));
     }
 
@@ -186,9 +188,10 @@ private:
         sm90::hand_over_dq(memory, thread, dq);  // waits for kPartEmpty and arrives at kPartFull
     }
 
-    __device__ __forceinline__ static auto& query_gradient(Logits& logits, typename Products::QueryGradient& own) {
+    __device__ __forceinline__ static auto& query_gradient(StepRegisters& registers,
+                                                           typename Products::QueryGradient& own) {
         if constexpr (Config::kTransposedDq)
-            return logits.s;
+            return registers.s;
         else
             return own;
     }

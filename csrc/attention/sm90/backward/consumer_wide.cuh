@@ -2,9 +2,11 @@
 
 #include "csrc/attention/sm90/backward/consumer.cuh"
 #include "csrc/attention/sm90/backward/epilogue_wide.cuh"
+#include "csrc/attention/sm90/backward/hand_over.cuh"
 #include "csrc/attention/sm90/backward/products_wide.cuh"
 #include "csrc/attention/sm90/backward/softmax.cuh"
 #include "csrc/attention/sm90/backward/store_logits.cuh"
+#include "csrc/attention/sm90/backward/zero_masked.cuh"
 
 // The consumer warpgroup for head dimensions above 128, where dK and dV of 64 keys would not fit into its registers.
 // Each warpgroup has S and dP of 32 keys, but dK and dV, transposed, of all keys of the tile and of some panels of the

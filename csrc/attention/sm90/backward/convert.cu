@@ -15,24 +15,40 @@ template <int kRows, bool kColumnsFirst> struct Layout {
     static constexpr SumsLayout kValue{kRows, kColumnsFirst};
 };
 
+// The keys of tiles, each of which has room for tile_keys in the sums.
+struct KeysOfTiles {
+    const ScheduledTile* tiles;  // [num_masks, num_tiles], in the order of the tile schedule
+    const int* ranks;            // [num_masks, num_tiles]: a tile's place there
+    int num_masks, num_tiles, tile_keys;
+
+    __device__ __forceinline__ Range keys_of(int example, int tile) const {
+        const int64_t first = num_masks == 1 ? 0 : int64_t{example} * num_tiles;
+        return tiles[first + ranks[first + tile]].rows;
+    }
+};
+
 // Sums of rows, which are those of queries or of keys, and how many CTAs convert them.
 struct ConvertArguments {
     const float* sums;
     const EightRows* rows;  // null for keys, whose sums are zero where they are fully masked
     void* to;
     bool f32;
-    int begin, end;  // the rows that are converted
+    int begin, end;  // the rows of sums that are converted
+    int shift, end_position;  // position = row + shift; the end of the positions that exist
     int length, heads, row_heads, dim, kernel_dim, rows_per_head;
     float scale;
     int num_ctas;
 
     // Returns the arguments for a CTA of keys, with the place where gradients of these go.
-    __device__ __forceinline__ ConvertArguments with_place(const AllKeyGradients& gradients, int tile_keys,
+    __device__ __forceinline__ ConvertArguments with_place(const AllKeyGradients& gradients, const KeysOfTiles& tiles,
                                                            int row_block, bool values, int cta) const {
         const int blocks_per_head = ceil_div(end - begin, row_block), example = cta / blocks_per_head / heads;
-        const int tile = (begin + cta % blocks_per_head * row_block) / tile_keys;
+        const int tile = (begin + cta % blocks_per_head * row_block) / tiles.tile_keys;
+        const Range keys = tiles.keys_of(example, tile);
         const KeyGradients& place = gradients.of(gradients.is_final(example, tile));
         ConvertArguments placed = *this;
+        placed.shift = keys.begin - tile * tiles.tile_keys;
+        placed.end_position = keys.end;
         placed.to = values ? place.dv : place.dk;
         placed.f32 = place.f32;
         placed.length = place.length;
@@ -52,7 +68,8 @@ template <int kRowBlock> struct ConvertedBlock {
     __device__ __forceinline__ bool is_visible(int row) const {
         return args.rows == nullptr or args.rows[in_workspace / 8 + row / 8].lse_log2[row % 8] != INFINITY;
     }
-    __device__ __forceinline__ int position(int row) const { return first + row; }
+    __device__ __forceinline__ int position(int row) const { return first + row + args.shift; }
+    __device__ __forceinline__ bool exists(int row) const { return position(row) < args.end_position; }
     // Returns the index of a row in [batch, length, row_heads].
     __device__ __forceinline__ int64_t index(int row) const {
         const int64_t example = all_heads / args.heads;
@@ -68,7 +85,7 @@ template <typename Element> __device__ __forceinline__ void convert(const Conver
     for (int r = 0; r < 2; ++r) {
         const int row = static_cast<int>(first) + 8 * r;
         out.first[r] = block.index(row);
-        out.wanted[r] = block.position(row) < args.length;
+        out.wanted[r] = block.exists(row);
         visible[r] = block.is_visible(row);
     }
     const float4* from = reinterpret_cast<const float4*>(args.sums + block.in_workspace * args.kernel_dim) + thread;
@@ -119,7 +136,7 @@ __device__ __forceinline__ void convert_transposed(const ConvertArguments& args,
 #pragma unroll
             for (int column = 0; column < 8; ++column)
                 x[column] = visible ? from[i * 4 * kWarpgroupThreads + column * 16] * args.scale : 0.f;
-            if (block.position(row) < args.length)
+            if (block.exists(row))
                 store<Element>(args, block.index(row) * args.dim + eight * 8, x);
         }
     }
@@ -130,7 +147,7 @@ struct ConvertAllArguments {
     ConvertArguments dq, dk, dv;
     WholeGroups whole_groups;
     AllKeyGradients gradients;
-    int tile_keys;
+    KeysOfTiles tiles;
 };
 
 // Converts all sums in one launch, since a launch takes longer than the sums of a short sequence.
@@ -153,7 +170,7 @@ __global__ void __launch_bounds__(kWarpgroupThreads) convert_all(const __grid_co
     const bool values = cta >= args.dk.num_ctas;
     cta -= values ? args.dk.num_ctas : 0;
     const ConvertArguments& sums = values ? args.dv : args.dk;
-    run(KeyLayout{}, sums.with_place(args.gradients, args.tile_keys, KeyLayout::kRowBlock, values, cta), cta);
+    run(KeyLayout{}, sums.with_place(args.gradients, args.tiles, KeyLayout::kRowBlock, values, cta), cta);
 }
 
 using ConvertKernel = void (*)(ConvertAllArguments);
@@ -193,6 +210,8 @@ cudaError_t convert_sums(const BackwardParams& params, const BackwardWorkspace& 
                         .f32 = params.dq_f32,
                         .begin = 0,
                         .end = shape.q_len,
+                        .shift = 0,
+                        .end_position = shape.q_len,
                         .length = shape.q_len,
                         .heads = shape.heads,
                         .row_heads = params.row_heads,
@@ -203,10 +222,12 @@ cudaError_t convert_sums(const BackwardParams& params, const BackwardWorkspace& 
                         .num_ctas = num_blocks(shape.batch * shape.heads, shape.q_len, workspace.dq_layout)};
     ConvertArguments dk{.sums = workspace.dk,
                         .rows = nullptr,
-                        .to = nullptr,  // by the tile
+                        .to = nullptr,  // set by with_place()
                         .f32 = false,
                         .begin = sums.key_tiles.begin * tile.keys,
-                        .end = std::min(sums.key_tiles.end * tile.keys, shape.kv_len),
+                        .end = sums.key_tiles.end * tile.keys,
+                        .shift = 0,         // set by with_place()
+                        .end_position = 0,  // set by with_place()
                         .length = 0,
                         .heads = shape.kv_heads,
                         .row_heads = 0,
@@ -229,9 +250,10 @@ cudaError_t convert_sums(const BackwardParams& params, const BackwardWorkspace& 
     const int num_ctas = dq.num_ctas + 2 * dk.num_ctas;
     if (num_ctas == 0)
         return cudaSuccess;
-    const WholeGroups whole_groups = make_whole_groups(params, kernel_dim, tile);
+    const WholeGroups whole_groups = make_whole_groups(params, kernel_dim);
     const AllKeyGradients gradients = make_key_gradients(params, tile);
-    kernel<<<num_ctas, kWarpgroupThreads, 0, stream>>>({dq, dk, dv, whole_groups, gradients, tile.keys});
+    const KeysOfTiles tiles{params.tiles, workspace.tile_ranks, params.num_masks, workspace.key_tiles, tile.keys};
+    kernel<<<num_ctas, kWarpgroupThreads, 0, stream>>>({dq, dk, dv, whole_groups, gradients, tiles});
     return cudaGetLastError();
 }
 

@@ -25,7 +25,7 @@ template <typename Config> struct BackwardEpilogue {
         for (int r = 0; r < 2; ++r) {
             const int at = first_key + 8 * r, key = work.key + at;
             rows[r] = (int64_t{work.example} * gradients.length + key) * gradients.row_heads + work.key_head;
-            exist[r] = key < args.kv_len;
+            exist[r] = key < work.end_key;
             visible[r] = work.visible[at / 32] >> at % 32 & 1;
         }
     }

@@ -16,13 +16,13 @@ template <typename Config> struct BackwardEpilogueWide {
 
     const BackwardWorkItem& work;
     const KeyGradients& gradients;
-    int num_keys;       // keys of the tile that exist
+    int num_keys;       // of the tile
     int row, lane;      // first row of the warp; lane in the warp
     int64_t first_row;  // index of the tile's first key in [batch, length, row_heads]
 
     __device__ __forceinline__ BackwardEpilogueWide(const BackwardArguments& args, const BackwardWorkItem& work,
                                                     int thread)
-        : work(work), gradients(args.gradients.of(work.is_final)), num_keys(args.kv_len - work.key),
+        : work(work), gradients(args.gradients.of(work.is_final)), num_keys(work.end_key - work.key),
           row(thread / 32 * 16), lane(thread % 32),
           first_row((int64_t{work.example} * gradients.length + work.key) * gradients.row_heads + work.key_head) {}
 

@@ -15,8 +15,10 @@ inline BackwardSchedules make_schedules(const BackwardParams& params, const Back
                                         TileShape tile) {
     // Tiles of whole groups are so short that neighbours never wait long, as if they were even.
     const int few_heads = heads_of_item(params.shape, kernel_dim), group = params.shape.heads / params.shape.kv_heads;
-    return {{make_schedule(params, stage, tile, few_heads, false),
-             make_schedule(params, stage, tile, few_heads, true), make_schedule(params, stage, tile, group, true)}};
+    const int chunk = kChunkQueries / tile.rows, short_chunk = params.deterministic ? chunk : kWholeGroupChunkBlocks;
+    return {{make_schedule(params, stage, tile, few_heads, false, chunk),
+             make_schedule(params, stage, tile, few_heads, true, chunk),
+             make_schedule(params, stage, tile, group, true, short_chunk)}};
 }
 
 inline BackwardArguments make_arguments(const BackwardParams& params, const BackwardLaunch& launch,
@@ -26,13 +28,12 @@ inline BackwardArguments make_arguments(const BackwardParams& params, const Back
     BackwardArguments args{
             .stages = {},
             .num_stages = launch.num_stages,
-            .whole_groups = make_whole_groups(params, kernel_dim, tile),
+            .whole_groups = make_whole_groups(params, kernel_dim),
             .workspace = workspace,
             .bands = params.bands,
             .tiles = params.tiles,
             .capacity = params.capacity,
             .q_len = shape.q_len,
-            .kv_len = shape.kv_len,
             .heads = shape.heads,
             .kv_heads = shape.kv_heads,
             .dim = shape.dim,
@@ -58,7 +59,7 @@ template <typename Config> cudaError_t load_backward() {
 
 template <typename Config> cudaError_t encode_maps(const BackwardParams& params, BackwardTensorMaps* maps) {
     const CUtensorMapDataType type = tensor_map_type(params.dtype);
-    const auto [batch, q_len, kv_len, heads, kv_heads, dim, v_dim] = params.shape;
+    const auto [batch, q_len, kv_len, heads, kv_heads, dim, v_dim, key_tiles] = params.shape;
     const OwnKeys all_keys{params.k, params.v, kv_len, kv_heads};
     const OwnKeys& own = params.own.length > 0 ? params.own : all_keys;
     const struct {

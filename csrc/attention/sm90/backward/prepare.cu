@@ -210,7 +210,7 @@ ZeroArguments zero_arguments(const BackwardParams& params, const BackwardWorkspa
             .count = workspace.bytes_to_clear / 16,
             .key_sums = has_key_sums ? reinterpret_cast<float4*>(workspace.dk) - begin : 0,
             .end_key_sums = has_key_sums ? reinterpret_cast<float4*>(workspace.counters) - begin : 0,
-            .whole_groups = make_whole_groups(params, kernel_dim, tile)};
+            .whole_groups = make_whole_groups(params, kernel_dim)};
 }
 
 }  // namespace

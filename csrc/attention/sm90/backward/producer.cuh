@@ -104,7 +104,7 @@ private:
         descriptor.mask = run.mask;
         descriptor.block = block;
         descriptor.band = run.band;
-        descriptor.tile = run.key / Config::kKeys;
+        descriptor.tile = run.tile;
     }
 
     __device__ __forceinline__ void load_dout(const BackwardBandRun& run, int block) const {

@@ -16,7 +16,7 @@ namespace jaxmagi::sm90 {
 template <typename Config> struct BackwardProducts {
     using Element = typename Config::Element;
     using Logits = float[Config::kRows / 2];
-    using Operand = uint32_t[Config::kRows / 16][4];
+    using RoundedLogits = typename Config::RoundedLogits;
     using KeyGradient = float[Config::kDim / 2];
     using ValueGradient = float[Config::kVDim / 2];
     using QueryGradient = float[Config::kRowBlock / 2];  // the warpgroup's part of dQ: 64 columns of a row block
@@ -39,7 +39,7 @@ template <typename Config> struct BackwardProducts {
     }
 
     // dV += P · dO, with P from registers
-    __device__ __forceinline__ void issue_dv(ValueGradient& dv, const Operand& p, unsigned step) const {
+    __device__ __forceinline__ void issue_dv(ValueGradient& dv, const RoundedLogits& p, unsigned step) const {
         const SwizzledOperand dout(memory.dout(step), Config::kRows * kPanelRowBytes);
         fence_operand(dv);
         wgmma_fence();
@@ -49,7 +49,7 @@ template <typename Config> struct BackwardProducts {
     }
 
     // dK += dS · Q, with dS from registers
-    __device__ __forceinline__ void issue_dk(KeyGradient& dk, const Operand& ds, unsigned step) const {
+    __device__ __forceinline__ void issue_dk(KeyGradient& dk, const RoundedLogits& ds, unsigned step) const {
         const SwizzledOperand q(memory.q(step), Config::kRows * kPanelRowBytes);
         fence_operand(dk);
         wgmma_fence();

@@ -30,6 +30,7 @@ struct alignas(16) BackwardSchedule {
     int last_section;                      // its first work item
     int first_split, num_splits, split_blocks;  // the first work item that is split; parts of one; blocks of a part
     int num_claims;                             // work items that are not split, and parts of those that are
+    int chunk_blocks;  // blocks of queries of a tile after which its heads take turns
 
     // Returns true if dK and dV of a tile are added up in the workspace.
     JAXMAGI_HOST_DEVICE bool adds_gradients() const { return sets_per_key_head > 1; }
@@ -60,39 +61,55 @@ inline bool may_add_gradients(const BackwardShape& shape, int kernel_dim) {
     return heads_of_item(shape, kernel_dim) < shape.heads / shape.kv_heads;
 }
 
-// Decides on the device whether work items have all query heads of a group although heads_of_item says fewer. They do
-// where all tiles have few blocks of queries, as with short documents: with all heads in turn these stay in the L2
-// cache, and there are no sums of dK and dV to be cleared and converted.
+// Decides on the device whether work items have all query heads of a group although heads_of_item says fewer. There are
+// then no sums of dK and dV to be added to, cleared and converted, which takes long in comparison with tiles of few
+// blocks of queries. Items have whole groups if all tiles are short. They also have if at least half of the tiles are
+// at most of medium length, and a quarter at least half as long as the longest, as with documents under a full mask: a
+// few long items would end long after all others. Where most tiles are long it does not pay, since queries of all heads
+// of a group leave the L2 cache before the next tile needs them, or the last round is far from full.
 struct WholeGroups {
     const ScheduledTile* tiles;  // [num_masks, num_tiles], the longest of a mask first
     int num_masks, num_tiles;    // no masks: never
+    int most_blocks;             // of queries of a tile
 
     __device__ __forceinline__ bool chosen() const;
 };
 
-// The most blocks of queries that a tile may have, and the fewest work items that there have to be for a
-// multiprocessor, unless others have work for it. Both were chosen at D 128, where 15 blocks (a window) took 13 % less
-// time with whole groups and 26 took 10 % more.
-inline constexpr int kWholeGroupBlocks = 16, kWholeGroupItems = 8;
+// The most blocks of queries of a short tile, of one of medium length, and of the longest one, and the fewest work
+// items that there have to be for a multiprocessor, unless others have work for it. All were chosen at D 128
+// (docs/log/backward.md).
+inline constexpr int kShortTileBlocks = 16, kMediumTileBlocks = 32, kWholeGroupBlocks = 128, kWholeGroupItems = 8;
+// Queries of a tile after which its heads take turns; blocks of them, if work items have whole groups. Tiles of
+// different lengths, which begin with the same block, then need the same queries of all heads at about the same time.
+inline constexpr int kChunkQueries = 8192, kWholeGroupChunkBlocks = 16;
 // The most masks that are looked at.
 inline constexpr int kWholeGroupMasks = 64;
 
 __device__ __forceinline__ bool WholeGroups::chosen() const {
-    int longest = 0;
+    int longest = 0, quarter = INT32_MAX, median = 0;
 #pragma unroll 8  // loads in flight
-    for (int mask = 0; mask < num_masks; ++mask)
-        longest = max(longest, tiles[int64_t{mask} * num_tiles].num_blocks);
-    return num_masks > 0 and longest <= kWholeGroupBlocks;
+    for (int mask = 0; mask < num_masks; ++mask) {
+        const ScheduledTile* const first = tiles + int64_t{mask} * num_tiles;
+        longest = max(longest, first->num_blocks);
+        quarter = min(quarter, first[num_tiles / 4].num_blocks);
+        median = max(median, first[num_tiles / 2].num_blocks);
+    }
+    const bool few_are_long = median <= kMediumTileBlocks and longest - quarter <= quarter;
+    return num_masks > 0 and (longest <= kShortTileBlocks or (longest <= most_blocks and few_are_long));
 }
 
-inline WholeGroups make_whole_groups(const BackwardParams& params, int kernel_dim, TileShape tile) {
+inline WholeGroups make_whole_groups(const BackwardParams& params, int kernel_dim) {
     const BackwardShape& shape = params.shape;
-    const int num_tiles = ceil_div(shape.kv_len, tile.keys);
+    const int num_tiles = shape.key_tiles;
     const int64_t items = int64_t{shape.batch} * shape.kv_heads * num_tiles;
     const bool are_enough = params.is_part or items >= int64_t{kWholeGroupItems} * params.num_sms;
     const bool possible =
         may_add_gradients(shape, kernel_dim) and params.num_masks <= kWholeGroupMasks and are_enough;
-    return {params.tiles, possible ? params.num_masks : 0, num_tiles};
+    // Long items of a last round that is not full would cost more than sums do. A fixed order was not measured.
+    const int64_t rounds = ceil_div(items, int64_t{params.num_sms});
+    const bool may_be_long = not params.deterministic and 25 * rounds * params.num_sms <= 26 * items;
+    return {params.tiles, possible ? params.num_masks : 0, num_tiles,
+            may_be_long ? kWholeGroupBlocks : kShortTileBlocks};
 }
 
 // How much of the L2 cache the queries, dO and dQ of a section may fill.
@@ -131,14 +148,18 @@ inline constexpr int kSplitSteps = 16, kMostSplits = 16;
 
 // Splits the work items of the last round if a quarter of the CTAs would have nothing to do. Parts add dK and dV up in
 // any order, so nothing is split if the order of sums is fixed.
-// items_before: work items of other stages, as if these came right before.
+// items_before: work items of other stages, as if these came right before. more_tiles: of a head set, beside those that
+// begin at multiples of their length. They are taken to have no rows, as if no document began a tile, which the device
+// alone knows; then they come last where the longest come first.
 inline void split_last_round(BackwardSchedule* schedule, const BackwardParams& params, bool is_followed,
-                             int items_before, int num_blocks) {
-    const int last_round = std::min((items_before + schedule->num_items) % params.num_sms, schedule->num_items);
+                             int items_before, int last_sets, int more_tiles, int num_blocks) {
+    const int without_steps = last_sets * more_tiles;
+    const int num_items = schedule->num_items - params.num_masks * schedule->head_sets * more_tiles;
+    const int last_round = std::min((items_before + num_items) % params.num_sms, num_items);
     const bool possible = schedule->adds_gradients() and not is_followed and not params.deterministic;
-    const bool splits = possible and 4 * last_round <= 3 * params.num_sms;
+    const bool splits = possible and 0 < last_round and 4 * last_round <= 3 * params.num_sms;
     const int fewest_blocks = ceil_div(kSplitSteps, schedule->heads_per_item);
-    schedule->first_split = schedule->num_items - (splits ? last_round : 0);
+    schedule->first_split = schedule->num_items - (splits ? last_round + without_steps : 0);
     schedule->split_blocks = std::max(fewest_blocks, ceil_div(num_blocks, kMostSplits));
     schedule->num_splits = ceil_div(num_blocks, schedule->split_blocks);
     const int num_split = schedule->num_items - schedule->first_split;
@@ -147,14 +168,15 @@ inline void split_last_round(BackwardSchedule* schedule, const BackwardParams& p
 
 // Returns the positions of tiles.
 inline Range range_of(const BackwardParams& params, TileShape tile, KeyTiles tiles) {
-    const int end = ceil_div(params.shape.kv_len, tile.keys);
+    const int end = params.shape.key_tiles;
     const int own = params.own.length == params.shape.kv_len ? end : params.own.length / tile.keys;
     return {tiles == KeyTiles::kOthers ? own : 0, tiles == KeyTiles::kOwn ? own : end};
 }
 
 // heads: query heads of a work item. even: tiles are about as long, which matters if the order of sums is fixed.
+// chunk_blocks: blocks of queries of a tile after which its heads take turns.
 inline BackwardSchedule make_schedule(const BackwardParams& params, const BackwardStage& stage, TileShape tile,
-                                      int heads, bool even) {
+                                      int heads, bool even, int chunk_blocks) {
     const BackwardShape& shape = params.shape;
     const int num_masks = params.num_masks, num_sms = params.num_sms;
     const bool deterministic = params.deterministic;
@@ -163,7 +185,7 @@ inline BackwardSchedule make_schedule(const BackwardParams& params, const Backwa
     const int tiles = positions.end - positions.begin, first_set = stage.key_heads.begin * sets;
     const int head_sets = stage.key_heads.end * sets - first_set;
     if (tiles == 0 or head_sets == 0)  // warps that see this schedule may still work on the stage before
-        return {.heads_per_item = heads, .sets_per_key_head = sets, .group_size = group};
+        return {.heads_per_item = heads, .sets_per_key_head = sets, .group_size = group, .chunk_blocks = chunk_blocks};
     const int64_t set_bytes = int64_t{shape.q_len} * heads * (6 * shape.dim + 2 * shape.v_dim);
     // In a smaller section, the longest tiles of the last section would end long after the others.
     const int64_t balanced = ceil_div(num_sms * 9 / 10, tiles);
@@ -185,13 +207,16 @@ inline BackwardSchedule make_schedule(const BackwardParams& params, const Backwa
                               .group_size = group,
                               .order = TileOrder::kFirstToLast,
                               .last_order = TileOrder::kLongestFirst,
-                              .last_section = num_items - last_sets * tiles};
+                              .last_section = num_items - last_sets * tiles,
+                              .chunk_blocks = chunk_blocks};
     if (deterministic or stage.is_followed)
         schedule.last_order = TileOrder::kFirstToLast;
     if (deterministic and stage.tiles == KeyTiles::kAll and has_few_tiles(tiles, num_sms))
         schedule.order = TileOrder::kLastToFirst;
     const int items_before = num_masks * (first_set * positions.end + head_sets * positions.begin);
-    split_last_round(&schedule, params, stage.is_followed, items_before, ceil_div(shape.q_len, tile.rows));
+    const int more_tiles = shape.key_tiles - ceil_div(shape.kv_len, tile.keys);
+    split_last_round(&schedule, params, stage.is_followed, items_before, last_sets, more_tiles,
+                     ceil_div(shape.q_len, tile.rows));
     return schedule;
 }
 

@@ -13,8 +13,6 @@
 namespace jaxmagi::sm90 {
 
 template <typename Config> struct BackwardScheduler {
-    static constexpr int kChunkBlocks = 8192 / Config::kRows;
-
     BackwardMemory<Config> memory;
     const BackwardArguments& args;
     int lane;
@@ -106,7 +104,9 @@ private:
             CurrentTile& tile = memory.current_tile();
             tile.mirrored = item.order == TileOrder::kLastToFirst;
             tile.blocks = item.blocks;
-            tile.key = scheduled.tile * Config::kKeys;
+            tile.index = scheduled.tile;
+            tile.key = scheduled.rows.begin;
+            tile.end_key = scheduled.rows.end;
             tile.first_band = scheduled.first_band;
             tile.end_band = scheduled.end_band;
             tile.mask = item.mask;
@@ -147,7 +147,7 @@ private:
             write_chunks();
     }
 
-    // A band and the blocks of queries that see keys of the tile in it. Keys of the tile that do not exist count too.
+    // A band and the blocks of queries that see keys of the tile in it.
     struct LaneRun {
         Band band;
         Range blocks;
@@ -163,7 +163,7 @@ private:
         const int4 ranges = __ldg(words);
         const int2 limits = __ldg(reinterpret_cast<const int2*>(words + 1));
         const Band band{ranges.x, ranges.y, ranges.z, ranges.w, limits.x, limits.y};
-        const Range queries = keys_of_rows(band, {tile.key, tile.key + Config::kKeys});
+        const Range queries = keys_of_rows(band, {tile.key, tile.end_key});
         if (is_empty(queries))
             return {band, {0, 0}};
         const int origin = blocks_begin_anywhere() ? queries.begin % Config::kRows / 8 * 8 : 0;
@@ -189,7 +189,7 @@ private:
         return max(0, min(__reduce_add_sync(~0u, count), tile.blocks.end) - tile.blocks.begin);
     }
 
-    // Returns a bit for each of 32 keys: set if some query sees the key, or if it does not exist.
+    // Returns a bit for each of 32 keys: set if some query sees the key, or if the tile does not have it.
     __device__ __forceinline__ uint32_t visible_keys(int first) const {
         const CurrentTile& tile = memory.current_tile();
         uint32_t visible = 0;
@@ -198,7 +198,7 @@ private:
             const ScheduledBand* band = tile.bands + i;
             visible |= low_bits(__ldg(&band->q1) - first) & ~low_bits(__ldg(&band->q0) - first);
         }
-        return __reduce_or_sync(~0u, visible) | ~low_bits(args.kv_len - first);
+        return __reduce_or_sync(~0u, visible) | ~low_bits(tile.end_key - first);
     }
 
     // Writes the work item, which the barrier of its first run publishes.
@@ -221,10 +221,11 @@ private:
         tile.head = tile.first_head;
         work.num_steps = num_blocks * memory.schedule().heads_per_item;
         work.key = tile.key;
+        work.end_key = tile.end_key;
         work.key_head = tile.key_head;
         work.example = tile.example;
         work.all_visible = all_visible;
-        work.is_final = args.gradients.is_final(tile.example, tile.key / Config::kKeys);
+        work.is_final = args.gradients.is_final(tile.example, tile.index);
     }
 
     // Writes the runs of the work item, chunk by chunk of its blocks, and in each head by head. If heads changed at
@@ -239,7 +240,7 @@ private:
             __syncwarp();
             if (lane == 0 and ++tile.head == tile.first_head + memory.schedule().heads_per_item) {
                 tile.head = tile.first_head;
-                tile.chunk += kChunkBlocks;
+                tile.chunk += memory.schedule().chunk_blocks;
             }
             __syncwarp();
         }
@@ -267,7 +268,7 @@ private:
 
     __device__ __forceinline__ int end_of_chunk() const {
         const CurrentTile& tile = memory.current_tile();
-        return min(tile.chunk + kChunkBlocks, tile.blocks.end);
+        return min(tile.chunk + memory.schedule().chunk_blocks, tile.blocks.end);
     }
 
     // Writes the runs of 32 bands, each found by one lane.
@@ -315,7 +316,7 @@ private:
         BackwardBandRun& run = memory.band_run(num_runs);
         run.blocks = found.blocks;
         run.key_begin = band.q0 - tile.key;
-        run.key_end = band.q1 - tile.key;
+        run.key_end = min(band.q1, tile.end_key) - tile.key;
         run.lower = band.lo + tile.key;
         run.upper = min(band.hi, kUnbounded - 1) + tile.key + 1;
         run.first_query = band.k0;
@@ -323,7 +324,7 @@ private:
         run.origin = found.origin;
         run.band = band_index;
         run.head = tile.head;
-        const bool holds_keys = band.q0 <= tile.key and tile.key + Config::kKeys <= band.q1;
+        const bool holds_keys = run.key_begin <= 0 and Config::kKeys <= run.key_end;
         // Every query of a block sees every key if the block lies between these, counted from the origin.
         const int from = max(band.k0, band.lo + tile.key + Config::kKeys - 1) - found.origin;
         const int to = min(band.k1, run.upper) - found.origin;
@@ -343,6 +344,7 @@ private:
         run.key_head = tile.key_head;
         run.example = tile.example;
         run.mask = tile.mask;
+        run.tile = tile.index;
         memory.run_full(num_runs).arrive();
     }
 

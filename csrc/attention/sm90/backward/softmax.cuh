@@ -41,15 +41,11 @@ template <int kPairs> struct EarlyStatistics {
     ColumnStatistics columns;
     float2 pairs[kPairs];
 
-    __device__ __forceinline__ void load_lse() {
+    // kRead is ColumnStatistics::lse_log2 or ColumnStatistics::delta.
+    template <auto kRead> __device__ __forceinline__ void load() {
 #pragma unroll
         for (int i = 0; i < kPairs; ++i)
-            pairs[i] = columns.lse_log2(4 * i);
-    }
-    __device__ __forceinline__ void load_delta() {
-#pragma unroll
-        for (int i = 0; i < kPairs; ++i)
-            pairs[i] = columns.delta(4 * i);
+            pairs[i] = (columns.*kRead)(4 * i);
     }
     __device__ __forceinline__ float2 lse_log2(int i) const {
         return i / 4 < kPairs ? pairs[i / 4] : columns.lse_log2(i);
@@ -83,12 +79,12 @@ template <int kBegin, int kEnd, int kCount> __device__ __forceinline__ void expo
         log2_p[i] = exp2_approx(log2_p[i]);
 }
 
-// Masks probabilities in the first kFirst registers, and logarithms of probabilities in the others.
-template <int kFirst, int kCount>
+// Masks probabilities in the first kProbabilities registers, and logarithms of probabilities in the others.
+template <int kProbabilities, int kCount>
 __device__ __forceinline__ void apply_mask(float (&p)[kCount], const BackwardVisibleBits& visible) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
-        p[i] = visible[i] ? p[i] : i < kFirst ? 0.f : -INFINITY;
+        p[i] = visible[i] ? p[i] : i < kProbabilities ? 0.f : -INFINITY;
 }
 
 // Turns gradients of the probabilities into those of the logits.
@@ -116,8 +112,9 @@ struct ProbabilitiesAndGradients {
 };
 
 // With a soft cap, returns P and dS of two logits, of which tanh(logit / cap) is given.
-__device__ __forceinline__ ProbabilitiesAndGradients capped(float2 tanh, float2 dp, float2 lse_log2, float2 delta,
-                                                            float cap_log2, bool first_visible, bool second_visible) {
+__device__ __forceinline__ ProbabilitiesAndGradients capped_p_and_ds(float2 tanh, float2 dp, float2 lse_log2,
+                                                                     float2 delta, float cap_log2, bool first_visible,
+                                                                     bool second_visible) {
     const float2 p{exp2_approx(cap_log2 * tanh.x - lse_log2.x), exp2_approx(cap_log2 * tanh.y - lse_log2.y)};
     const float2 ds{p.x * (1.f - tanh.x * tanh.x) * (dp.x - delta.x), p.y * (1.f - tanh.y * tanh.y) * (dp.y - delta.y)};
     return {{first_visible ? p.x : 0.f, second_visible ? p.y : 0.f},
@@ -129,14 +126,14 @@ __device__ __forceinline__ ProbabilitiesAndGradients capped(float2 tanh, float2 
 template <typename Config> struct TransposedSoftmax {
     static constexpr int kCount = Config::kRows / 2;
     using Element = typename Config::Element;
-    using Operand = uint32_t[kCount / 8][4];
+    using RoundedLogits = typename Config::RoundedLogits;
     static_assert(kCount <= 64);
     // Statistics are read before the products after which they are needed are waited for, of as many queries as there
     // are registers for.
     static constexpr int kEarlyPairs = Config::kRows < 128 ? kCount / 4 : 8;
     // So many registers of P are computed before dP is waited for. The exponentials of 128 queries take longer than dP:
     // those of the second half run beside the arithmetic of dS.
-    static constexpr int kFirst = Config::kRows < 128 ? kCount : kCount / 2;
+    static constexpr int kBeforeDp = Config::kRows < 128 ? kCount : kCount / 2;
 
     BackwardMemory<Config> memory;
     const BackwardArguments& args;
@@ -149,8 +146,17 @@ template <typename Config> struct TransposedSoftmax {
     BackwardVisibleBits visible = Config::kSoftCap and masked ? visible_bits() : BackwardVisibleBits{};
     EarlyStatistics<kEarlyPairs> early{statistics(), {}};
 
-    // To be called before S is waited for.
-    __device__ __forceinline__ void load_lse() { early.load_lse(); }
+    // To be called before S is waited for. With a soft cap nothing is computed from S and lse alone.
+    __device__ __forceinline__ void load_lse() {
+        if constexpr (not Config::kSoftCap)
+            early.template load<&ColumnStatistics::lse_log2>();
+    }
+
+    // To be called before dP is waited for.
+    __device__ __forceinline__ void load_delta() {
+        if constexpr (not Config::kSoftCap)
+            early.template load<&ColumnStatistics::delta>();
+    }
 
     // Computes as much of P from S as is due before dP is waited for; with a soft cap, only tanh.
     __device__ __forceinline__ void begin_p(float (&p)[kCount]) const {
@@ -158,38 +164,35 @@ template <typename Config> struct TransposedSoftmax {
             apply_tanh(p, args.logit_scale);
         } else {
             compute_log2_p(p, early, args.logit_scale);
-            exponentiate<0, kFirst>(p);
+            exponentiate<0, kBeforeDp>(p);
             if (masked)
-                apply_mask<kFirst>(p, visible_bits());
+                apply_mask<kBeforeDp>(p, visible_bits());
         }
     }
 
     // Computes the rest of P, and dS from dP, and rounds both.
-    __device__ __forceinline__ void finish(float (&p)[kCount], float (&dp)[kCount], Operand& p_operand,
-                                           Operand& ds_operand) const {
+    __device__ __forceinline__ void finish(float (&p)[kCount], float (&dp)[kCount], RoundedLogits& p_operand,
+                                           RoundedLogits& ds_operand) const {
         if constexpr (Config::kSoftCap) {
             finish_capped(p, dp, p_operand, ds_operand);
         } else {
-            exponentiate<kFirst, kCount>(p);
+            exponentiate<kBeforeDp, kCount>(p);
             compute_ds(dp, p, early);
             round_to_operand<Element>(dp, ds_operand);
             round_to_operand<Element>(p, p_operand);
         }
     }
 
-    // To be called before dP is waited for.
-    __device__ __forceinline__ void load_delta() { early.load_delta(); }
-
 private:
     // Computes P and dS from tanh and dP. It rounds each pair at once, from the last to the first: in another order
     // ptxas would spill.
     __device__ __forceinline__ void finish_capped(const float (&tanh)[kCount], const float (&dp)[kCount],
-                                                  Operand& p, Operand& ds) const {
+                                                  RoundedLogits& p, RoundedLogits& ds) const {
 #pragma unroll
         for (int i = kCount - 2; i >= 0; i -= 2) {
             const auto [probabilities, gradients] =
-                capped({tanh[i], tanh[i + 1]}, {dp[i], dp[i + 1]}, statistics().lse_log2(i), statistics().delta(i),
-                       args.cap_log2, visible[i], visible[i + 1]);
+                capped_p_and_ds({tanh[i], tanh[i + 1]}, {dp[i], dp[i + 1]}, statistics().lse_log2(i),
+                                statistics().delta(i), args.cap_log2, visible[i], visible[i + 1]);
             p[i / 8][i / 2 % 4] = Element::pack(probabilities.x, probabilities.y);
             ds[i / 8][i / 2 % 4] = Element::pack(gradients.x, gradients.y);
         }
@@ -266,8 +269,8 @@ template <typename Config, int kCount> struct WideSoftmax {
 #pragma unroll
             for (int i = 0; i < kCount; i += 2) {
                 const auto [probabilities, gradients] =
-                    capped({p[i], p[i + 1]}, {dp[i], dp[i + 1]}, rows.lse_log2(i), rows.delta(i), args.cap_log2,
-                           visible[i], visible[i + 1]);
+                    capped_p_and_ds({p[i], p[i + 1]}, {dp[i], dp[i + 1]}, rows.lse_log2(i), rows.delta(i),
+                                    args.cap_log2, visible[i], visible[i + 1]);
                 p[i] = probabilities.x;
                 p[i + 1] = probabilities.y;
                 dp[i] = gradients.x;

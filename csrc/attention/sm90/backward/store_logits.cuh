@@ -12,7 +12,7 @@ namespace jaxmagi::sm90 {
 // Stores transposed dS, with a panel for the 64 keys of each warpgroup.
 template <typename Config>
 __device__ __forceinline__ void store_transposed_ds(SharedAddress to, ConsumerThread thread,
-                                                    const uint32_t (&ds)[Config::kRows / 16][4]) {
+                                                    const typename Config::RoundedLogits& ds) {
     const unsigned index = thread.index(), lane = index % 32, column = index / 32 * 32 + lane / 8 % 2 * 16;  // in bytes
     const SharedAddress panel = to + thread.warpgroup * Config::kRows * kPanelRowBytes;
     const unsigned first = lane / 16 * 8 + lane % 8;

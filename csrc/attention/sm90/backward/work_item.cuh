@@ -10,11 +10,12 @@ namespace jaxmagi::sm90 {
 
 // One tile of keys with a head set of one key head, or some blocks of queries of it, for the consumers.
 struct alignas(16) BackwardWorkItem {
-    uint32_t visible[4];  // a bit for each key: set if some query sees the key, or if the key does not exist
+    uint32_t visible[4];  // a bit for each key: set if some query sees the key, or if it is behind end_key
     int num_steps;  // blocks of queries of all heads of the item; 0: no query sees a key; -1: no more work items
-    int key, key_head, example;  // first key
+    int key, end_key;  // the keys of the tile, at most kKeys
+    int key_head, example;
     bool all_visible;
-    bool is_final;               // where dk and dv go (key_gradients.cuh)
+    bool is_final;  // where dk and dv go (key_gradients.cuh)
 };
 
 // One block of queries of one head, for the consumers and the reducer. Columns are queries. Columns [max(first_column,
@@ -31,20 +32,21 @@ struct alignas(16) StepDescriptor {
 
 // Blocks of queries of one head that see keys of a tile in one band, for the producer.
 struct alignas(16) BackwardBandRun {
-    int key_begin, key_end;        // keys of the band, counted from the tile's first key
+    int key_begin, key_end;        // keys of the band in the tile, counted from the tile's first key
     int lower, upper;              // queries [lower, upper) see the first key, [lower + 1, upper + 1) the next one
     int first_query, end_query;    // queries of the band
     Range blocks, unmasked;        // those of the run; those of the band in which every query sees every key
     int band, head;
     int item;                      // number of work items that the CTA had before
-    int key, key_head, example, mask;
+    int key, key_head, example, mask, tile;  // first key of the tile; its index
     bool first, mirrored;          // first run of the work item; blocks come from the first to the last
     int origin;  // query at which block 0 begins, one of the first kRows. At another place here, ptxas would spill
 };
 
 // The tile of keys that the scheduler works on. It is in shared memory because the scheduler has few registers.
 struct alignas(16) CurrentTile {
-    int item, key;  // number of work items before; first key
+    int item, index;   // number of work items before; of the tile in its mask
+    int key, end_key;  // its keys, at most kKeys
     int first_band, end_band, mask, key_head, example, first_head;
     const ScheduledBand* bands;  // of the mask
     int stage, variant;          // of the launch; of its schedules

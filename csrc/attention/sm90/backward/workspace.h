@@ -19,7 +19,7 @@ struct BackwardWorkspace {
     SumsLayout dq_layout, key_layout;
     int rows_per_head;  // with padding
     int key_tiles;
-    int rows_per_key_head;  // with padding
+    int rows_per_key_head;  // as many for each tile as the longest have
     // The next six, from dq to key_additions, are contiguous and have to be set to zero, dk and dv only if work items
     // do not have whole groups.
     float* dq;       // [batch, heads, panels of dq_layout, rows_per_head · columns of a panel]
@@ -65,8 +65,8 @@ inline BackwardWorkspace lay_out(char* base, const BackwardShape& shape, TileSha
     BackwardWorkspace layout{.dq_layout = query_sums_layout(tile.rows),
                              .key_layout = key_sums_layout(kernel_dim, tile.keys),
                              .rows_per_head = rows_per_head,
-                             .key_tiles = ceil_div(shape.kv_len, tile.keys),
-                             .rows_per_key_head = ceil_div(shape.kv_len, tile.keys) * tile.keys};
+                             .key_tiles = shape.key_tiles,
+                             .rows_per_key_head = shape.key_tiles * tile.keys};
     layout.dq = reinterpret_cast<float*>(take(all_rows * kernel_dim * sizeof(float)));
     const int64_t key_heads = int64_t{shape.batch} * shape.kv_heads;
     const bool has_key_sums = may_add_gradients(shape, kernel_dim);
