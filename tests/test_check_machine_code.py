@@ -37,12 +37,12 @@ def listing(*instructions: str) -> str:
     return "\t\tFunction : planted\n" + "".join(instructions)
 
 
-def wait_for_mbarrier(address: int, waits: tuple[int, ...] = ()) -> str:
+def wait_for_mbarrier(address: int, waits: tuple[int, ...] = (), sleep: str = SLEEP) -> str:
     """Returns a wait that sleeps in a loop until the mbarrier's phase is complete, and the kernel's end."""
     return (
         instruction(address, TRY)
         + instruction(address + 16, f"@P1 BRA {address + 64:#x}", waits=waits)
-        + instruction(address + 32, SLEEP)
+        + instruction(address + 32, sleep)
         + instruction(address + 48, f"BRA {address:#x}")
         + instruction(address + 64, "EXIT")
     )
@@ -105,9 +105,45 @@ def test_loop_back_to_a_sleep(check: ModuleType) -> None:
     assert complaints(check, text) == [(0x20, 0x10)]
 
 
-def test_copy_without_operands_to_read(check: ModuleType) -> None:
-    text = listing(instruction(0, COPY), wait_for_mbarrier(0x10))
-    assert complaints(check, text) == []
+def test_copy_without_a_scoreboard(check: ModuleType) -> None:
+    """Nothing can wait for it."""
+    text = listing(instruction(0, COPY), wait_for_mbarrier(0x10, waits=(0, 1, 2, 3, 4, 5)))
+    assert complaints(check, text) == [(0, 0x30)]
+
+
+@pytest.mark.parametrize(
+    "sleep",
+    [
+        "YIELD",
+        "BSYNC B3",
+        "WARPSYNC.ALL",
+        "BAR.SYNC.DEFER_BLOCKING 0x1",
+        "CALL.REL.NOINC 0x40",
+        "BRX R2 -0x40",
+    ],
+)
+def test_other_sleeps(check: ModuleType, sleep: str) -> None:
+    text = listing(instruction(0, COPY, reads=1), wait_for_mbarrier(0x10, sleep=sleep))
+    assert complaints(check, text) == [(0, 0x30)]
+
+
+@pytest.mark.parametrize("branch", ["BRA.DIV UR8, 0x40", "BRA.CONV UR4, 0x40", "@!P3 BRA 0x40"])
+@pytest.mark.parametrize(("waits_ahead", "found"), [(True, [(0, 0x60)]), (False, [(0, 0x20)])])
+def test_both_ways_of_a_branch(
+    check: ModuleType, branch: str, waits_ahead: bool, found: list[tuple[int, int]]
+) -> None:
+    ahead = instruction(0x20, "NOP", waits=(1,)) if waits_ahead else instruction(0x20, "YIELD")
+    behind = wait_for_mbarrier(0x40, waits=() if waits_ahead else (1,))
+    text = listing(
+        instruction(0, COPY, reads=1), instruction(0x10, branch), ahead, instruction(0x30, "EXIT"), behind
+    )
+    assert complaints(check, text) == found
+
+
+def test_each_function_is_read(check: ModuleType) -> None:
+    clean = listing(instruction(0, COPY, reads=1), wait_for_mbarrier(0x10, waits=(1,)))
+    planted = listing(instruction(0x10, COPY, reads=1), wait_for_mbarrier(0x20))
+    assert complaints(check, clean + planted) == complaints(check, planted + clean) == [(0x10, 0x40)]
 
 
 @pytest.mark.parametrize(
@@ -118,10 +154,13 @@ def test_other_copies(check: ModuleType, copy: str) -> None:
     assert complaints(check, text) == [(0, 0x30)]
 
 
-def test_listing_without_copies_is_not_taken_for_clean(
+def test_module_without_copies_is_not_taken_for_clean(
     check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(check, "disassemble", lambda module: "nothing that it knows")
-    monkeypatch.setattr("sys.argv", ["check_machine_code", "module.so"])
+    full = listing(instruction(0, COPY, reads=1), wait_for_mbarrier(0x10, waits=(1,)))
+    monkeypatch.setattr(check, "disassemble", {Path("full.so"): full, Path("empty.so"): "unknown"}.get)
+    monkeypatch.setattr("sys.argv", ["check_machine_code", "full.so"])
+    assert check.main() == 0
+    monkeypatch.setattr("sys.argv", ["check_machine_code", "full.so", "empty.so"])
     assert check.main() == 1
-    assert "not understood" in capsys.readouterr().err
+    assert "empty.so has not one asynchronous copy" in capsys.readouterr().err

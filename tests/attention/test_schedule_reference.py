@@ -49,7 +49,7 @@ def test_tiles_begin_with_long_bands(rng: np.random.Generator) -> None:
     """All rows are those of one tile, in order, and no tile goes on where a long document begins."""
     for more_tiles in (0, 1, 3, 9):
         lengths = rng.choice([1, 100, 1023, 1024, 1500, 3000], 12)
-        length, ends = lengths.sum(), lengths.cumsum()
+        length, ends = int(lengths.sum()), lengths.cumsum()
         bands = np.stack([ends - lengths, ends], 1)
         rows = rows_of_tiles(bands, length, 128, more_tiles)
         assert len(rows) == -(-length // 128) + more_tiles

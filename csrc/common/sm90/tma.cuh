@@ -27,10 +27,10 @@ __device__ __forceinline__ void tma_load(SharedAddress to, const CUtensorMap& ma
         : "memory");
 }
 
-// Waits until the copies issued before have read their operands, which are in registers of the warp. ptxas has to see to
-// that before the thread may sleep, as it does in a wait for an mbarrier, but where the code branches in between it does
-// not (13.0): then a copy that has to queue fails as an illegal instruction. At a barrier of threads, here of those that
-// run anyway, ptxas always waits. .ci/check_machine_code finds such places.
+// Waits until the copies issued before have read their operands, which are in registers of the warp. ptxas has to see
+// to that before the thread may sleep, as it does in a wait for an mbarrier, but where the code branches in between it
+// does not (13.0): then a copy that has to queue fails as an illegal instruction. At a barrier of threads, here of
+// those that run anyway, ptxas always waits. .ci/check_machine_code finds such places.
 __device__ __forceinline__ void wait_until_issued() {
     asm volatile("{.reg .b32 mask; activemask.b32 mask; bar.warp.sync mask;}" ::: "memory");
 }
