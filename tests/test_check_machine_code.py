@@ -118,6 +118,7 @@ def test_copy_without_a_scoreboard(check: ModuleType) -> None:
         "BSYNC B3",
         "WARPSYNC.ALL",
         "BAR.SYNC.DEFER_BLOCKING 0x1",
+        "ACQBULK",
         "CALL.REL.NOINC 0x40",
         "BRX R2 -0x40",
     ],
