@@ -118,5 +118,5 @@ def test_any_numbers(rng: np.random.Generator) -> None:
 
 
 def test_hundred_thousand_documents(rng: np.random.Generator) -> None:
-    length = 1 << 23
+    length = 1 << 24
     check(shuffled_documents(rng, length, 100_000)[None].astype(np.int64), length, length)

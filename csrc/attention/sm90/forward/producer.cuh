@@ -87,7 +87,8 @@ private:
     };
 
     // Keys of the first block come before the queries, whose place becomes free later, and values come after the keys
-    // of the next block, which are needed first.
+    // of the next block, which are needed first. The first key of the run is read again for the steps: ptxas would
+    // spill it.
     __device__ __forceinline__ void produce_blocks(unsigned run) const {
         constexpr int kStep = Config::kKeys;
         const ForwardBandRun& band_run = memory.band_run(run);
