@@ -62,10 +62,9 @@ template <typename Config> struct BackwardMemory {
     static constexpr int kRuns = Config::kConsumers == 2 ? 4 : 2, kWorkItems = kRuns + 2;
     // The producer describes step s after the consumers released the queries of step c = s - kQStages - 1. Then dQ of
     // step c - 1 is stored: in wide kernels by all warpgroups, in narrow ones by warpgroup 0, which stores it before it
-    // passes the turn on in which warpgroup 1 releases the queries. So the reducer has read dQ of step c - 2. In wide
-    // kernels it is done with step c - 3. In narrow ones with two warps, of which one passes its turn on before it is
-    // done, only step c - 4 is.
-    static constexpr int kSteps = Config::kQStages + (Config::kWide ? 4 : 5);
+    // passes the turn on in which warpgroup 1 releases the queries. So the reducer has read dQ of step c - 2. Of two
+    // warps, which pass their turns on before they are done, only step c - 4 is done.
+    static constexpr int kSteps = Config::kQStages + 5;
     static constexpr int kDsPlaces = Config::kWide ? 0 : Config::kLogitsPlaces;  // places for dS that have barriers
     static constexpr int kSingleBarriers = 2;
     static constexpr int kK = 0, kV = kK + Config::kKBytes, kQ = kV + Config::kVBytes,

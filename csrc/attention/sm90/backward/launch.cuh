@@ -15,10 +15,10 @@ inline BackwardSchedules make_schedules(const BackwardParams& params, const Back
                                         TileShape tile) {
     // Tiles of whole groups are so short that neighbours never wait long, as if they were even.
     const int few_heads = heads_of_item(params.shape, kernel_dim), group = params.shape.heads / params.shape.kv_heads;
-    const int chunk = kChunkQueries / tile.rows, short_chunk = params.deterministic ? chunk : kWholeGroupChunkBlocks;
+    const int chunk = kChunkQueries / tile.rows;
     return {{make_schedule(params, stage, tile, few_heads, false, chunk),
              make_schedule(params, stage, tile, few_heads, true, chunk),
-             make_schedule(params, stage, tile, group, true, short_chunk)}};
+             make_schedule(params, stage, tile, group, true, kWholeGroupChunkBlocks)}};
 }
 
 inline BackwardArguments make_arguments(const BackwardParams& params, const BackwardLaunch& launch,

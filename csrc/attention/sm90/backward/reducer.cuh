@@ -18,12 +18,6 @@ template <typename Config> struct BackwardReducer {
     const BackwardArguments& args;
     int index;  // of the warp: 0, or 1 for the second one of a fixed order
 
-    // With a fixed order, narrow kernels go on to the next step before the additions of a step are complete. Wide ones
-    // move more bytes in a step: a CTA that went on would get so far ahead of those that add after it that the queries,
-    // dO and dQ that they share would leave the L2 cache (full 16k at D 256: 1.44 times the time without an order, not
-    // 1.11).
-    static constexpr bool kPassesTurnEarly = not Config::kWide;
-
     __device__ __forceinline__ void run() const {
         if (index == 0) {
             for (int part = 0; part < Config::kConsumers; ++part)
@@ -66,18 +60,19 @@ private:
             wait_for_ticket(additions(descriptor), ticket);
         __syncwarp();
         add(descriptor);
-        const bool has_gradients = ends_item(descriptor), early = kPassesTurnEarly and not has_gradients;
-        if (early)
+        // The other warp goes on with the next step before the additions of this one are complete.
+        const bool has_gradients = ends_item(descriptor);
+        if (not has_gradients)
             pass_turn();
         if (elect_lane()) {
             bulk_wait();
             finish_ticket(additions(descriptor));
         }
         if constexpr (Config::kCanAddGradients)
-            if (has_gradients)
+            if (has_gradients) {
                 add_gradients(descriptor);
-        if (not early)
-            pass_turn();
+                pass_turn();
+            }
     }
 
     __device__ __forceinline__ void pass_turn() const {

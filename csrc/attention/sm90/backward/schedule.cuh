@@ -105,9 +105,9 @@ inline WholeGroups make_whole_groups(const BackwardParams& params, int kernel_di
     const bool are_enough = params.is_part or items >= int64_t{kWholeGroupItems} * params.num_sms;
     const bool possible =
         may_add_gradients(shape, kernel_dim) and params.num_masks <= kWholeGroupMasks and are_enough;
-    // Long items of a last round that is not full would cost more than sums do. A fixed order was not measured.
+    // Long items of a last round that is not full would cost more than sums do.
     const int64_t rounds = ceil_div(items, int64_t{params.num_sms});
-    const bool may_be_long = not params.deterministic and 25 * rounds * params.num_sms <= 26 * items;
+    const bool may_be_long = 25 * rounds * params.num_sms <= 26 * items;
     return {params.tiles, possible ? params.num_masks : 0, num_tiles,
             may_be_long ? kWholeGroupBlocks : kShortTileBlocks};
 }
@@ -126,12 +126,14 @@ inline bool has_few_tiles(int tiles, int num_sms) {
 // one head wait for each other, those behind a shared prefix for tiles that are many times as long: few CTAs seldom
 // wait. Smaller tiles read more for each product, which more CTAs find in the L2 cache. Where all tiles are about as
 // long, or long, each CTA is a step behind another and never waits again, so that a quarter of the tiles may be under
-// way.
+// way, and as many small ones as there are CTAs.
 inline int ctas_per_head_set(TileShape tile, int tiles, int num_sms, bool even) {
     if (has_few_tiles(tiles, num_sms))
         return tiles;
-    const int few = tile.keys < 128 ? 32 : 8;
-    return even ? std::max(tile.keys < 128 ? 64 : 32, tiles / 4) : few;
+    const bool small = tile.keys < 128;
+    if (even)
+        return small ? num_sms : std::max(32, tiles / 4);
+    return small ? 32 : 8;
 }
 
 // Returns true if nearly all tiles of the first mask are about as long, or long enough to make up for a wait at their
