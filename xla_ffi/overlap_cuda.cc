@@ -87,6 +87,7 @@ ProductParams to_params(const OverlapBuffers& buffers, const Peers& peers, const
             .transposed_w = attributes.transposed_w,
             .y = data_of<void>("y", buffers.y, kAlignment),
             .received = nullptr,  // known when it is published
+            .counts = nullptr,    // and this with it
             .timeout_ns = static_cast<uint64_t>(to_int("timeout_ms", attributes.timeout_ms, 1)) * 1'000'000,
             .num_sms = hopper_device().num_sms};
 }
@@ -120,13 +121,14 @@ void launch(ProductParams params, const TransferParams& group, cudaStream_t prog
     const ReceivedLayout layout = received_layout(kCollective, params.shape);
     // A staging buffer if peers do not reach XLA's.
     params.received = reinterpret_cast<char*>(group.resolve(group.published[0], group.slot));
+    params.counts = &group.controls[group.slot]->product;
     auto* const failure = reinterpret_cast<uint32_t*>(params.received + layout.failure);
     check_cuda(exchange_addresses(group, {failure, layout.num_words()}, reinterpret_cast<uint64_t*>(params.received),
                                   program),
                "launching the kernel that exchanges addresses");
     const auto product = kCollective == Collective::kReduceScatter ? matmul_reduce_scatter : all_gather_matmul;
     check_cuda(product(params, program), "launching the kernel");
-    check_cuda(report_failure(group, failure, program), "launching the kernel that reports failures");
+    check_cuda(finish_product(group, failure, program), "launching the kernel that ends the product");
 }
 
 template <Collective kCollective>

@@ -1,6 +1,8 @@
 #include "csrc/collectives/address_exchange.h"
 
 #include "csrc/collectives/barrier.cuh"
+#include "csrc/collectives/launch.cuh"
+#include "csrc/common/sm90/dependent_launch.cuh"
 
 namespace jaxmagi::collectives {
 namespace {
@@ -12,6 +14,7 @@ constexpr int kThreads = 256;
 __global__ void exchange_addresses_kernel(const __grid_constant__ TransferParams params, FailureAndFlags words,
                                           uint64_t* addresses) {
     __shared__ CallState call;
+    sm90::launch_dependent_grids();
     for (int64_t i = threadIdx.x; i < words.count; i += kThreads)
         words.first[i] = 0;
     __threadfence_system();
@@ -26,8 +29,10 @@ __global__ void exchange_addresses_kernel(const __grid_constant__ TransferParams
         params.controls[params.slot]->epoch = call.epoch;
 }
 
-__global__ void report_failure_kernel(const __grid_constant__ TransferParams params, const uint32_t* failure) {
-    if (*failure == 0)
+__global__ void finish_product_kernel(const __grid_constant__ TransferParams params, const uint32_t* failure) {
+    sm90::wait_for_prior_grids();
+    params.controls[params.slot]->product = {};
+    if (__ldcg(failure) == 0)
         return;
     const auto [name, place] = native_text(params);
     abort_kernel("jaxmagi: rank %d of %d waited for %d ms until rank %d did its part (%s%s)\n", params.rank,
@@ -46,12 +51,11 @@ cudaError_t exchange_addresses(const TransferParams& params, FailureAndFlags wor
 cudaError_t preload_address_exchange() {
     cudaFuncAttributes attributes;
     const cudaError_t error = cudaFuncGetAttributes(&attributes, exchange_addresses_kernel);
-    return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, report_failure_kernel) : error;
+    return error == cudaSuccess ? cudaFuncGetAttributes(&attributes, finish_product_kernel) : error;
 }
 
-cudaError_t report_failure(const TransferParams& params, const uint32_t* failure, cudaStream_t stream) {
-    report_failure_kernel<<<1, 1, 0, stream>>>(params, failure);
-    return cudaGetLastError();
+cudaError_t finish_product(const TransferParams& params, const uint32_t* failure, cudaStream_t stream) {
+    return launch(finish_product_kernel, 1, 1, 0, stream, {.overlaps = true}, params, failure);
 }
 
 }  // namespace jaxmagi::collectives

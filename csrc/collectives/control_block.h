@@ -23,10 +23,17 @@ struct alignas(128) PeerSignals {
                            // accessing this rank's
 };
 
+// What a product with a collective counts: clusters of an all-gather that have begun, and the tiles and the pieces of
+// rows that are claimed. Zero between calls.
+struct ProductCounts {
+    int begun, claimed, pushed;
+};
+
 struct ControlBlock {
     uint32_t epoch;                      // of the last complete call
     uint32_t next_chunk, finished_ctas;  // of the present call
     uint64_t sent[kMaxNativeRanks];      // rows that this rank sends to each slot in the present call
+    ProductCounts product;               // of the present call
     uint64_t native_bytes;               // that have moved between this rank's rows and its native peers in all calls
     PeerSignals from[kMaxNativeRanks];   // by slot
 };

@@ -16,6 +16,9 @@
 #include "csrc/overlap/products.h"
 
 using namespace jaxmagi::overlap;
+using jaxmagi::collectives::ProductCounts;
+
+constexpr int kMostRanks = jaxmagi::collectives::kMaxNativeRanks;
 
 namespace {
 
@@ -47,9 +50,23 @@ template <typename T> __global__ void fill(T* to, int64_t count, uint32_t seed) 
         to[i] = T(number(i, seed));
 }
 
+// Stands for the exchange of addresses: products begin beside it, and have to wait for what it stores.
+__global__ void exchange_late(uint64_t* to, const uint64_t* addresses, uint32_t* failure) {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    uint64_t begin, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+    do
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    while (now - begin < 200'000);
+    to[threadIdx.x] = addresses[threadIdx.x];
+    if (threadIdx.x == 0)
+        *failure = 0;
+}
+
 template <typename T> struct Rank {
     T *x, *w, *y;
     char* received;
+    ProductCounts* counts;
     cudaStream_t stream;
 };
 
@@ -64,6 +81,7 @@ template <typename T> struct Problem {
     ProductShape shape;
     bool transposed_w;
     std::vector<Rank<T>> ranks;
+    uint64_t* addresses = device_array<uint64_t>(kMostRanks);
 
     bool gathers() const { return collective == Collective::kAllGather; }
     int64_t x_size() const {
@@ -77,32 +95,35 @@ template <typename T> struct Problem {
 
     Problem(Collective given_collective, ProductShape given, bool transposed)
         : collective(given_collective), shape(given), transposed_w(transposed) {
-        std::vector<char*> addresses(64);
+        std::vector<char*> received(kMostRanks);
         for (int r = 0; r < shape.ranks; ++r) {
             Rank<T> rank{device_array<T>(x_size()), device_array<T>(w_size()), device_array<T>(y_size()),
-                         device_array<char>(layout().bytes), nullptr};
+                         device_array<char>(layout().bytes), device_array<ProductCounts>(1), nullptr};
             fill<<<264, 256>>>(rank.x, x_size(), 2 * r);
             fill<<<264, 256>>>(rank.w, w_size(), 2 * r + 1);
             must(cudaStreamCreateWithFlags(&rank.stream, cudaStreamNonBlocking));
-            addresses[r] = rank.received;
+            received[r] = rank.received;
             ranks.push_back(rank);
         }
-        for (const Rank<T>& rank : ranks)
-            must(cudaMemcpy(rank.received, addresses.data(), addresses.size() * 8, cudaMemcpyHostToDevice));
+        must(cudaMemcpy(addresses, received.data(), kMostRanks * sizeof(uint64_t), cudaMemcpyHostToDevice));
         must(cudaDeviceSynchronize());
     }
     ~Problem() {
         for (const Rank<T>& rank : ranks) {
             for (void* data : {static_cast<void*>(rank.x), static_cast<void*>(rank.w), static_cast<void*>(rank.y),
-                               static_cast<void*>(rank.received)})
+                               static_cast<void*>(rank.received), static_cast<void*>(rank.counts)})
                 must(cudaFree(data));
             must(cudaStreamDestroy(rank.stream));
         }
+        must(cudaFree(addresses));
     }
 
     void clear_words() const {
-        for (const Rank<T>& rank : ranks)
+        for (const Rank<T>& rank : ranks) {
             must(cudaMemsetAsync(rank.received + layout().failure, 0, layout().num_words() * sizeof(uint32_t)));
+            must(cudaMemsetAsync(rank.received, 0xff, kMostRanks * sizeof(uint64_t) + sizeof(uint32_t)));
+            must(cudaMemsetAsync(rank.counts, 0, sizeof(ProductCounts)));
+        }
         must(cudaDeviceSynchronize());
     }
 
@@ -118,9 +139,13 @@ template <typename T> struct Problem {
                                  .transposed_w = transposed_w,
                                  .y = rank.y,
                                  .received = rank.received,
+                                 .counts = rank.counts,
                                  .timeout_ns = 5'000'000'000,
                                  .num_sms = 132 / shape.ranks / 2 * 2};
             params.shape.rank = r;
+            exchange_late<<<1, kMostRanks, 0, rank.stream>>>(
+                reinterpret_cast<uint64_t*>(rank.received), addresses,
+                reinterpret_cast<uint32_t*>(rank.received + layout().failure));
             must((gathers() ? all_gather_matmul : matmul_reduce_scatter)(params, rank.stream));
         }
     }

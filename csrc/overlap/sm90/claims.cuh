@@ -12,14 +12,13 @@ template <typename Config> struct TileScheduler {
 
     __device__ __forceinline__ void run() const {
         const TileOrder<Config::kCollective> order(arguments);
-        auto* const counter = reinterpret_cast<int*>(arguments.received + arguments.layout.claimed);
         RingPlace<Config::kClaims> place;
         int position;
         if constexpr (Config::kCollective == Collective::kAllGather)
             memory.pushed().wait(0);
         do {
             memory.read(place.index).wait(place.parity ^ 1);
-            position = atomicAdd(counter, 1);
+            position = atomicAdd(&arguments.counts->claimed, 1);
             for (int cta = 0; cta < kClusterCtas; ++cta)
                 store_and_arrive_at(memory.claim(place.index), position, memory.claimed(place.index), cta);
             place.next();

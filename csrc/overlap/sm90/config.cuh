@@ -4,6 +4,7 @@
 
 #include "csrc/common/math.h"
 #include "csrc/common/sm90/cluster.cuh"
+#include "csrc/common/sm90/dependent_launch.cuh"
 #include "csrc/common/sm90/element.cuh"
 #include "csrc/common/sm90/panel.h"
 #include "csrc/common/sm90/system_memory.cuh"
@@ -25,22 +26,29 @@ template <Collective kCollective_, typename Element_, bool kTransposedW_> struct
     using Element = Element_;
     static constexpr Collective kCollective = kCollective_;
     static constexpr bool kTransposedW = kTransposedW_;
-    static constexpr int kDepth = kPanelColumns, kStages = 4;
+    // A reduce-scatter's tiles leave more slowly than a consumer hands them over, so it has a buffer for each panel of
+    // a tile.
+    static constexpr bool kStagesTile = kCollective == Collective::kReduceScatter;
+    static constexpr int kDepth = kPanelColumns, kStages = kStagesTile ? 3 : 4;
     static constexpr int kConsumers = kTileRows / 64, kThreads = (kConsumers + 1) * kWarpgroupThreads;
     static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 
     static constexpr int kXBytes = kTileRows * kPanelRowBytes, kWBytes = kTileColumns * kPanelRowBytes,
                          kStageBytes = kXBytes + kWBytes;
-    static constexpr int kBuffers = 2;                         // of a consumer, for panels on their way
+    static constexpr int kBuffers = kStagesTile ? kPanels : 2;  // of a consumer, for panels on their way
     static constexpr int kPanelBytes = 64 * kPanelRowBytes;    // of a consumer's rows
     static constexpr int kBarriers = kStages * kStageBytes + kConsumers * kBuffers * kPanelBytes;
     static constexpr int kClaims = 2;                          // tiles that a cluster has claimed at most
     static constexpr int kPushBuffers = kStages * kStageBytes / kPieceBytes;
-    static constexpr int kPushBarriers = kCollective == Collective::kAllGather ? kPushBuffers + 1 : 0;
+    static constexpr int kPushBarriers = kCollective == Collective::kAllGather ? kPushBuffers + 2 : 0;
     static constexpr int kNumBarriers = 2 * kStages + kConsumers * kBuffers + 2 * kClaims + kPushBarriers,
                          kClaimed = kBarriers + 8 * kNumBarriers;
-    static constexpr int kAlignment = 1024, kBytes = kAlignment + kClaimed + 4 * kClaims;
-    static_assert(kBytes <= 227 * 1024 and kConsumers == 2 and kBuffers == 2);  // named barriers count on the latter
+    static constexpr int kAlignment = 1024, kBegun = kClaimed + 4 * kClaims,
+                         kBytes = kAlignment + kBegun + 4;
+    static_assert(kBytes <= 227 * 1024);
+    static_assert(kPanels % kBuffers == 0);  // so that all buffers have as many panels of a tile
+    static_assert(1 + kConsumers * (kBuffers + 2) <= 16, "there are 16 named barriers");
+    static_assert(kCollective != Collective::kAllGather or kPushBuffers == 3);  // as pieces go through them
 };
 
 struct GemmTensorMaps {
@@ -52,6 +60,7 @@ struct GemmArguments {
     int lag;  // of a reduce-scatter: rounds by which tiles of the rank itself are behind those of others (tiles.cuh)
     char* received;
     ReceivedLayout layout;
+    collectives::ProductCounts* counts;
     uint64_t timeout_ns;
     const void* x;  // the own rows, which an all-gather pushes
 
@@ -103,6 +112,12 @@ template <typename Config> struct GemmMemory {
         return barrier(kClaimBarriers + 2 * Config::kClaims + Config::kPushBuffers);
     }
 
+    // Return where the number of clusters that had begun before is, and the barrier that tells that it is there.
+    __device__ __forceinline__ SharedAddress begun_before() const { return base + Config::kBegun; }
+    __device__ __forceinline__ Mbarrier begun() const {
+        return barrier(kClaimBarriers + 2 * Config::kClaims + Config::kPushBuffers + 1);
+    }
+
 private:
     static constexpr int kClaimBarriers = 2 * Config::kStages + Config::kConsumers * Config::kBuffers;
 
@@ -121,6 +136,12 @@ template <int kCount> struct RingPlace {
     }
 };
 
+// Waits until the addresses of all ranks' memory are there and the words behind them are zero. Called by each thread
+// that reads or writes one of them.
+__device__ __forceinline__ void wait_for_addresses() {
+    wait_for_prior_grids();
+}
+
 // Waits until a flag has a value, or until the time limit. Then the call has failed, which another kernel reports: with
 // a call of printf in the GEMM, ptxas would have products wait for each other.
 __device__ __forceinline__ void wait_for_flag(const GemmArguments& arguments, const uint32_t* flag, uint32_t value,
@@ -132,14 +153,15 @@ __device__ __forceinline__ void wait_for_flag(const GemmArguments& arguments, co
             store_release(failure, 1 + rank);
 }
 
-// Named barriers of a consumer and its mover, for each buffer.
+// Named barriers of a consumer and its mover. All buffers are free for a tile by the barrier of item 0, and one that
+// was in use by that of the item that takes its place.
 inline constexpr int kHandOverThreads = kWarpgroupThreads + 32;
 
-__device__ __forceinline__ int buffer_filled(int consumer, int item) {
-    return 1 + 2 * consumer + item % 2;
+template <typename Config> __device__ __forceinline__ int buffer_filled(int consumer, int item) {
+    return 1 + Config::kBuffers * consumer + item % Config::kBuffers;
 }
-__device__ __forceinline__ int buffer_free(int consumer, int item) {
-    return 5 + 2 * consumer + item % 2;
+template <typename Config> __device__ __forceinline__ int buffer_free(int consumer, int item) {
+    return 1 + Config::kBuffers * Config::kConsumers + 2 * consumer + item % 2;
 }
 
 }  // namespace jaxmagi::overlap

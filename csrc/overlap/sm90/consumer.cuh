@@ -18,13 +18,14 @@ template <typename Config> struct GemmConsumer {
 
     __device__ __forceinline__ void run() const {
         ClaimedTiles<Config> tiles(memory, arguments);
+        int num_loaded = 0;  // panels in each buffer
         RingPlace<Config::kStages> stage;
 #pragma unroll 1
         for (TilePlace place; tiles.next(place, thread % 32 == 0);) {
             Sums sums;
             multiply(sums, stage);
             if (Config::kCollective == Collective::kReduceScatter and place.rank == arguments.shape.rank)
-                add_and_hand_over(sums);
+                add_and_hand_over(sums, num_loaded);
             else
                 hand_over(sums);
         }
@@ -74,7 +75,8 @@ private:
     __device__ __forceinline__ void hand_over(const Sums& sums) const {
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) {
-            named_barrier_sync(buffer_free(index, panel), kHandOverThreads);
+            if (panel == 0 or panel >= Config::kBuffers)
+                named_barrier_sync(buffer_free<Config>(index, panel), kHandOverThreads);
             write(&sums[panel * kPanelColumns / 2], panel);
             fill(panel);
         }
@@ -82,7 +84,7 @@ private:
 
     // Adds up a tile over ranks, in their order, and hands it over. Panels of other ranks come through the buffers, and
     // the sum takes the place of the last one.
-    __device__ __forceinline__ void add_and_hand_over(const Sums& sums) const {
+    __device__ __forceinline__ void add_and_hand_over(const Sums& sums, int& num_loaded) const {
         const int ranks = arguments.shape.ranks, rank = arguments.shape.rank;
         int item = 0;
 #pragma unroll
@@ -91,10 +93,12 @@ private:
             PanelSums total{};
 #pragma unroll 1
             for (int source = 0; source < ranks; ++source) {
-                if (source == rank)
+                if (source == rank) {
                     add_own(total, own);
-                else
-                    add_received(total, item++);
+                } else {
+                    add_received(total, item, num_loaded + item / Config::kBuffers);
+                    ++item;
+                }
                 const bool is_last = source == (rank == ranks - 1 ? ranks - 2 : ranks - 1);
                 if (source != rank and not is_last)
                     fill(item - 1);  // the next one may come
@@ -102,6 +106,7 @@ private:
             write(total, item - 1);
             fill(item - 1);
         }
+        num_loaded += item / Config::kBuffers;
     }
 
     static __device__ __forceinline__ void add_own(PanelSums& total, const float* own) {
@@ -110,8 +115,9 @@ private:
             total[i] += own[i];
     }
 
-    __device__ __forceinline__ void add_received(PanelSums& total, int item) const {
-        memory.loaded(index, item).wait(item / Config::kBuffers % 2);
+    // loaded: how many panels the buffer had before.
+    __device__ __forceinline__ void add_received(PanelSums& total, int item, int loaded) const {
+        memory.loaded(index, item).wait(loaded % 2);
         const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;
         const SharedAddress at = memory.buffer(index, item) + row * kPanelRowBytes + lane % 4 * 4;
 #pragma unroll
@@ -145,7 +151,7 @@ private:
     // Lets the mover have a buffer.
     __device__ __forceinline__ void fill(int item) const {
         fence_shared_for_async();
-        named_barrier_arrive(buffer_filled(index, item), kHandOverThreads);
+        named_barrier_arrive(buffer_filled<Config>(index, item), kHandOverThreads);
     }
 };
 

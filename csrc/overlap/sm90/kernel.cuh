@@ -19,18 +19,19 @@
 //   empty (consumer warps of both CTAs)  the stage may be overwritten in both CTAs
 //   loaded (1)         a buffer has a panel of another rank
 //   piece_loaded (1)   a piece of the rows that a CTA pushes before it computes is there
+//   begun (1)          it is known how many clusters had begun before
 //   pushed (producers of both CTAs)  the memory of stages is free of pieces
 //   claimed (1)        a claimed tile is known
 //   read (producers, movers and consumer warps of both CTAs)  all have read it
-// Named barriers, between a consumer and its mover, for each buffer:
-//   buffer_free        the mover has no use for it any more
-//   buffer_filled      the consumer has none
+// Named barriers, between a consumer and its mover:
+//   buffer_free        at the start of a tile, all buffers are free; later, the one whose place an item takes
+//   buffer_filled      a buffer is filled; one for each
 //
 // A tile for another rank or, of an all-gather, any tile (item: a panel):
 //                    free -> consumer writes -> filled -> mover stores it -> free ...
 // A tile of a reduce-scatter for this rank (item: a panel of one of the other ranks):
 //                    mover loads -> loaded -> consumer adds -> filled -> mover stores the panel's sums, if it was the
-//                    last rank of the panel -> mover loads the item after the next ...
+//                    last rank of the panel -> mover loads the item that takes its place ...
 
 namespace jaxmagi::overlap {
 
@@ -50,6 +51,7 @@ template <typename Config> __device__ __forceinline__ void init_barriers(const G
         for (int buffer = 0; buffer < Config::kPushBuffers; ++buffer)
             memory.piece_loaded(buffer).init(1);
         memory.pushed().init(kClusterCtas);
+        memory.begun().init(1);
     }
     fence_mbarrier_init();
 }
@@ -61,6 +63,7 @@ __global__ void __cluster_dims__(kClusterCtas) __launch_bounds__(Config::kThread
     const GemmMemory<Config> memory(raw);
     const int warpgroup = uniform(threadIdx.x / kWarpgroupThreads), thread = threadIdx.x % kWarpgroupThreads;
     if (threadIdx.x == 0) {
+        launch_dependent_grids();  // which wait for the end of this one
         prefetch_tensor_map(maps.x);
         prefetch_tensor_map(maps.w);
         prefetch_tensor_map(maps.y);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "csrc/collectives/launch.cuh"
 #include "csrc/common/sm90/tensor_map.h"
 #include "csrc/overlap/sm90/kernel.cuh"
 
@@ -65,13 +66,14 @@ cudaError_t launch_gemm(const ProductParams& params, const GemmTensorMaps& maps,
                                   .lag = lag,
                                   .received = params.received,
                                   .layout = received_layout(kCollective, params.shape),
+                                  .counts = params.counts,
                                   .timeout_ns = params.timeout_ns,
                                   .x = params.x};
     const int ctas = clusters_of(params.shape, num_sms) * kClusterCtas;
     return with_config<kCollective>(params.type, params.transposed_w, [&](auto config) {
         using Config = decltype(config);
-        gemm_kernel<Config><<<ctas, Config::kThreads, Config::kBytes, stream>>>(maps, arguments);
-        return cudaGetLastError();
+        return collectives::launch(gemm_kernel<Config>, ctas, Config::kThreads, Config::kBytes, stream,
+                                   {.overlaps = true}, maps, arguments);
     });
 }
 

@@ -40,6 +40,7 @@ private:
 
     __device__ __forceinline__ void send_or_collect(const TilePlace& place, int cta, bool leads) const {
         const int64_t part = (int64_t{place.number} * kClusterCtas + cta) * Config::kConsumers + consumer;
+        wait_for_addresses();
         if (place.rank == arguments.shape.rank)
             collect(part, place, cta, leads);
         else
@@ -48,19 +49,20 @@ private:
 
     // Calls put(panel) for each panel that the consumer fills, which copies it elsewhere.
     template <typename Put> __device__ __forceinline__ void forward(bool leads, Put put) const {
-        for (int panel = 0; panel < Config::kBuffers; ++panel)
-            named_barrier_arrive(buffer_free(consumer, panel), kHandOverThreads);
+        named_barrier_arrive(buffer_free<Config>(consumer, 0), kHandOverThreads);
 #pragma unroll 1
         for (int panel = 0; panel < kPanels; ++panel) {
-            named_barrier_sync(buffer_filled(consumer, panel), kHandOverThreads);
+            const int next = panel + Config::kBuffers;  // in the same buffer
+            named_barrier_sync(buffer_filled<Config>(consumer, panel), kHandOverThreads);
             if (leads) {
                 put(panel);
                 bulk_commit();
-                bulk_wait_read<0>();
+                if (next < kPanels)
+                    bulk_wait_read<0>();
             }
             __syncwarp();
-            if (panel + Config::kBuffers < kPanels)
-                named_barrier_arrive(buffer_free(consumer, panel), kHandOverThreads);
+            if (next < kPanels)
+                named_barrier_arrive(buffer_free<Config>(consumer, next), kHandOverThreads);
         }
     }
 
@@ -113,14 +115,15 @@ private:
         __syncwarp();
 #pragma unroll 1
         for (int item = 0; item < items; ++item) {
-            named_barrier_sync(buffer_filled(consumer, item), kHandOverThreads);
+            named_barrier_sync(buffer_filled<Config>(consumer, item), kHandOverThreads);
             if (leads and item % sources == sources - 1) {
                 store_panel(place, place.example, cta, item / sources, item);
                 bulk_commit();
-                bulk_wait_read<0>();
             }
-            if (leads and item + Config::kBuffers < items)
+            if (leads and item + Config::kBuffers < items) {
+                bulk_wait_read<0>();
                 load(item + Config::kBuffers, part);
+            }
             __syncwarp();
         }
     }

@@ -56,6 +56,7 @@ private:
         const int source = among_others(place.rank, shape.rank);
         const RowBlocks blocks(shape);
         const uint32_t* const flags = reinterpret_cast<uint32_t*>(arguments.received + arguments.layout.flags);
+        wait_for_addresses();
         const int block = place.example * blocks.in_example + place.row / kPairRows;
         wait_for_flag(arguments, flags + source * blocks.in_example * shape.examples + block,
                       blocks.pieces(place.row / kPairRows), place.rank);

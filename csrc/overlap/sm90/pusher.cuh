@@ -44,17 +44,31 @@ struct PieceOrder {
 };
 
 // Pushes the rank's rows to all others, beginning with the next rank, and counts what has arrived in their flags. The
-// CTAs that begin first do this, whichever they are, before they compute: so rows travel as soon as a rank has one CTA,
-// and no multiprocessor has to be left to them. The producer's thread does it; rows pass through the memory of stages.
+// clusters that begin first do this, whichever they are, before they compute: so rows travel as soon as a rank has one
+// cluster, and no multiprocessor has to be left to them. The producer's thread does it; rows pass through the memory of
+// stages.
 template <typename Config> struct RowPusher {
-    static constexpr int kMostPushers = 16;  // CTAs
+    static constexpr int kMostPushers = 8;  // clusters, since neither CTA of one computes before both have pushed
 
     GemmMemory<Config> memory;
     const GemmArguments& arguments;
 
     __device__ __forceinline__ void run() const {
-        if (claim(arguments.layout.begun) < kMostPushers)
+        if (cluster_rank() == 0) {
+            const int begun = atomicAdd(&arguments.counts->begun, 1);
+            for (int cta = 0; cta < kClusterCtas; ++cta)
+                store_at(memory.begun_before(), begun, cta);
+            fence_cluster();
+            for (int cta = 0; cta < kClusterCtas; ++cta)
+                arrive_at(memory.begun(), cta);
+        }
+        wait_in_cluster(memory.begun(), 0);
+        int begun;
+        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(begun) : "r"(memory.begun_before()) : "memory");
+        if (begun < kMostPushers) {
+            wait_for_addresses();
             push();
+        }
         // The other CTA loads weights into this one's stages.
         for (int cta = 0; cta < kClusterCtas; ++cta)
             arrive_at(memory.pushed(), cta);
@@ -62,19 +76,17 @@ template <typename Config> struct RowPusher {
     }
 
 private:
-    __device__ __forceinline__ int claim(size_t counter) const {
-        return atomicAdd(reinterpret_cast<int*>(arguments.received + counter), 1);
-    }
+    __device__ __forceinline__ int claim() const { return atomicAdd(&arguments.counts->pushed, 1); }
 
     // Two pieces are loaded ahead, and one is stored while the one before arrives.
     __device__ __forceinline__ void push() const {
         const PieceOrder order(arguments);
-        int before = 0, now = claim(arguments.layout.pushed), next = claim(arguments.layout.pushed), turn = 0;
+        int before = 0, now = claim(), next = claim(), turn = 0;
         load(order, now, 0);
         load(order, next, 1);
 #pragma unroll 1
         for (; now < order.count; ++turn) {
-            const int after = claim(arguments.layout.pushed);
+            const int after = claim();
             const Piece piece = order.at(now);
             memory.piece_loaded(turn).wait(turn / Config::kPushBuffers % 2);
             bulk_store(piece.to, memory.piece(turn), piece.bytes);

@@ -9,14 +9,9 @@ constexpr size_t kAlignment = 1024;  // of the data
 constexpr int kMostRanks = collectives::kMaxNativeRanks;
 
 ReceivedLayout layout_of(int64_t num_flags, int64_t data_bytes) {
-    const size_t failure = kMostRanks * sizeof(uint64_t), claimed = failure + sizeof(uint32_t),
-                 begun = claimed + sizeof(uint32_t), pushed = begun + sizeof(uint32_t),
-                 flags = pushed + sizeof(uint32_t);
+    const size_t failure = kMostRanks * sizeof(uint64_t), flags = failure + sizeof(uint32_t);
     const size_t data = round_up(flags + num_flags * sizeof(uint32_t), kAlignment);
     return {.failure = failure,
-            .claimed = claimed,
-            .begun = begun,
-            .pushed = pushed,
             .flags = flags,
             .data = data,
             .bytes = data + static_cast<size_t>(data_bytes),
