@@ -11,6 +11,8 @@
 // Clusters claim tiles in this order. A tile waits only for tiles of other ranks that are before it in their orders, or
 // for rows, which the clusters that begin first push before they compute. So ranks never wait for each other in a
 // circle, as long as one cluster of each runs: other kernels, which may wait for ranks themselves, can hold the rest.
+// A product holds multiprocessors before all ranks have come to it, so a rank must be able to come without another
+// kernel of this one.
 
 namespace jaxmagi::overlap {
 
