@@ -32,7 +32,7 @@ struct ProductParams {
     bool transposed_w;  // w is [columns, inner]
     void* y;
     char* received;  // memory of `ReceivedLayout::bytes`, which the other ranks write to
-    collectives::ProductCounts* counts;
+    collectives::ProductCounts* counts;  // in this device's memory, zero; the product does not clear them
     uint64_t timeout_ns;
     int num_sms;
 };

@@ -48,7 +48,7 @@ template <Collective kCollective_, typename Element_, bool kTransposedW_> struct
     static_assert(kBytes <= 227 * 1024);
     static_assert(kPanels % kBuffers == 0);  // so that all buffers have as many panels of a tile
     static_assert(1 + kConsumers * (kBuffers + 2) <= 16, "there are 16 named barriers");
-    static_assert(kCollective != Collective::kAllGather or kPushBuffers == 3);  // as pieces go through them
+    static_assert(kCollective != Collective::kAllGather or kPushBuffers == 3);  // two pieces are loaded ahead of one
 };
 
 struct GemmTensorMaps {
@@ -153,8 +153,8 @@ __device__ __forceinline__ void wait_for_flag(const GemmArguments& arguments, co
             store_release(failure, 1 + rank);
 }
 
-// Named barriers of a consumer and its mover. All buffers are free for a tile by the barrier of item 0, and one that
-// was in use by that of the item that takes its place.
+// Named barriers of a consumer and its mover. That of item 0 says that all buffers are free for the tile, that of a
+// later item that the mover has read the panel whose place the item takes.
 inline constexpr int kHandOverThreads = kWarpgroupThreads + 32;
 
 template <typename Config> __device__ __forceinline__ int buffer_filled(int consumer, int item) {

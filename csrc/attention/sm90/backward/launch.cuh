@@ -13,7 +13,8 @@ namespace jaxmagi::sm90 {
 
 inline BackwardSchedules make_schedules(const BackwardParams& params, const BackwardStage& stage, int kernel_dim,
                                         TileShape tile) {
-    // Tiles of whole groups are so short that neighbours never wait long, as if they were even.
+    // Tiles of whole groups are short, or many are about as long and their heads take turns often, so that neighbours
+    // seldom wait long, as if they were even.
     const int few_heads = heads_of_item(params.shape, kernel_dim), group = params.shape.heads / params.shape.kv_heads;
     const int chunk = kChunkQueries / tile.rows;
     return {{make_schedule(params, stage, tile, few_heads, false, chunk),

@@ -116,8 +116,8 @@ inline WholeGroups make_whole_groups(const BackwardParams& params, int kernel_di
 inline constexpr int64_t kBackwardSectionBytes = int64_t{32} << 20;
 
 // Returns true if all tiles of a head set may be under way at a time with a fixed order of sums. Mirrored tiles then
-// seldom wait for each other (tickets.cuh). With more tiles, blocks of queries would leave the L2 cache before the next
-// tile adds to them.
+// seldom wait for each other (tickets.cuh). With more tiles than run at a time, a mirrored tile would come to blocks of
+// queries that have left the L2 cache.
 inline bool has_few_tiles(int tiles, int num_sms) {
     return 4 * tiles <= num_sms;
 }
