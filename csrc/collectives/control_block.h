@@ -23,8 +23,8 @@ struct alignas(128) PeerSignals {
                            // accessing this rank's
 };
 
-// What a product with a collective counts: clusters of an all-gather that have begun, and the tiles and the pieces of
-// rows that are claimed. Zero between calls.
+// A product with a collective counts here: clusters of an all-gather that have begun, and the tiles and the pieces of
+// rows that are claimed. The counts are zero between calls.
 struct ProductCounts {
     int begun, claimed, pushed;
 };

@@ -13,6 +13,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "csrc/common/sm90/dependent_launch.cuh"
+#include "csrc/common/sm90/system_memory.cuh"
 #include "csrc/overlap/products.h"
 
 using namespace jaxmagi::overlap;
@@ -52,12 +54,10 @@ template <typename T> __global__ void fill(T* to, int64_t count, uint32_t seed) 
 
 // Stands for the exchange of addresses: products begin beside it, and have to wait for what it stores.
 __global__ void exchange_late(uint64_t* to, const uint64_t* addresses, uint32_t* failure) {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    uint64_t begin, now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
-    do
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    while (now - begin < 200'000);
+    jaxmagi::sm90::launch_dependent_grids();
+    const uint64_t begin = jaxmagi::sm90::nanoseconds();
+    while (jaxmagi::sm90::nanoseconds() - begin < 200'000) {
+    }
     to[threadIdx.x] = addresses[threadIdx.x];
     if (threadIdx.x == 0)
         *failure = 0;
@@ -121,7 +121,7 @@ template <typename T> struct Problem {
     void clear_words() const {
         for (const Rank<T>& rank : ranks) {
             must(cudaMemsetAsync(rank.received + layout().failure, 0, layout().num_words() * sizeof(uint32_t)));
-            must(cudaMemsetAsync(rank.received, 0xff, kMostRanks * sizeof(uint64_t) + sizeof(uint32_t)));
+            must(cudaMemsetAsync(rank.received, 0xff, layout().failure + sizeof(uint32_t)));
             must(cudaMemsetAsync(rank.counts, 0, sizeof(ProductCounts)));
         }
         must(cudaDeviceSynchronize());
