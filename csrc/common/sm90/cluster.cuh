@@ -31,23 +31,6 @@ __device__ __forceinline__ void arrive_at(Mbarrier barrier, int rank) {
         : "memory");
 }
 
-// Stores a word in the same place of a CTA of the cluster.
-__device__ __forceinline__ void store_at(SharedAddress to, uint32_t word, int rank) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %0, %2;\n"
-        "st.shared::cluster.u32 [remote], %1;\n"
-        "}\n" ::"r"(to),
-        "r"(word), "r"(rank)
-        : "memory");
-}
-
-// Orders what was stored before with arrivals behind it, for waits with `wait_in_cluster`.
-__device__ __forceinline__ void fence_cluster() {
-    asm volatile("fence.acq_rel.cluster;" ::: "memory");
-}
-
 // Stores a word in the same place of a CTA of the cluster, and arrives at a barrier there, whose waits with
 // `wait_in_cluster` see it.
 __device__ __forceinline__ void store_and_arrive_at(SharedAddress to, uint32_t word, Mbarrier barrier, int rank) {

@@ -28,14 +28,14 @@ template <Collective kCollective_, typename Element_, bool kTransposedW_> struct
     static constexpr bool kTransposedW = kTransposedW_;
     // A reduce-scatter's tiles leave more slowly than a consumer hands them over, so it has a buffer for each panel of
     // a tile.
-    static constexpr bool kStagesTile = kCollective == Collective::kReduceScatter;
-    static constexpr int kDepth = kPanelColumns, kStages = kStagesTile ? 3 : 4;
+    static constexpr bool kBuffersWholeTile = kCollective == Collective::kReduceScatter;
+    static constexpr int kDepth = kPanelColumns, kStages = kBuffersWholeTile ? 3 : 4;
     static constexpr int kConsumers = kTileRows / 64, kThreads = (kConsumers + 1) * kWarpgroupThreads;
     static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 
     static constexpr int kXBytes = kTileRows * kPanelRowBytes, kWBytes = kTileColumns * kPanelRowBytes,
                          kStageBytes = kXBytes + kWBytes;
-    static constexpr int kBuffers = kStagesTile ? kPanels : 2;  // of a consumer, for panels on their way
+    static constexpr int kBuffers = kBuffersWholeTile ? kPanels : 2;  // of a consumer, for panels on their way
     static constexpr int kPanelBytes = 64 * kPanelRowBytes;    // of a consumer's rows
     static constexpr int kBarriers = kStages * kStageBytes + kConsumers * kBuffers * kPanelBytes;
     static constexpr int kClaims = 2;                          // tiles that a cluster has claimed at most

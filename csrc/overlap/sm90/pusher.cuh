@@ -57,10 +57,7 @@ template <typename Config> struct RowPusher {
         if (cluster_rank() == 0) {
             const int begun = atomicAdd(&arguments.counts->begun, 1);
             for (int cta = 0; cta < kClusterCtas; ++cta)
-                store_at(memory.begun_before(), begun, cta);
-            fence_cluster();
-            for (int cta = 0; cta < kClusterCtas; ++cta)
-                arrive_at(memory.begun(), cta);
+                store_and_arrive_at(memory.begun_before(), begun, memory.begun(), cta);
         }
         wait_in_cluster(memory.begun(), 0);
         int begun;
