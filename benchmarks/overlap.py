@@ -6,7 +6,7 @@
     all-gather      the rows of all ranks, of which each has its part, · w
     both passes     of an MLP, whose first product gathers rows and whose second one scatters them
 
-All in bfloat16, with unit-normal operands. Workloads are five sizes from NVLink's rate to that of the tensor
+All in bfloat16, with unit-normal operands. Workloads are seven sizes from NVLink's rate to that of the tensor
 cores, and the products of layers of Llama 3 8B and 70B whose weights are cut over the ranks: projections to
 queries, keys and values ("qkv") and behind attention ("out"), and of the MLP ("up", "down"). The gradient of
 the input of each is the other one with transposed sizes.
@@ -45,6 +45,8 @@ SIZES = (
     (16384, 4096, 8192),
     (16384, 14336, 8192),
     (32768, 1024, 4096),
+    (4096, 2048, 4096),
+    (2048, 4096, 4096),
 )
 """Rows, inner numbers and columns."""
 LLAMAS = {"8B": (4096, 14336), "70B": (8192, 28672)}

@@ -8,6 +8,7 @@
 #include "csrc/attention/sm90/backward/backward.h"
 #include "csrc/attention/sm90/forward/forward.h"
 #include "csrc/attention/sm90/tile_schedule.h"
+#include "csrc/collectives/ipc_memory.h"
 #include "csrc/collectives/peer_memory.h"
 #include "csrc/collectives/peers.h"
 #include "csrc/overlap/products.h"
@@ -120,6 +121,8 @@ NB_MODULE(_cuda, m) {
           "Returns what the group collectives of this process have moved, by the names of Statistics in Python.");
     m.def("finalize_collectives", jaxmagi::collectives::finalize, nb::call_guard<nb::gil_scoped_release>(),
           "Frees the memory that the group collectives keep on the devices.");
+    m.def("have_nvlink", jaxmagi::collectives::have_nvlink, nb::arg("ordinal"), nb::arg("other_ordinal"),
+          "Returns whether two devices that this process sees are connected by NVLink.");
     m.def("set_memory_limit", jaxmagi::collectives::set_memory_limit, nb::arg("ordinal"), nb::arg("bytes"),
           "Sets how much memory of a device XLA's allocator may take in this process; 0 if that is unknown.");
     m.def("staging_bytes", jaxmagi::collectives::staging_bytes,

@@ -50,6 +50,14 @@ bool enable_peer_access(int ordinal, int other_ordinal) {
     return succeeds(error) or error == cudaErrorPeerAccessAlreadyEnabled;
 }
 
+bool have_nvlink(int ordinal, int other_ordinal) {
+    int can_access = 0, has_atomics = 0;  // which PCIe has not
+    return succeeds(cudaDeviceCanAccessPeer(&can_access, ordinal, other_ordinal)) and can_access and
+           succeeds(cudaDeviceGetP2PAttribute(&has_atomics, cudaDevP2PAttrNativeAtomicSupported, ordinal,
+                                              other_ordinal)) and
+           has_atomics;
+}
+
 bool can_access(int ordinal, const void* buffer) {
     static auto* const get_access = JAXMAGI_DRIVER(cuMemGetAccess);
     const CUmemLocation device{.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = ordinal};

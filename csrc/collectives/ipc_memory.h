@@ -31,6 +31,9 @@ void close_ipc(char* opened);
 // Lets the current device, `ordinal`, access cudaMalloc's memory on another device of the process.
 bool enable_peer_access(int ordinal, int other_ordinal);
 
+// Returns whether two devices of this process are connected by NVLink.
+bool have_nvlink(int ordinal, int other_ordinal);
+
 // Returns whether that device can load from and store to a buffer of CUDA's virtual memory management. It is false for
 // any other memory. Throws std::runtime_error where the driver cannot be asked.
 bool can_access(int ordinal, const void* buffer);

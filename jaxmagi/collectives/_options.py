@@ -25,9 +25,9 @@ class CollectiveOptions:
 
     It is the ``options`` of `group_cast` and `group_reduce`, and the ``collectives`` of `context_attention`
     and `nn.attention_fn`, where it holds for all transfers of both passes. Products with a collective
-    (`all_gather_matmul`) take it too: None is plain JAX there, ``wire_dtype`` may be as wide as accumulators,
-    and their kernels, "native", take all multiprocessors of ranks on one host: ``num_sms`` and
-    ``ranks_per_host`` do not count.
+    (`all_gather_matmul`) take it too: None is what was measured to be faster there, ``wire_dtype`` may be as
+    wide as accumulators, and their kernels, "native", take all multiprocessors of ranks on one host:
+    ``num_sms`` and ``ranks_per_host`` do not count.
 
     "native" and "nccl" are custom calls for GPUs: over NVLink straight into the memory of peers on the same
     host, at most 64 of them, and by NCCL to any peer. Over NCCL exactly the rows that each pair of ranks

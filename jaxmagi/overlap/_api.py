@@ -11,7 +11,8 @@ from .._checks import jax_array, require_type
 from .._dtypes import DTYPES, accumulator_dtype
 from .._varying import vary_alike
 from ..collectives import CollectiveOptions, axis_size, check_options, check_wire_dtype
-from ._products import Exchange, Weights, all_gathered, all_reduced, product, reduce_scattered
+from ._exchange import Exchange, Weights
+from ._products import all_gathered, all_reduced, product, reduce_scattered
 
 
 def all_gather_matmul(
@@ -33,11 +34,13 @@ def all_gather_matmul(
         w: weights of this rank, of the same dtype.
         axis_name: mesh axis of s ranks, whose rows are gathered in their order.
         options: its ``wire_dtype`` is the dtype in which parts of the gradient of x travel before they are
-            summed, up to that of accumulators; None: that of x. Its ``implementation`` is None or "xla" for
-            plain JAX, or "native" for a kernel that multiplies while rows travel: for bfloat16 and float16,
-            K and N that 8 divides, and ranks on one host with Hopper GPUs. The product for the gradient of w
-            does not overlap yet. Its ``timeout`` is that of the kernel, which takes all multiprocessors:
-            ``num_sms`` and ``ranks_per_host`` do not count. Static.
+            summed, up to that of accumulators; None: that of x. Its ``implementation`` is "xla" for plain
+            JAX, or "native" for a kernel that multiplies while rows travel: for bfloat16 and float16, K and N
+            that 8 divides, and ranks on one host with Hopper GPUs. None: the kernel in programs of one
+            process, between two GPUs with NVLink, for sizes at which it was measured to be faster: N up to
+            5120, and products of at least 128 tiles of 256 rows of a rank times 256 columns. The product for
+            the gradient of w does not overlap yet. Its ``timeout`` is that of the kernel, which takes all
+            multiprocessors: ``num_sms`` and ``ranks_per_host`` do not count. Static.
 
     Returns:
         All rows times w, accumulated in float32 (float64 for float64), in the dtype of x.
@@ -68,8 +71,9 @@ def matmul_reduce_scatter(
         x: bfloat16, float16, float32 or float64. The axis divides its rows.
         w: weights of this rank, of the same dtype.
         axis_name: mesh axis of s ranks. Rank r gets the r-th of s parts of the rows.
-        options: as in `all_gather_matmul`; ``wire_dtype`` is the dtype in which products travel before they
-            are summed, and by the kernel they do in that of x. Static.
+        options: as in `all_gather_matmul`, but by default there is a kernel for K up to 5120; ``wire_dtype``
+            is the dtype in which products travel before they are summed, and by the kernel they do in that of
+            x. Static.
 
     Returns:
         The sum of the products of all ranks, added up in float32 (float64 for float64) rank after rank, so
@@ -103,7 +107,7 @@ def matmul_all_reduce(
         w: weights of this rank, of the same dtype.
         axis_name: mesh axis of the ranks.
         options: as in `matmul_reduce_scatter`, for sums of rows, which then travel in the dtype of x to all
-            ranks, behind the kernel if there is one. Static.
+            ranks, behind the kernel if there is one. None is plain JAX. Static.
 
     Returns:
         As of `matmul_reduce_scatter`, but all rows, which do not vary over the axis.
@@ -179,7 +183,7 @@ def _exchange(options: CollectiveOptions, axis_name: str, dtype: jnp.dtype, has_
         axis_name,
         wire_dtype=dtype if options.wire_dtype is None else jnp.dtype(options.wire_dtype),
         precision=jax.config.jax_default_matmul_precision,
-        native=options.implementation == "native",
+        implementation=options.implementation,
         timeout=options.timeout,
     )
 

@@ -1,6 +1,7 @@
 """Defines the primitives of products that are custom calls, which overlap with their collective.
 
-They are bound where a user asks for custom calls by name, inside the functions with the gradient rules:
+They are bound where a user asks for custom calls by name or they pay (`is_kernel`), inside the functions with
+the gradient rules:
 
     matmul_reduce_scatter_p  x [..., sM, K] · w → [..., M, N]    this rank's rows of the sum over s ranks
     all_gather_matmul_p      x [..., M, K] · w → [..., sM, N]    of the rows of all ranks
@@ -10,7 +11,7 @@ Weights w are ``[K, N]`` or, transposed, ``[N, K]``. Both operands vary over the
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,18 +25,12 @@ from .._lowering import Compiled, run_compiled
 from .._partitioning import is_partitioned
 from ..collectives._groups import replica_groups
 from ..collectives._process import set_memory_limits, timeout_ms
-from ._exchange import Exchange
-
-_UNIT = 8  # of the inner dimension and of columns: rows are multiples of 16 bytes
-_DTYPES = ("bfloat16", "float16")
-_MOST_RANKS = 64
+from . import _plain
+from ._choice import columns_of, operands_reason, ranks_have_nvlink
+from ._exchange import Exchange, Weights
 
 matmul_reduce_scatter_p = Primitive("jaxmagi_matmul_reduce_scatter")
 all_gather_matmul_p = Primitive("jaxmagi_all_gather_matmul")
-
-
-def _columns(w: Any, transposed: bool) -> int:
-    return w.shape[0 if transposed else 1]
 
 
 def _result_rows(primitive: Primitive, rows: int, ranks: int) -> int:
@@ -44,19 +39,31 @@ def _result_rows(primitive: Primitive, rows: int, ranks: int) -> int:
 
 def _type(primitive: Primitive, x: Any, w: Any, *, exchange: Exchange, transposed: bool) -> Any:
     rows = _result_rows(primitive, x.shape[-2], jax.lax.axis_size(exchange.axis_name))
-    return x.update(shape=(*x.shape[:-2], rows, _columns(w, transposed)))
+    return x.update(shape=(*x.shape[:-2], rows, columns_of(w, transposed)))
 
 
 def _batch(
     primitive: Primitive, args: Sequence[Any], axes: Sequence[int | None], **params: Any
 ) -> tuple[jax.Array, int]:
-    """Takes a mapped axis of x as one more of its leading axes; with one of w there is a call an example."""
+    """Takes a mapped axis of x as one more of its leading axes.
+
+    With a mapped axis of w there is a call an example, or plain JAX if the user has left the choice.
+    """
     (x, w), (x_axis, w_axis) = args, axes
     if w_axis is None:
         return primitive.bind(jnp.moveaxis(x, x_axis or 0, 0), w, **params), 0
+    if params["exchange"].implementation is None:
+        return jax.vmap(functools.partial(_compute_plainly, primitive, **params), axes)(x, w), 0
     xs = [x] * w.shape[w_axis] if x_axis is None else jnp.moveaxis(x, x_axis, 0)
     ws = jnp.moveaxis(w, w_axis, 0)
     return jnp.stack([primitive.bind(*both, **params) for both in zip(xs, ws, strict=True)]), 0
+
+
+def _compute_plainly(
+    primitive: Primitive, x: jax.Array, w: jax.Array, *, exchange: Exchange, transposed: bool
+) -> jax.Array:
+    plain = _plain.reduce_scattered if primitive is matmul_reduce_scatter_p else _plain.all_gathered
+    return plain(x, w, exchange, Weights(transposed))
 
 
 def _call(
@@ -70,7 +77,7 @@ def _call(
 ) -> list[jax.Array]:
     """Multiplies by a custom call; ``groups`` are those of `replica_groups`."""
     *lead, rows, inner = x.shape
-    examples, ranks, columns = math.prod(lead), groups.shape[1], _columns(w, transposed)
+    examples, ranks, columns = math.prod(lead), groups.shape[1], columns_of(w, transposed)
     scatters = primitive is matmul_reduce_scatter_p
     parts, result_parts = (ranks, 1) if scatters else (1, ranks)
     bytes_of = getattr(_native.extension("cuda"), f"{primitive.name.removeprefix('jaxmagi_')}_bytes")
@@ -102,19 +109,9 @@ def _unsupported_reason(
     primitive: Primitive, ctx: mlir.LoweringRuleContext, *, exchange: Exchange, transposed: bool
 ) -> str | None:
     """Returns why the custom call does not fit here; None if it does."""
-    x: Any
     x, w = ctx.avals_in
-    ranks, sizes = jax.lax.axis_size(exchange.axis_name), (x.shape[-1], _columns(w, transposed))
-    if 0 in x.shape:
-        return f"x is empty: {x.shape}"
-    if x.dtype.name not in _DTYPES:
-        return f"the operands are {x.dtype.name}, and the kernel multiplies {' and '.join(_DTYPES)}"
-    if exchange.wire_dtype != x.dtype:
-        return f"wire_dtype={exchange.wire_dtype.name}, but tiles travel as {x.dtype.name}"
-    if any(size % _UNIT for size in sizes):
-        return f"the inner dimension and the columns must be multiples of {_UNIT}, but they are {sizes}"
-    if not 2 <= ranks <= _MOST_RANKS:
-        return f"mesh axis {exchange.axis_name!r} has size {ranks}, and the kernel is for 2 to {_MOST_RANKS}"
+    if reason := operands_reason(x, w, exchange, transposed):
+        return reason
     if is_partitioned(ctx):
         return "XLA's partitioner splits the program"
     if reason := _hopper.unsupported_reason():
@@ -124,13 +121,19 @@ def _unsupported_reason(
     return "the compiled extension jaxmagi._cuda is older than these sources: build jaxmagi again"
 
 
+def _implementation(params: Mapping[str, Any]) -> str | None:
+    """Returns what the user asks for, and plain JAX where kernels would not do by default."""
+    asked = params["exchange"].implementation
+    return "xla" if asked is None and not ranks_have_nvlink() else asked
+
+
 def _define(primitive: Primitive) -> None:
     primitive.def_abstract_eval(functools.partial(_type, primitive))
     run_compiled(primitive, ("exchange", "transposed"))
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     kernel = Compiled(functools.partial(_lower, primitive), functools.partial(_unsupported_reason, primitive))
-    # There is no portable lowering, since they are bound only where the custom call is asked for.
-    _lowering.register(primitive, _lowering.no_kernel, {"cuda": kernel}, lambda params: "native")
+    portable = mlir.lower_fun(functools.partial(_compute_plainly, primitive), multiple_results=False)
+    _lowering.register(primitive, portable, {"cuda": kernel}, _implementation)
 
 
 _define(matmul_reduce_scatter_p)

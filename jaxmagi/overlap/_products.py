@@ -10,84 +10,26 @@ With s ranks on an axis, x ``[..., M, K]`` of a rank and weights w ``[K, N]``:
 
 Operands have one dtype, in which they are multiplied in both passes, and vary over the same mesh axes.
 Products accumulate in float32 (float64 for float64). Sums over ranks do too, rank after rank, so that they
-are bitwise reproducible. All is plain JAX, but for the custom calls that users ask for by name. Specs say
-over which Explicit axes a result is sharded; None where there is only one way.
+are bitwise reproducible. All is plain JAX, but for the custom calls that users ask for by name or, where
+these leave the choice, that pay. Specs say over which Explicit axes a result is sharded; None where there is
+only one way.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
-from .._dtypes import accumulator_dtype
 from .._varying import checks_vma
-from ._exchange import Exchange
+from . import _plain
+from ._choice import is_kernel
+from ._exchange import Exchange, Weights, explicit_spec
+from ._plain import dot_rows, dot_weights, gather, scatter_sum
 from ._primitives import all_gather_matmul_p, matmul_reduce_scatter_p
 
 type Pair = tuple[jax.Array, jax.Array]
-
-
-class Weights(NamedTuple):
-    """Says how weights lie, and how their product is sharded.
-
-    Attributes:
-        transposed: whether they are ``[N, K]``, not ``[K, N]``.
-        spec: of the product.
-    """
-
-    transposed: bool = False
-    spec: P | None = None
-
-    def back(self, x: jax.Array) -> "Weights":
-        """Returns how they are multiplied with a cotangent, for the gradient of x."""
-        return Weights(not self.transposed, _explicit_spec(x))
-
-
-def _explicit_spec(x: jax.Array) -> P | None:
-    """Returns over which Explicit axes an array is sharded; None if there is no such axis."""
-    return jax.typeof(x).sharding.spec if jax.sharding.get_abstract_mesh().explicit_axes else None
-
-
-def _dot(
-    x: jax.Array, y: jax.Array, contracted: tuple[Any, Any], exchange: Exchange, spec: P | None
-) -> jax.Array:
-    """Multiplies in the dtype of accumulators."""
-    return jax.lax.dot_general(
-        x,
-        y,
-        (contracted, ((), ())),
-        precision=exchange.precision,
-        preferred_element_type=accumulator_dtype(x.dtype),
-        out_sharding=spec,
-    )
-
-
-def _dot_weights(x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights) -> jax.Array:
-    return _dot(x, w, ((x.ndim - 1,), (int(weights.transposed),)), exchange, weights.spec)
-
-
-def _dot_rows(x: jax.Array, y: jax.Array, exchange: Exchange, spec: P | None) -> jax.Array:
-    """Returns ``xᵀ · y`` over all rows, in the dtype of x."""
-    rows = tuple(range(x.ndim - 1))
-    return _dot(x, y, (rows, rows), exchange, spec).astype(x.dtype)
-
-
-def _scatter_sum(x: jax.Array, axis: int, exchange: Exchange, dtype: jnp.dtype) -> jax.Array:
-    """Returns this rank's part of the sum over ranks, of s parts along an axis of the array."""
-    size = jax.lax.axis_size(exchange.axis_name)
-    shape = *x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :]
-    by_rank = x.astype(exchange.wire_dtype).reshape(shape)
-    parts = jax.lax.all_to_all(by_rank, exchange.axis_name, axis, axis, tiled=True)
-    wide = (jax.lax.index_in_dim(parts, rank, axis, keepdims=False).astype(x.dtype) for rank in range(size))
-    return functools.reduce(jnp.add, wide).astype(dtype)
-
-
-def _gather(x: jax.Array, exchange: Exchange) -> jax.Array:
-    """Returns the rows of all ranks: ``[..., M, K]`` → ``[..., sM, K]``."""
-    return jax.lax.all_gather(x, exchange.axis_name, axis=x.ndim - 2, tiled=True)
 
 
 def _keeping_operands(function: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, Pair]]:
@@ -101,52 +43,52 @@ def _keeping_operands(function: Callable[..., jax.Array]) -> Callable[..., tuple
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def product(x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights) -> jax.Array:
-    return _dot_weights(x, w, exchange, weights).astype(x.dtype)
+    return dot_weights(x, w, exchange, weights).astype(x.dtype)
 
 
 def _product_backward(exchange: Exchange, weights: Weights, operands: Pair, cotangent: jax.Array) -> Pair:
     x, w = operands
     left, right = (cotangent, x) if weights.transposed else (x, cotangent)
-    dw = _dot_rows(left, right, exchange, _explicit_spec(w))
+    dw = dot_rows(left, right, exchange, explicit_spec(w))
     return product(cotangent, w, exchange, weights.back(x)), dw
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def all_gathered(x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights) -> jax.Array:
-    if exchange.native:
+    if is_kernel(False, x, w, exchange, weights):
         return all_gather_matmul_p.bind(x, w, exchange=exchange, transposed=weights.transposed)
-    return _dot_weights(_gather(x, exchange), w, exchange, weights).astype(x.dtype)
+    return _plain.all_gathered(x, w, exchange, weights)
 
 
 def _all_gathered_backward(
     exchange: Exchange, weights: Weights, operands: Pair, cotangent: jax.Array
 ) -> Pair:
     x, w = operands
-    dw = weight_gradient(x, cotangent, exchange, Weights(weights.transposed, _explicit_spec(w)))
+    dw = weight_gradient(x, cotangent, exchange, Weights(weights.transposed, explicit_spec(w)))
     return reduce_scattered(cotangent, w, exchange, weights.back(x)), dw
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def reduce_scattered(x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights) -> jax.Array:
-    if exchange.native:
+    if is_kernel(True, x, w, exchange, weights):
         return matmul_reduce_scatter_p.bind(x, w, exchange=exchange, transposed=weights.transposed)
-    return _scatter_sum(_dot_weights(x, w, exchange, weights), x.ndim - 2, exchange, x.dtype)
+    return _plain.reduce_scattered(x, w, exchange, weights)
 
 
 def _reduce_scattered_backward(
     exchange: Exchange, weights: Weights, operands: Pair, cotangent: jax.Array
 ) -> Pair:
     x, w = operands
-    dw = weight_gradient(cotangent, x, exchange, Weights(not weights.transposed, _explicit_spec(w)))
+    dw = weight_gradient(cotangent, x, exchange, Weights(not weights.transposed, explicit_spec(w)))
     return all_gathered(cotangent, w, exchange, weights.back(x)), dw
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def weight_gradient(x: jax.Array, y: jax.Array, exchange: Exchange, gradient: Weights) -> jax.Array:
     """Returns ``gather(x)ᵀ · y``, ``[K, N]``, or transposed, ``[N, K]``."""
-    rows = _gather(x, exchange)
+    rows = gather(x, exchange)
     left, right = (y, rows) if gradient.transposed else (rows, y)
-    return _dot_rows(left, right, exchange, gradient.spec)
+    return dot_rows(left, right, exchange, gradient.spec)
 
 
 def _weight_gradient_backward(
@@ -154,7 +96,7 @@ def _weight_gradient_backward(
 ) -> Pair:
     x, y = operands
     dx = reduce_scattered(y, cotangent, exchange, gradient.back(x))
-    return dx, all_gathered(x, cotangent, exchange, Weights(gradient.transposed, _explicit_spec(y)))
+    return dx, all_gathered(x, cotangent, exchange, Weights(gradient.transposed, explicit_spec(y)))
 
 
 def _pad_rows(x: jax.Array, size: int) -> jax.Array:
@@ -166,15 +108,15 @@ def _pad_rows(x: jax.Array, size: int) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def all_reduced(x: jax.Array, w: jax.Array, exchange: Exchange) -> jax.Array:
     """Each rank sums some rows, or columns where the axis divides these alone, which all then gather."""
-    if exchange.native:
+    if exchange.implementation == "native":
         return _all_reduced_by_kernel(x, w, exchange)
-    part = _dot_weights(x, w, exchange, Weights())
+    part = dot_weights(x, w, exchange, Weights())
     rows, axis, size = x.shape[-2], x.ndim - 2, jax.lax.axis_size(exchange.axis_name)
     if rows % size and w.shape[-1] % size == 0:
         axis += 1
     else:
         part = _pad_rows(part, size)
-    total = _scatter_sum(part, axis, exchange, x.dtype)
+    total = scatter_sum(part, axis, exchange, x.dtype)
     whole = jax.lax.all_gather(total, exchange.axis_name, axis=axis, tiled=True, to="invarying")
     return jax.lax.slice_in_dim(whole, 0, rows, axis=x.ndim - 2)
 

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxmagi import CollectiveOptions, _hopper, _native
+from jaxmagi.overlap import _choice
 
 from ..custom_calls import Call, custom_calls, lower
 from .harness import AXIS, PRODUCTS, mesh_of, on_mesh, spec
@@ -121,6 +122,62 @@ def test_explicit_axes_that_nothing_maps_over() -> None:
         pytest.raises(NotImplementedError, match="with Explicit mesh axes that no shard_map"),
     ):
         lower(run, array(8, 16), array(16, 16))
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [types.SimpleNamespace(compute_capability="9.0", local_hardware_id=i) for i in range(2)]
+    monkeypatch.setattr(_hopper, "local_gpus", lambda: gpus)
+    monkeypatch.setattr(_native.extension("cuda"), "have_nvlink", lambda a, b: a != b, raising=False)
+
+
+def default_targets(name: str, x: Any, w: Any, size: int = 2, **options: Any) -> list[str]:
+    """The custom calls of a product of which the user has not said how it runs."""
+    run = on_mesh(PRODUCTS[name], mesh_of(size), options=CollectiveOptions(**options))
+    return [call.target for call in custom_calls(lower(run, x, w))]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_products_that_pay_are_kernels_by_default() -> None:
+    assert default_targets("all_gather", array(8192, 4096), array(4096, 2 * 5120)) == [
+        "jaxmagi_all_gather_matmul"
+    ]
+    assert default_targets("reduce_scatter", array(8192, 2 * 5120), array(2 * 5120, 4096)) == [
+        "jaxmagi_matmul_reduce_scatter"
+    ]
+    assert default_targets("all_reduce", array(8192, 4096), array(4096, 4096)) == []
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("x", "w", "options"),
+    [
+        ((8192, 2 * 5128), (2 * 5128, 4096), {}),  # the transfer is short beside the product
+        ((1024, 2 * 4096), (2 * 4096, 4096), {}),  # 64 tiles
+        ((64, 130, 2 * 4096), (2 * 4096, 4096), {}),  # tiles of 65 rows each
+        ((8192, 4 * 4096), (4 * 4096, 4096), {"size": 4}),  # more ranks than measured
+        ((8192, 2 * 4096), (2 * 4096, 4100), {}),
+        ((8192, 2 * 4096), (2 * 4096, 4096), {"wire_dtype": "float32"}),
+        ((8192, 2 * 4096), (2 * 4096, 4096), {"implementation": "xla"}),
+    ],
+)
+def test_other_products_are_plain_by_default(x: Any, w: Any, options: dict[str, Any]) -> None:
+    assert default_targets("reduce_scatter", array(*x), array(*w), **options) == []
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("lack", ["NVLink", "one process", "two GPUs"])
+def test_devices_decide_too(lack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = array(8192, 2 * 4096), array(2 * 4096, 4096)
+    assert len(default_targets("reduce_scatter", x, w)) == 1
+    if lack == "NVLink":
+        monkeypatch.setattr(_native.extension("cuda"), "have_nvlink", lambda a, b: False)
+    elif lack == "one process":
+        monkeypatch.setattr(_choice.jax, "process_count", lambda: 2)
+    else:
+        gpus = [types.SimpleNamespace(compute_capability="9.0", local_hardware_id=0)]
+        monkeypatch.setattr(_hopper, "local_gpus", lambda: gpus)
+    assert default_targets("reduce_scatter", x, w) == []
 
 
 def test_without_a_gpu_and_all_to_all() -> None:

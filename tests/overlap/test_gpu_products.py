@@ -9,6 +9,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxmagi import CollectiveOptions
+
 from ..collectives.conftest import group as group  # a fixture
 from ..collectives.groups import Group, assert_same_bits, local_parts, on_groups
 from ..collectives.harness import AXIS
@@ -136,3 +138,23 @@ def test_many_calls_between_other_collectives(group: Group, name: str) -> None:
     counts = group.program(local, P(AXIS))(*group.shard((x, w)))
     for found, _ in local_parts(counts, np.zeros(group.size, np.int32)):
         assert (found == 0).all()
+
+
+@on_groups(Group("native", 2))
+@TRANSPOSES
+def test_the_default_is_the_kernel_where_it_pays(group: Group, name: str) -> None:
+    """The ranks of one process are seen to be connected by NVLink; the results have the kernel's bits."""
+    if group.implementation != "native" or jax.process_count() > 1:
+        pytest.skip("needs two GPUs of one process")
+    given = operands(group, name, dtype=jnp.bfloat16, rows=4096, inner=512, columns=4096)
+    arrays = group.shard(given)
+
+    def program(options: CollectiveOptions) -> Any:
+        def local(x: jax.Array, w: jax.Array) -> jax.Array:
+            return PRODUCTS[name].function(x[0], w[0], AXIS, options=options)[None]
+
+        return group.program(local, P(AXIS))
+
+    default, native = program(CollectiveOptions()), program(group.options)
+    assert "custom_call @jaxmagi" in default.lower(*arrays).as_text()
+    assert_same_bits(default(*arrays), native(*arrays))

@@ -1,7 +1,7 @@
 """Values, gradients and transformations of products with a collective, against plain lax."""
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from jax.test_util import check_grads
 
 from jaxmagi import CollectiveOptions, matmul_reduce_scatter
+from jaxmagi.overlap import _choice
 
 from .harness import AXIS, PRODUCTS, Function, Product, mesh_of, normal, on_mesh
 
@@ -136,6 +137,26 @@ def test_vmap(product: Product) -> None:
             for i in range(3)
         ]
         np.testing.assert_allclose(found, np.stack(wanted), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
+def test_products_whose_implementation_is_chosen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels would pay, a primitive is bound, which is the same plain JAX on other devices."""
+    mesh, (x, w) = mesh_of(2), operands(16, 2, dtype=jnp.bfloat16)
+    xs, ws = jnp.stack([x, 2 * x]), jnp.stack([w, 3 * w])
+
+    def results(implementation: Literal["xla"] | None) -> Any:
+        run = on_mesh(PRODUCTS[name], mesh, options=CollectiveOptions(implementation=implementation))
+        gradients = jax.grad(lambda x, w: sine_of(run)(x, w).astype(jnp.float32), (0, 1))
+        text = str(jax.make_jaxpr(gradients)(x, w))
+        bound = re.findall(r"jaxmagi_(all_gather_matmul|matmul_reduce_scatter)", text)
+        mapped = [jax.vmap(run, axes)(xs, ws if axes[1] == 0 else w) for axes in ((0, None), (0, 0))]
+        return len(bound), (run(x, w), jax.jit(gradients)(x, w), *mapped)
+
+    monkeypatch.setattr(_choice, "_pays", lambda *_: True)
+    (none, plain), (bound, chosen) = results("xla"), results(None)
+    assert (none, bound) == (0, 2)
+    jax.tree.map(np.testing.assert_array_equal, chosen, plain)
 
 
 @EACH

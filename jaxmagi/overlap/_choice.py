@@ -1,0 +1,83 @@
+"""Decides which products with a collective are custom calls.
+
+Users ask for plain JAX or for custom calls by name, or leave the choice: then a product is a custom call
+where it was measured to be faster than XLA's sequence, also on GPUs at their power limit, on which the
+kernels need more time for a large product than cuBLAS does (docs/log/overlap.md). A custom call hides the
+transfer, which takes a part of the product's time that depends on one size alone: the inner numbers of a
+reduce-scatter, and the columns of an all-gather.
+"""
+
+import itertools
+import math
+from typing import Any
+
+import jax
+
+from .. import _hopper, _native
+from ._exchange import Exchange, Weights
+
+TILE = 256  # rows of one rank and one example, and columns
+MOST_RANKS = 64
+_UNIT = 8  # of the inner dimension and of columns: rows are multiples of 16 bytes
+_DTYPES = ("bfloat16", "float16")
+
+_MOST_MEASURED_RANKS = 2
+_MOST_HIDING = 5120  # inner numbers or columns: the transfer takes at least 0.19 of the product's time
+_FEWEST_TILES = 128
+_LEAST_FILLED = 0.95  # of the tiles, whose rest is computed for nothing
+
+
+def is_kernel(scatters: bool, x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights) -> bool:
+    """Returns whether the product is a custom call where the devices allow it."""
+    if exchange.implementation is not None:
+        return exchange.implementation == "native"
+    if jax.sharding.get_abstract_mesh().explicit_axes:
+        return False
+    fits = operands_reason(x, w, exchange, weights.transposed) is None
+    return fits and _pays(scatters, x, w, exchange, weights.transposed)
+
+
+def operands_reason(x: Any, w: Any, exchange: Exchange, transposed: bool) -> str | None:
+    """Returns why kernels do not multiply operands of these types; None if they do."""
+    ranks, sizes = jax.lax.axis_size(exchange.axis_name), (x.shape[-1], columns_of(w, transposed))
+    if 0 in x.shape:
+        return f"x is empty: {x.shape}"
+    if x.dtype.name not in _DTYPES:
+        return f"the operands are {x.dtype.name}, and the kernel multiplies {' and '.join(_DTYPES)}"
+    if exchange.wire_dtype != x.dtype:
+        return f"wire_dtype={exchange.wire_dtype.name}, but tiles travel as {x.dtype.name}"
+    if any(size % _UNIT for size in sizes):
+        return f"the inner dimension and the columns must be multiples of {_UNIT}, but they are {sizes}"
+    if not 2 <= ranks <= MOST_RANKS:
+        return f"mesh axis {exchange.axis_name!r} has size {ranks}, and the kernel is for 2 to {MOST_RANKS}"
+    return None
+
+
+def ranks_have_nvlink() -> bool:
+    """Returns whether NVLink is known to connect the ranks of a program: they are all in this process."""
+    gpus, compiled = _hopper.local_gpus(), _native.extension("cuda")
+    if jax.process_count() > 1 or compiled is None or len(gpus) < 2:
+        return False
+    pairs = itertools.permutations((gpu.local_hardware_id for gpu in gpus), 2)
+    return all(itertools.starmap(compiled.have_nvlink, pairs))
+
+
+def columns_of(w: Any, transposed: bool) -> int:
+    """Returns N of weights ``[K, N]`` or, transposed, ``[N, K]``."""
+    return w.shape[0 if transposed else 1]
+
+
+def _pays(scatters: bool, x: Any, w: Any, exchange: Exchange, transposed: bool) -> bool:
+    *lead, rows, inner = x.shape
+    ranks, columns = jax.lax.axis_size(exchange.axis_name), columns_of(w, transposed)
+    if scatters:
+        rows //= ranks
+    tiles = math.prod(lead) * ranks * math.ceil(rows / TILE) * math.ceil(columns / TILE)
+    filled = math.prod(lead) * ranks * rows * columns / (tiles * TILE**2)
+    hiding = inner if scatters else columns
+    return (
+        ranks <= _MOST_MEASURED_RANKS
+        and hiding <= _MOST_HIDING
+        and tiles >= _FEWEST_TILES
+        and filled >= _LEAST_FILLED
+    )
