@@ -107,7 +107,7 @@ uint64_t publish_address(const TransferParams& params, const ffi::AnyBuffer& buf
         shared = scratch.allocate(buffer.size_bytes());
     check(not params.has_native_peers() or is_accessible(peers, shared),
           "the GPUs of this process do not reach each other's memory as XLA's allocator made it: use "
-          "implementation='nccl'");
+          "implementation='nccl' or, for a product with a collective, 'xla'");
     return reinterpret_cast<uint64_t>(shared);
 }
 

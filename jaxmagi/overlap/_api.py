@@ -37,10 +37,11 @@ def all_gather_matmul(
             summed, up to that of accumulators; None: that of x. Its ``implementation`` is "xla" for plain
             JAX, or "native" for a kernel that multiplies while rows travel: for bfloat16 and float16, K and N
             that 8 divides, and ranks on one host with Hopper GPUs. None: the kernel in programs of one
-            process, between two GPUs with NVLink, for sizes at which it was measured to be faster: N up to
-            5120, and products of at least 128 tiles of 256 rows of a rank times 256 columns. The product for
-            the gradient of w does not overlap yet. Its ``timeout`` is that of the kernel, which takes all
-            multiprocessors: ``num_sms`` and ``ranks_per_host`` do not count. Static.
+            process on a mesh of two GPUs with NVLink, between the sizes at which it was measured to be
+            faster, or at most 1 % slower: K from 1024, N from 2048 to 5120, and at least 128 tiles of 256
+            rows of a rank times 256 columns, 0.95 of them filled. The product for the gradient of w does not
+            overlap yet. Its ``timeout`` is that of the kernel, which takes all multiprocessors: ``num_sms``
+            and ``ranks_per_host`` do not count. Static.
 
     Returns:
         All rows times w, accumulated in float32 (float64 for float64), in the dtype of x.
@@ -71,9 +72,9 @@ def matmul_reduce_scatter(
         x: bfloat16, float16, float32 or float64. The axis divides its rows.
         w: weights of this rank, of the same dtype.
         axis_name: mesh axis of s ranks. Rank r gets the r-th of s parts of the rows.
-        options: as in `all_gather_matmul`, but by default there is a kernel for K up to 5120; ``wire_dtype``
-            is the dtype in which products travel before they are summed, and by the kernel they do in that of
-            x. Static.
+        options: as in `all_gather_matmul`, but by default there is a kernel for K from 1024 to 5120 and N
+            from 2048; ``wire_dtype`` is the dtype in which products travel before they are summed, and by the
+            kernel they do in that of x. Static.
 
     Returns:
         The sum of the products of all ranks, added up in float32 (float64 for float64) rank after rank, so

@@ -4,11 +4,12 @@ Users ask for plain JAX or for custom calls by name, or leave the choice: then a
 where it was measured to be faster than XLA's sequence, also on GPUs at their power limit, on which the
 kernels need more time for a large product than cuBLAS does (docs/log/overlap.md). A custom call hides the
 transfer, which takes a part of the product's time that depends on one size alone: the inner numbers of a
-reduce-scatter, and the columns of an all-gather.
+reduce-scatter, and the columns of an all-gather. Sizes between those that were measured count too.
 """
 
 import itertools
 import math
+import os
 from typing import Any
 
 import jax
@@ -16,22 +17,26 @@ import jax
 from .. import _hopper, _native
 from ._exchange import Exchange, Weights
 
-TILE = 256  # rows of one rank and one example, and columns
-MOST_RANKS = 64
 _UNIT = 8  # of the inner dimension and of columns: rows are multiples of 16 bytes
 _DTYPES = ("bfloat16", "float16")
+_MOST_RANKS = 64
 
-_MOST_MEASURED_RANKS = 2
+_MEASURED_RANKS = 2  # all devices of the mesh: other groups beside them have not run
+_FEWEST_INNER, _FEWEST_COLUMNS = 1024, 2048
 _MOST_HIDING = 5120  # inner numbers or columns: the transfer takes at least 0.19 of the product's time
+_TILE = 256  # rows of one rank and one example, and columns
 _FEWEST_TILES = 128
 _LEAST_FILLED = 0.95  # of the tiles, whose rest is computed for nothing
+
+_ALLOCATORS = ("", "default", "bfc")  # whose memory other GPUs reach
 
 
 def is_kernel(scatters: bool, x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights) -> bool:
     """Returns whether the product is a custom call where the devices allow it."""
     if exchange.implementation is not None:
         return exchange.implementation == "native"
-    if jax.sharding.get_abstract_mesh().explicit_axes:
+    mesh, is_known = jax.sharding.get_abstract_mesh(), all(isinstance(size, int) for size in x.shape)
+    if mesh.explicit_axes or mesh.size != _MEASURED_RANKS or not is_known:
         return False
     fits = operands_reason(x, w, exchange, weights.transposed) is None
     return fits and _pays(scatters, x, w, exchange, weights.transposed)
@@ -48,18 +53,23 @@ def operands_reason(x: Any, w: Any, exchange: Exchange, transposed: bool) -> str
         return f"wire_dtype={exchange.wire_dtype.name}, but tiles travel as {x.dtype.name}"
     if any(size % _UNIT for size in sizes):
         return f"the inner dimension and the columns must be multiples of {_UNIT}, but they are {sizes}"
-    if not 2 <= ranks <= MOST_RANKS:
-        return f"mesh axis {exchange.axis_name!r} has size {ranks}, and the kernel is for 2 to {MOST_RANKS}"
+    if not 2 <= ranks <= _MOST_RANKS:
+        return f"mesh axis {exchange.axis_name!r} has size {ranks}, and the kernel is for 2 to {_MOST_RANKS}"
     return None
 
 
-def ranks_have_nvlink() -> bool:
-    """Returns whether NVLink is known to connect the ranks of a program: they are all in this process."""
-    gpus, compiled = _hopper.local_gpus(), _native.extension("cuda")
-    if jax.process_count() > 1 or compiled is None or len(gpus) < 2:
+def ranks_reach_each_other() -> bool:
+    """Returns whether the ranks of a program are known to reach each other's memory over NVLink.
+
+    They are all in this process then, and their memory is of the allocator that JAX has by default.
+    """
+    gpus = _hopper.local_gpus()
+    have_nvlink = getattr(_native.extension("cuda"), "have_nvlink", None)
+    is_reachable = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() in _ALLOCATORS
+    if jax.process_count() > 1 or len(gpus) < _MEASURED_RANKS or have_nvlink is None or not is_reachable:
         return False
     pairs = itertools.permutations((gpu.local_hardware_id for gpu in gpus), 2)
-    return all(itertools.starmap(compiled.have_nvlink, pairs))
+    return all(itertools.starmap(have_nvlink, pairs))
 
 
 def columns_of(w: Any, transposed: bool) -> int:
@@ -72,12 +82,12 @@ def _pays(scatters: bool, x: Any, w: Any, exchange: Exchange, transposed: bool) 
     ranks, columns = jax.lax.axis_size(exchange.axis_name), columns_of(w, transposed)
     if scatters:
         rows //= ranks
-    tiles = math.prod(lead) * ranks * math.ceil(rows / TILE) * math.ceil(columns / TILE)
-    filled = math.prod(lead) * ranks * rows * columns / (tiles * TILE**2)
-    hiding = inner if scatters else columns
+    tiles = math.prod(lead) * ranks * math.ceil(rows / _TILE) * math.ceil(columns / _TILE)
+    filled = math.prod(lead) * ranks * rows * columns / (tiles * _TILE**2)
     return (
-        ranks <= _MOST_MEASURED_RANKS
-        and hiding <= _MOST_HIDING
+        inner >= _FEWEST_INNER
+        and columns >= _FEWEST_COLUMNS
+        and (inner if scatters else columns) <= _MOST_HIDING
         and tiles >= _FEWEST_TILES
         and filled >= _LEAST_FILLED
     )

@@ -26,7 +26,7 @@ from .._partitioning import is_partitioned
 from ..collectives._groups import replica_groups
 from ..collectives._process import set_memory_limits, timeout_ms
 from . import _plain
-from ._choice import columns_of, operands_reason, ranks_have_nvlink
+from ._choice import columns_of, operands_reason, ranks_reach_each_other
 from ._exchange import Exchange, Weights
 
 matmul_reduce_scatter_p = Primitive("jaxmagi_matmul_reduce_scatter")
@@ -124,7 +124,7 @@ def _unsupported_reason(
 def _implementation(params: Mapping[str, Any]) -> str | None:
     """Returns what the user asks for, and plain JAX where kernels would not do by default."""
     asked = params["exchange"].implementation
-    return "xla" if asked is None and not ranks_have_nvlink() else asked
+    return "xla" if asked is None and not ranks_reach_each_other() else asked
 
 
 def _define(primitive: Primitive) -> None:

@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxmagi import CollectiveOptions, _hopper, _native
-from jaxmagi.overlap import _choice
 
 from ..custom_calls import Call, custom_calls, lower
 from .harness import AXIS, PRODUCTS, mesh_of, on_mesh, spec
@@ -131,53 +130,86 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native.extension("cuda"), "have_nvlink", lambda a, b: a != b, raising=False)
 
 
-def default_targets(name: str, x: Any, w: Any, size: int = 2, **options: Any) -> list[str]:
-    """The custom calls of a product of which the user has not said how it runs."""
+def is_kernel_by_default(
+    name: str, rows: int, inner: int, columns: int, size: int = 2, **options: Any
+) -> bool:
+    """Whether a product of which the user has not said how it runs is a custom call; sizes of a rank.
+
+    Rows are those of one rank before a gather, or after a reduce-scatter.
+    """
+    scatters = name != "all_gather"
+    x, w = (rows * size, inner * size if scatters else inner), (inner * size, columns)
     run = on_mesh(PRODUCTS[name], mesh_of(size), options=CollectiveOptions(**options))
-    return [call.target for call in custom_calls(lower(run, x, w))]
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_products_that_pay_are_kernels_by_default() -> None:
-    assert default_targets("all_gather", array(8192, 4096), array(4096, 2 * 5120)) == [
-        "jaxmagi_all_gather_matmul"
-    ]
-    assert default_targets("reduce_scatter", array(8192, 2 * 5120), array(2 * 5120, 4096)) == [
-        "jaxmagi_matmul_reduce_scatter"
-    ]
-    assert default_targets("all_reduce", array(8192, 4096), array(4096, 4096)) == []
+    w = w if scatters else (inner, columns * size)
+    calls = custom_calls(lower(run, array(*x), array(*w)))
+    assert len(calls) <= 1
+    return bool(calls)
 
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(
-    ("x", "w", "options"),
+    ("name", "rows", "inner", "columns", "is_kernel"),
     [
-        ((8192, 2 * 5128), (2 * 5128, 4096), {}),  # the transfer is short beside the product
-        ((1024, 2 * 4096), (2 * 4096, 4096), {}),  # 64 tiles
-        ((64, 130, 2 * 4096), (2 * 4096, 4096), {}),  # tiles of 65 rows each
-        ((8192, 4 * 4096), (4 * 4096, 4096), {"size": 4}),  # more ranks than measured
-        ((8192, 2 * 4096), (2 * 4096, 4100), {}),
-        ((8192, 2 * 4096), (2 * 4096, 4096), {"wire_dtype": "float32"}),
-        ((8192, 2 * 4096), (2 * 4096, 4096), {"implementation": "xla"}),
+        ("all_gather", 4096, 8192, 5120, True),
+        ("all_gather", 4096, 8192, 5128, False),  # the transfer is short beside the product
+        ("all_gather", 4096, 1024, 2048, True),
+        ("all_gather", 4096, 1016, 2048, False),  # fewer than were measured
+        ("all_gather", 4096, 1024, 2040, False),
+        ("reduce_scatter", 4096, 5120, 8192, True),
+        ("reduce_scatter", 4096, 5128, 8192, False),
+        ("reduce_scatter", 4096, 1024, 2048, True),
+        ("reduce_scatter", 1024, 4096, 4096, True),  # 128 tiles
+        ("reduce_scatter", 768, 4096, 4096, False),
+        ("reduce_scatter", 2192, 4096, 4096, True),  # 0.951 of its tiles filled
+        ("reduce_scatter", 2160, 4096, 4096, False),
+        ("all_reduce", 4096, 4096, 4096, False),
     ],
 )
-def test_other_products_are_plain_by_default(x: Any, w: Any, options: dict[str, Any]) -> None:
-    assert default_targets("reduce_scatter", array(*x), array(*w), **options) == []
+def test_which_products_are_kernels_by_default(
+    name: str, rows: int, inner: int, columns: int, is_kernel: bool
+) -> None:
+    assert is_kernel_by_default(name, rows, inner, columns) == is_kernel
 
 
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize("lack", ["NVLink", "one process", "two GPUs"])
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize(
+    "options", [{"size": 4}, {"wire_dtype": "float32"}, {"implementation": "xla"}], ids=str
+)
+def test_other_products_are_plain_by_default(name: str, options: dict[str, Any]) -> None:
+    assert not is_kernel_by_default(name, 4096, 4096, 4096, **options)
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_other_groups_beside_them_are_plain_by_default(kind: AxisType) -> None:
+    mesh = jax.make_mesh((2, 2), ("data", AXIS), axis_types=(kind, AxisType.Auto), devices=jax.devices()[:4])
+    product = functools.partial(PRODUCTS["reduce_scatter"].function, axis_name=AXIS)
+    axes = {AXIS} if kind == AxisType.Explicit else {"data", AXIS}
+    run = jax.shard_map(
+        product, mesh=mesh, in_specs=(P(None, AXIS), spec(2, -2)), out_specs=P(AXIS), axis_names=axes
+    )
+    with jax.set_mesh(mesh):
+        assert custom_calls(lower(run, array(8192, 8192), array(8192, 4096))) == []
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("lack", ["NVLink", "one process", "two GPUs", "the allocator", "the function"])
 def test_devices_decide_too(lack: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, w = array(8192, 2 * 4096), array(2 * 4096, 4096)
-    assert len(default_targets("reduce_scatter", x, w)) == 1
+    extension = _native.extension("cuda")
+    assert is_kernel_by_default("reduce_scatter", 4096, 4096, 4096)
     if lack == "NVLink":
-        monkeypatch.setattr(_native.extension("cuda"), "have_nvlink", lambda a, b: False)
+        monkeypatch.setattr(extension, "have_nvlink", lambda a, b: False)
+    elif lack == "the function":
+        monkeypatch.delattr(extension, "have_nvlink")
     elif lack == "one process":
-        monkeypatch.setattr(_choice.jax, "process_count", lambda: 2)
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+    elif lack == "the allocator":
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
     else:
-        gpus = [types.SimpleNamespace(compute_capability="9.0", local_hardware_id=0)]
+        gpus = _hopper.local_gpus()[:1]
         monkeypatch.setattr(_hopper, "local_gpus", lambda: gpus)
-    assert default_targets("reduce_scatter", x, w) == []
+    assert not is_kernel_by_default("reduce_scatter", 4096, 4096, 4096)
 
 
 def test_without_a_gpu_and_all_to_all() -> None:

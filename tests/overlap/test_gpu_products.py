@@ -146,7 +146,7 @@ def test_the_default_is_the_kernel_where_it_pays(group: Group, name: str) -> Non
     """The ranks of one process are seen to be connected by NVLink; the results have the kernel's bits."""
     if group.implementation != "native" or jax.process_count() > 1:
         pytest.skip("needs two GPUs of one process")
-    given = operands(group, name, dtype=jnp.bfloat16, rows=4096, inner=512, columns=4096)
+    given = operands(group, name, dtype=jnp.bfloat16, rows=4096, inner=1024, columns=4096)
     arrays = group.shard(given)
 
     def program(options: CollectiveOptions) -> Any:

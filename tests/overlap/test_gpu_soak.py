@@ -42,7 +42,8 @@ def make_program(group: Group, steps: int) -> Any:
             hidden = delay(lax.axis_index(AXIS), i, hidden)
             x = x + 0 * hidden[:1, :1].astype(x.dtype)  # behind the delay
             turned = jnp.roll(w[0], i, axis=1)
-            rows = {"all_gather": x, "reduce_scatter": jnp.tile(x, (group.size, 1))}
+            parts = [jnp.roll(x, part, axis=0) for part in range(group.size)]  # another one for each rank
+            rows = {"all_gather": x, "reduce_scatter": jnp.concatenate(parts)}
             for name, z in rows.items():
                 ours = PRODUCTS[name].function(z, turned, AXIS, options=group.options)
                 wrong += jnp.count_nonzero(ours != PRODUCTS[name].plain(z, turned, AXIS)).astype(jnp.int32)

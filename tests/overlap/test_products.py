@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from jax import export
 from jax.sharding import AxisType, PartitionSpec as P
 from jax.test_util import check_grads
 
@@ -151,12 +152,23 @@ def test_products_whose_implementation_is_chosen(name: str, monkeypatch: pytest.
         text = str(jax.make_jaxpr(gradients)(x, w))
         bound = re.findall(r"jaxmagi_(all_gather_matmul|matmul_reduce_scatter)", text)
         mapped = [jax.vmap(run, axes)(xs, ws if axes[1] == 0 else w) for axes in ((0, None), (0, 0))]
+        mapped.append(jax.jit(jax.vmap(gradients))(xs, ws))
         return len(bound), (run(x, w), jax.jit(gradients)(x, w), *mapped)
 
     monkeypatch.setattr(_choice, "_pays", lambda *_: True)
     (none, plain), (bound, chosen) = results("xla"), results(None)
     assert (none, bound) == (0, 2)
     jax.tree.map(np.testing.assert_array_equal, chosen, plain)
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("shapes", ["b, 16, 32", "2, 2*r, 32"])
+def test_symbolic_shapes_can_be_exported(name: str, shapes: str) -> None:
+    """Nobody knows whether a kernel would pay."""
+    x = jax.ShapeDtypeStruct(export.symbolic_shape(shapes), jnp.bfloat16)
+    run = jax.jit(on_mesh(PRODUCTS[name], mesh_of(2)))
+    exported = export.export(run, platforms=("cpu", "cuda"))(x, jax.ShapeDtypeStruct((32, 16), jnp.bfloat16))
+    assert "custom_call @jaxmagi" not in exported.mlir_module()
 
 
 @EACH

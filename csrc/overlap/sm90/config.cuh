@@ -36,9 +36,9 @@ template <Collective kCollective_, typename Element_, bool kTransposedW_> struct
     static constexpr int kXBytes = kTileRows * kPanelRowBytes, kWBytes = kTileColumns * kPanelRowBytes,
                          kStageBytes = kXBytes + kWBytes;
     static constexpr int kBuffers = kBuffersWholeTile ? kPanels : 2;  // of a consumer, for panels on their way
-    static constexpr int kPanelBytes = 64 * kPanelRowBytes;    // of a consumer's rows
+    static constexpr int kPanelBytes = 64 * kPanelRowBytes;           // of a consumer's rows
     static constexpr int kBarriers = kStages * kStageBytes + kConsumers * kBuffers * kPanelBytes;
-    static constexpr int kClaims = 2;                          // tiles that a cluster has claimed at most
+    static constexpr int kClaims = 2;  // tiles that a cluster has claimed at most
     static constexpr int kPushBuffers = kStages * kStageBytes / kPieceBytes;
     static constexpr int kPushBarriers = kCollective == Collective::kAllGather ? kPushBuffers + 2 : 0;
     static constexpr int kNumBarriers = 2 * kStages + kConsumers * kBuffers + 2 * kClaims + kPushBarriers,
