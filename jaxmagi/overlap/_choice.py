@@ -31,8 +31,16 @@ _LEAST_FILLED = 0.95  # of the tiles, whose rest is computed for nothing
 _ALLOCATORS = ("", "default", "bfc")  # whose memory other GPUs reach
 
 
-def is_kernel(scatters: bool, x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights) -> bool:
-    """Returns whether the product is a custom call where the devices allow it."""
+def is_kernel(x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights, *, scatters: bool) -> bool:
+    """Returns whether a product is a custom call where the devices allow it.
+
+    Args:
+        x: the left operand, all rows of a reduce-scatter and those of the rank of an all-gather.
+        w: the weights.
+        exchange: what the user asks for.
+        weights: how the weights lie.
+        scatters: whether sums are scattered; else rows are gathered.
+    """
     if exchange.implementation is not None:
         return exchange.implementation == "native"
     mesh, is_known = jax.sharding.get_abstract_mesh(), all(isinstance(size, int) for size in x.shape)
@@ -82,8 +90,9 @@ def _pays(scatters: bool, x: Any, w: Any, exchange: Exchange, transposed: bool) 
     ranks, columns = jax.lax.axis_size(exchange.axis_name), columns_of(w, transposed)
     if scatters:
         rows //= ranks
-    tiles = math.prod(lead) * ranks * math.ceil(rows / _TILE) * math.ceil(columns / _TILE)
-    filled = math.prod(lead) * ranks * rows * columns / (tiles * _TILE**2)
+    parts = math.prod(lead) * ranks  # of the rows: those of a rank and an example
+    tiles = parts * math.ceil(rows / _TILE) * math.ceil(columns / _TILE)
+    filled = parts * rows * columns / (tiles * _TILE**2)
     return (
         inner >= _FEWEST_INNER
         and columns >= _FEWEST_COLUMNS

@@ -55,7 +55,7 @@ def _product_backward(exchange: Exchange, weights: Weights, operands: Pair, cota
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def all_gathered(x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights) -> jax.Array:
-    if is_kernel(False, x, w, exchange, weights):
+    if is_kernel(x, w, exchange, weights, scatters=False):
         return all_gather_matmul_p.bind(x, w, exchange=exchange, transposed=weights.transposed)
     return _plain.all_gathered(x, w, exchange, weights)
 
@@ -70,7 +70,7 @@ def _all_gathered_backward(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def reduce_scattered(x: jax.Array, w: jax.Array, exchange: Exchange, weights: Weights) -> jax.Array:
-    if is_kernel(True, x, w, exchange, weights):
+    if is_kernel(x, w, exchange, weights, scatters=True):
         return matmul_reduce_scatter_p.bind(x, w, exchange=exchange, transposed=weights.transposed)
     return _plain.reduce_scattered(x, w, exchange, weights)
 

@@ -87,11 +87,11 @@ def spec_with(defect: Defect, size: int) -> GroupCastSpec:
     return dataclasses.replace(spec, sends=sends, receives=receives)
 
 
-def run_in_time(run: Any, x: jax.Array, spec: GroupCastSpec) -> None:
-    """Whatever comes of it."""
+def run_in_time(run: Any, *operands: Any) -> None:
+    """Runs a program, and checks that it ends in time, whatever comes of it."""
     begin = time.monotonic()
     try:
-        jax.block_until_ready(run(x, spec))
+        jax.block_until_ready(run(*operands))
     finally:
         assert time.monotonic() - begin < SECONDS + MARGIN
 

@@ -133,9 +133,9 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def is_kernel_by_default(
     name: str, rows: int, inner: int, columns: int, size: int = 2, **options: Any
 ) -> bool:
-    """Whether a product of which the user has not said how it runs is a custom call; sizes of a rank.
+    """Returns whether a product is a custom call if the user does not say how it runs.
 
-    Rows are those of one rank before a gather, or after a reduce-scatter.
+    Sizes are those of a rank, rows those before a gather or after a reduce-scatter.
     """
     scatters = name != "all_gather"
     x, w = (rows * size, inner * size if scatters else inner), (inner * size, columns)

@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -17,23 +16,24 @@ from .harness import PRODUCTS
 CALLS = 10_000
 INNER = 200
 SHAPES = ((130, 64), (600, 520))
-"""Rows of a rank, and columns: of a tile and of several."""
+"""These are rows of a rank and columns, of one tile and of several."""
 
 
 def small_integers(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Numbers whose sums of some hundred products bfloat16 has exactly."""
+    """Draws numbers so small that bfloat16 has sums of some hundred of their products exactly."""
     return rng.integers(-1, 2, shape).astype(jnp.bfloat16)
 
 
 def make_program(group: Group, steps: int) -> Any:
-    """Compiled: rows, weights → how many results were wrong in some steps of both products, by a scan.
+    """Returns a compiled function of rows and weights, which counts wrong results of both products.
 
-    In each step a rank comes late, by another number of matmuls, and rows go to the next rank.
+    It is a scan of so many steps. In each one a rank comes late, by another number of matmuls, and rows go to
+    the next rank.
     """
     ring = [(i, (i + 1) % group.size) for i in range(group.size)]
 
     def delay(rank: jax.Array, i: jax.Array, hidden: jax.Array) -> jax.Array:
-        """Takes up to some 100 microseconds."""
+        """Multiplies for up to some 100 microseconds."""
         return lax.fori_loop(0, (7 * i + 3 * rank) % 5, lambda _, h: jnp.tanh(h @ h), hidden)
 
     def local(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -74,7 +74,6 @@ def check_soak(group: Group, calls: int) -> None:
         assert_equal(count, np.zeros(group.size, np.int32))
 
 
-@pytest.mark.parametrize("calls", [CALLS])
 @on_groups(*[Group("native", size) for size in (2, 4)])
-def test_soak(group: Group, calls: int) -> None:
-    check_soak(group, 8 if group.implementation == "xla" else calls)
+def test_soak(group: Group) -> None:
+    check_soak(group, 8 if group.implementation == "xla" else CALLS)
